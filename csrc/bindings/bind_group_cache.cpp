@@ -1,0 +1,102 @@
+#include <utility>
+
+#include "bindings.h"
+#include "group_cache.h"
+
+namespace meshverse::bindings {
+namespace {
+
+using namespace py::literals;
+
+// Another thread can only finish an entry if this one lets go of the interpreter meanwhile.
+using PyGroupCache = GroupCache<py::object, py::gil_scoped_release>;
+
+py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : py::none(); }
+
+py::list entries_of(const PyGroupCache& cache) {
+  py::list entries;
+  for (const auto& [key, entry] : cache.items()) {
+    entries.append(py::make_tuple(key.axis, key.options, entry));
+  }
+  return entries;
+}
+
+PyGroupCache* cache_if_constructed(PyObject* self) {
+  return py::detail::is_holder_constructed(self) ? py::handle(self).cast<PyGroupCache*>() : nullptr;
+}
+
+// Entries may refer back to the owner of the cache: Python's garbage collector must see them.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  int result = 0;
+  if (PyGroupCache* cache = cache_if_constructed(self)) {
+    cache->visit_entries([&](const py::object& entry) {
+      if (result == 0) result = visit(entry.ptr(), arg);
+    });
+  }
+  return result;
+}
+
+int clear(PyObject* self) {
+  if (PyGroupCache* cache = cache_if_constructed(self)) cache->clear();
+  return 0;
+}
+
+void support_garbage_collection(PyHeapTypeObject* heap_type) {
+  heap_type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  heap_type->ht_type.tp_traverse = &traverse;
+  heap_type->ht_type.tp_clear = &clear;
+}
+
+auto counter(std::int64_t GroupCacheCounts::* count) {
+  return [count](const PyGroupCache& self) { return self.counts().*count; };
+}
+
+}  // namespace
+
+void bind_group_cache(py::module_& module) {
+  py::class_<PyGroupCache>(module, "GroupCache", py::is_final(),
+                           py::custom_type_setup(&support_garbage_collection),
+                           R"(One entry for every pair of axis layout and options key.
+
+>>> cache = GroupCache()
+>>> key = OptionsKey.of("gloo")
+>>> cache.get_or_create(AxisLayout(4), key, lambda: "made"), cache.get(AxisLayout(4), key)
+('made', 'made')
+)")
+      .def(py::init<>())
+      .def(
+          "get_or_create",
+          [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key,
+             const py::function& make) {
+            return self.get_or_create({axis, key}, [&] { return py::object(make()); });
+          },
+          "axis"_a, "key"_a, "make"_a,
+          R"(The entry of ``(axis, key)``: the one there, or what ``make()`` returns.
+
+Threads that ask while another one makes the entry wait for it. Nothing is kept if ``make`` raises:
+the exception passes through, and the next one to ask makes it.
+
+Raises:
+    RuntimeError: ``make`` asks for the very entry that it is to return.
+)")
+      .def(
+          "get",
+          [](const PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key) {
+            return none_if_absent(self.get({axis, key}));
+          },
+          "axis"_a, "key"_a, "The entry of ``(axis, key)``, or None where there is none yet.")
+      .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
+      .def("clear", &PyGroupCache::clear, "Forget every entry.")
+      .def("__len__", &PyGroupCache::size)
+      .def_property_readonly("requests", counter(&GroupCacheCounts::requests),
+                             "Number of calls of ``get_or_create``.")
+      .def_property_readonly("hits", counter(&GroupCacheCounts::hits),
+                             "Number of calls that an entry already there answered.")
+      .def_property_readonly("created", counter(&GroupCacheCounts::created),
+                             "Number of calls of ``make`` that succeeded.")
+      .def_property_readonly("failures", counter(&GroupCacheCounts::failures),
+                             "Number of calls of ``make`` that raised.");
+}
+
+}  // namespace meshverse::bindings

@@ -1,0 +1,57 @@
+#include <string>
+
+#include "bindings.h"
+
+namespace meshverse::bindings {
+namespace {
+
+std::string shown(py::handle value) {
+  return std::string(py::repr(value)) + " of type " + Py_TYPE(value.ptr())->tp_name;
+}
+
+// Replaces a TypeError of the interpreter by one that names the argument; lets others pass.
+[[noreturn]] void throw_type_error(const std::string& message) {
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+  PyErr_Clear();
+  throw py::type_error(message);
+}
+
+std::int64_t to_integer(py::handle value, const char* name) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!index) {
+    throw_type_error(std::string(name) + " must be integers, got " + shown(value));
+  }
+  int overflow = 0;
+  const long long integer = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) {
+    throw std::overflow_error(std::string(name) + " with " + std::string(py::repr(value)) +
+                              ": integers must fit 64 bits with a sign");
+  }
+  return integer;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
+  if (PyLong_Check(values.ptr())) return {to_integer(values, name)};
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
+  if (!items) {
+    throw_type_error(std::string(name) + " must be an integer or a sequence of integers, got " +
+                     shown(values));
+  }
+  std::vector<std::int64_t> integers;
+  const Py_ssize_t length = PySequence_Fast_GET_SIZE(items.ptr());
+  integers.reserve(static_cast<std::size_t>(length));
+  for (Py_ssize_t i = 0; i < length; ++i) {
+    integers.push_back(to_integer(PySequence_Fast_GET_ITEM(items.ptr(), i), name));
+  }
+  return integers;
+}
+
+py::tuple to_tuple(const std::vector<std::int64_t>& values) {
+  py::tuple tuple(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) tuple[i] = py::int_(values[i]);
+  return tuple;
+}
+
+}  // namespace meshverse::bindings

@@ -1,0 +1,30 @@
+// Reading options objects of any type by reflection.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+
+#include <pybind11/pybind11.h>
+
+#include "options_key.h"
+
+namespace meshverse::bindings {
+
+namespace py = pybind11;
+
+// A snapshot of `options`: only what differs from a fresh object of its type, where its type can be
+// made without arguments; else everything, with the type's name.
+struct OptionsSnapshot {
+  std::string options_type;
+  OptionFields fields;
+};
+
+// Fields are read by dotted name; those in `ignored` are not even looked at.
+// Raises TypeError for what is not an options object, and for fields that cannot be read.
+OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored);
+
+std::int64_t to_microseconds(py::handle timedelta);
+py::object to_timedelta(std::int64_t microseconds);
+
+}  // namespace meshverse::bindings

@@ -1,0 +1,203 @@
+// One entry for every (axis layout, options key), computed once however many threads ask.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fingerprint.h"
+#include "layout.h"
+#include "options_key.h"
+
+namespace meshverse {
+
+struct GroupKey {
+  AxisLayout axis;
+  OptionsKey options;
+
+  friend bool operator==(const GroupKey& a, const GroupKey& b) {
+    return a.axis == b.axis && a.options == b.options;
+  }
+};
+
+struct GroupKeyHash {
+  std::size_t operator()(const GroupKey& key) const {
+    return static_cast<std::size_t>(hash_combine(key.axis.hash(), key.options.hash()));
+  }
+};
+
+// How often the cache was asked, and how it answered. Once all callers have returned,
+// hits + created + failures == requests, but for calls refused because they could never end.
+struct GroupCacheCounts {
+  std::int64_t requests = 0;
+  std::int64_t hits = 0;
+  std::int64_t created = 0;
+  std::int64_t failures = 0;
+};
+
+// Nothing is ever evicted: making a group is collective, so a rank that forgot one by itself would
+// make it again alone and hang. Nothing is kept of a failure, for the same reason.
+//
+// `Entry` is a handle that copies cheaply, without calling back. `WhileWaiting` lives as long as a
+// wait for another thread, and is destroyed after the cache's lock is released: it is the place to
+// let go of a lock that the other thread needs.
+template <class Entry, class WhileWaiting>
+class GroupCache {
+ public:
+  struct Item {
+    GroupKey key;
+    Entry entry;
+  };
+
+  // The entry of `key`: the one there, or what make() gives.
+  // Callers that find another thread making it wait for that; if it fails, one of them tries next.
+  // Whatever make() throws passes through. Throws std::runtime_error where a wait could never end.
+  template <class Make>
+  Entry get_or_create(const GroupKey& key, Make&& make) {
+    for (bool retry = false;; retry = true) {
+      std::shared_ptr<Slot> slot;
+      bool mine = false;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!retry) ++counts_.requests;
+        mine = slots_.find(key) == slots_.end();
+        if (mine) slots_[key] = std::make_shared<Slot>(key);
+        slot = slots_[key];
+        if (slot->state == State::kReady) {
+          ++counts_.hits;
+          return slot->entry;
+        }
+      }
+      if (mine) return fill(slot, std::forward<Make>(make));
+      wait_for(*slot);
+    }
+  }
+
+  // The entry of `key`; Entry() where there is none yet.
+  Entry get(const GroupKey& key) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = slots_.find(key);
+    return found == slots_.end() ? Entry() : found->second->entry;
+  }
+
+  // Every entry, in order of creation.
+  std::vector<Item> items() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Item> items;
+    items.reserve(created_.size());
+    for (const auto& slot : created_) items.push_back({slot->key, slot->entry});
+    return items;
+  }
+
+  // Calls visit(entry) for every entry, under the lock: it must neither block nor call back.
+  template <class Visit>
+  void visit_entries(Visit&& visit) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& slot : created_) visit(slot->entry);
+  }
+
+  std::size_t size() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return created_.size();
+  }
+
+  // Forgets every entry. One that is being made meanwhile goes to its maker, and is not kept.
+  void clear() {
+    // Declared before the lock, to be destroyed after it is released: destroying an entry may run
+    // foreign code, and that code may come back here.
+    Slots slots;
+    std::vector<std::shared_ptr<Slot>> created;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    slots.swap(slots_);
+    created.swap(created_);
+  }
+
+  GroupCacheCounts counts() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return counts_;
+  }
+
+ private:
+  enum class State { kMaking, kReady, kFailed };
+
+  struct Slot {
+    explicit Slot(const GroupKey& group_key) : key(group_key) {}
+
+    const GroupKey key;
+    const std::thread::id maker = std::this_thread::get_id();
+    State state = State::kMaking;
+    Entry entry{};
+  };
+
+  using Slots = std::unordered_map<GroupKey, std::shared_ptr<Slot>, GroupKeyHash>;
+
+  template <class Make>
+  Entry fill(const std::shared_ptr<Slot>& slot, Make&& make) {
+    try {
+      // Outside the lock: making an entry is slow, and may ask this cache for other entries.
+      Entry entry = make();
+      settle(slot, State::kReady, entry);
+      return entry;
+    } catch (...) {
+      settle(slot, State::kFailed, Entry());
+      throw;
+    }
+  }
+
+  void settle(const std::shared_ptr<Slot>& slot, State state, const Entry& entry) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = slots_.find(slot->key);
+    const bool still_wanted = found != slots_.end() && found->second == slot;
+    if (state == State::kReady) {
+      if (still_wanted) created_.push_back(slot);
+      slot->entry = entry;
+      ++counts_.created;
+    } else {
+      if (still_wanted) slots_.erase(found);
+      ++counts_.failures;
+    }
+    slot->state = state;
+    settled_.notify_all();
+  }
+
+  // Returns once `slot` is no longer being made.
+  void wait_for(const Slot& slot) {
+    const WhileWaiting while_waiting;
+    std::unique_lock<std::mutex> lock(mutex_);
+    refuse_endless_wait(slot);
+    waiting_for_[std::this_thread::get_id()] = &slot;
+    settled_.wait(lock, [&] { return slot.state != State::kMaking; });
+    waiting_for_.erase(std::this_thread::get_id());
+  }
+
+  // Follows who waits for whom from `slot` on: that chain must not lead back to this thread.
+  void refuse_endless_wait(const Slot& slot) const {
+    const Slot* next = &slot;
+    while (next && next->state == State::kMaking) {
+      if (next->maker == std::this_thread::get_id()) {
+        throw std::runtime_error(
+            "group of axis " + slot.key.axis.to_string() + " with " + slot.key.options.to_string() +
+            " was asked for while this thread is making it (or a group that another thread needs "
+            "first): make() must not ask the cache for the entry it is to return");
+      }
+      const auto waits = waiting_for_.find(next->maker);
+      next = waits == waiting_for_.end() ? nullptr : waits->second;
+    }
+  }
+
+  mutable std::mutex mutex_;  // protects all below, and the state and entry of every slot
+  std::condition_variable settled_;
+  Slots slots_;
+  std::vector<std::shared_ptr<Slot>> created_;  // the ready slots, in order of creation
+  std::unordered_map<std::thread::id, const Slot*> waiting_for_;
+  GroupCacheCounts counts_;
+};
+
+}  // namespace meshverse

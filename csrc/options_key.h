@@ -1,0 +1,87 @@
+// Options keys: what a process group was asked to be, as a plain value.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+
+#include "fingerprint.h"
+
+namespace meshverse {
+
+// The field of one side that the other side has and this one lacks.
+struct Absent {
+  friend bool operator==(const Absent&, const Absent&) { return true; }
+};
+
+struct None {
+  friend bool operator==(const None&, const None&) { return true; }
+};
+
+// A double by its bits: -0.0 differs from 0.0, and a NaN equals itself.
+struct FloatBits {
+  explicit FloatBits(double value);
+  double value() const;
+
+  std::uint64_t bits;
+  friend bool operator==(const FloatBits& a, const FloatBits& b) { return a.bits == b.bits; }
+};
+
+// A value known by its kind and a text that is unique within the kind: ("bytes", "ab"),
+// ("timedelta", "1500000 us"), ("torch.Color", "RED"), ("list", "").
+struct Tagged {
+  std::string kind;
+  std::string text;
+  friend bool operator==(const Tagged& a, const Tagged& b) {
+    return std::tie(a.kind, a.text) == std::tie(b.kind, b.text);
+  }
+};
+
+// Something that cannot be looked into: equal only to itself, and kept alive.
+struct Handle {
+  std::shared_ptr<void> object;
+  std::string type_name;
+  friend bool operator==(const Handle& a, const Handle& b) { return a.object == b.object; }
+};
+
+using OptionValue =
+    std::variant<Absent, None, bool, std::int64_t, FloatBits, std::string, Tagged, Handle>;
+
+// By dotted name: "is_high_priority_stream", "config.min_ctas", "devices[0]", "hints['a']".
+using OptionFields = std::map<std::string, OptionValue>;
+
+// The fields of `actual` whose value differs from that in `defaults`, and Absent for those that
+// only `defaults` has. Equal results <=> equal `actual`, for the same `defaults`.
+OptionFields differing_fields(const OptionFields& actual, const OptionFields& defaults);
+
+// A backend's name, what differs from the defaults of its options, and an isolation tag.
+struct OptionsKey {
+  std::string backend;
+  std::optional<std::int64_t> timeout_us;  // microseconds
+  std::string tag;
+  std::string options_type;  // empty where `fields` are relative to known defaults
+  OptionFields fields;
+
+  // Equality, hash and digest are over these. `options_type` is in because fields that are not
+  // relative to defaults mean nothing without their type.
+  auto members() const { return std::tie(backend, timeout_us, tag, options_type, fields); }
+  friend bool operator==(const OptionsKey& a, const OptionsKey& b) {
+    return a.members() == b.members();
+  }
+  std::uint64_t hash() const;
+
+  // The same in every process for equal keys; a handle counts as "a handle of this type" only.
+  Fingerprint digest() const;
+
+  // "OptionsKey('nccl', timeout=600s, config.min_ctas=4, tag='x')".
+  std::string to_string() const;
+};
+
+// How a value is shown: True, 4, 'text', list, <a Device handle>.
+std::string to_string(const OptionValue& value);
+
+}  // namespace meshverse

@@ -1,0 +1,191 @@
+#include "rank_map.h"
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+
+namespace meshverse {
+namespace {
+
+using Integers = std::vector<std::int64_t>;
+
+Fingerprint fingerprint_of_identity(std::int64_t size) {
+  return FingerprintBuilder().add("identity rank map").add(size).finish();
+}
+
+Fingerprint fingerprint_of_ranks(const Integers& ranks) {
+  FingerprintBuilder builder;
+  builder.add("explicit rank map").add(static_cast<std::uint64_t>(ranks.size()));
+  for (const std::int64_t rank : ranks) builder.add(rank);
+  return builder.finish();
+}
+
+bool counts_up_from_zero(const Integers& ranks) {
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i] != static_cast<std::int64_t>(i)) return false;
+  }
+  return true;
+}
+
+// The positions in order of their rank; empty where that is the order of positions anyway.
+Integers order_by_rank(const Integers& ranks) {
+  if (std::is_sorted(ranks.begin(), ranks.end())) return {};
+  Integers order(ranks.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto rank_at = [&](std::int64_t p) { return ranks[static_cast<std::size_t>(p)]; };
+  std::sort(order.begin(), order.end(),
+            [&](std::int64_t a, std::int64_t b) { return rank_at(a) < rank_at(b); });
+  return order;
+}
+
+struct FingerprintHash {
+  std::size_t operator()(const Fingerprint& f) const { return static_cast<std::size_t>(f.low); }
+};
+
+}  // namespace
+
+// The interned maps that are alive, by fingerprint.
+class RankMapTable {
+ public:
+  static RankMapTable& instance() {
+    // Never destroyed: the last map may be released after the static objects of this library.
+    static auto* table = new RankMapTable();
+    return *table;
+  }
+
+  RankMap::Ptr find(const Fingerprint& fingerprint) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = maps_.find(fingerprint);
+    return found == maps_.end() ? nullptr : found->second.lock();
+  }
+
+  // The map under this content's fingerprint: the one there, or a new one.
+  RankMap::Ptr intern(std::int64_t size, Integers ranks, const Fingerprint& fingerprint) {
+    // Built, indexed and checked outside the lock. Losing a race is harmless but for the work.
+    RankMap::Ptr created(new RankMap(size, std::move(ranks), fingerprint), release);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::weak_ptr<RankMap>& entry = maps_[fingerprint];
+    if (RankMap::Ptr alive = entry.lock()) return alive;
+    entry = created;
+    return created;
+  }
+
+ private:
+  static void release(RankMap* map) {
+    instance().forget_if_expired(map->fingerprint());
+    delete map;
+  }
+
+  // A new map may have taken the dead one's place by now: that one stays.
+  void forget_if_expired(const Fingerprint& fingerprint) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = maps_.find(fingerprint);
+    if (found != maps_.end() && found->second.expired()) maps_.erase(found);
+  }
+
+  std::mutex mutex_;  // protects maps_
+  std::unordered_map<Fingerprint, std::weak_ptr<RankMap>, FingerprintHash> maps_;
+};
+
+RankMap::RankMap(std::int64_t size, Integers ranks, const Fingerprint& fingerprint)
+    : size_(size),
+      ranks_(std::move(ranks)),
+      positions_by_rank_(order_by_rank(ranks_)),
+      fingerprint_(fingerprint) {
+  // Equal ranks are neighbours in rank order.
+  for (std::size_t i = 1; i < ranks_.size(); ++i) {
+    const auto at = [&](std::size_t place) {
+      return positions_by_rank_.empty() ? static_cast<std::int64_t>(place)
+                                        : positions_by_rank_[place];
+    };
+    if (rank_at(at(i - 1)) != rank_at(at(i))) continue;
+    throw std::invalid_argument(
+        "rank map of " + std::to_string(size_) + " ranks: rank " + std::to_string(rank_at(at(i))) +
+        " stands at positions " + std::to_string(std::min(at(i - 1), at(i))) + " and " +
+        std::to_string(std::max(at(i - 1), at(i))) + "; list every global rank once");
+  }
+}
+
+RankMap::Ptr RankMap::identity(std::int64_t size) {
+  if (size < 1) {
+    throw std::invalid_argument("identity rank map of size " + std::to_string(size) +
+                                ": a rank map holds at least one rank");
+  }
+  const Fingerprint fingerprint = fingerprint_of_identity(size);
+  if (Ptr alive = RankMapTable::instance().find(fingerprint)) return alive;
+  return RankMapTable::instance().intern(size, {}, fingerprint);
+}
+
+RankMap::Ptr RankMap::from_ranks(Integers ranks) {
+  const auto size = static_cast<std::int64_t>(ranks.size());
+  if (counts_up_from_zero(ranks)) return identity(size);
+  const auto smallest = std::min_element(ranks.begin(), ranks.end());
+  if (*smallest < 0) {
+    throw std::invalid_argument("rank map with rank " + std::to_string(*smallest) +
+                                " at position " + std::to_string(smallest - ranks.begin()) +
+                                ": global ranks are at least 0");
+  }
+  // 128 bits stand for the content: the two are compared nowhere else either.
+  const Fingerprint fingerprint = fingerprint_of_ranks(ranks);
+  if (Ptr alive = RankMapTable::instance().find(fingerprint)) return alive;
+  return RankMapTable::instance().intern(size, std::move(ranks), fingerprint);
+}
+
+std::int64_t RankMap::rank_at(std::int64_t position) const {
+  if (position < 0 || position >= size_) {
+    throw std::out_of_range("position " + std::to_string(position) + " of a rank map of " +
+                            std::to_string(size_) + " ranks: positions run from 0 to " +
+                            std::to_string(size_ - 1));
+  }
+  return is_identity() ? position : ranks_[static_cast<std::size_t>(position)];
+}
+
+std::optional<std::int64_t> RankMap::position_of(std::int64_t rank) const {
+  std::int64_t position = 0;
+  if (is_identity()) {
+    position = rank;
+  } else if (positions_by_rank_.empty()) {
+    position = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+  } else {
+    const auto found = std::lower_bound(
+        positions_by_rank_.begin(), positions_by_rank_.end(), rank,
+        [&](std::int64_t p, std::int64_t r) { return ranks_[static_cast<std::size_t>(p)] < r; });
+    position = found == positions_by_rank_.end() ? size_ : *found;
+  }
+  const bool holds = position >= 0 && position < size_ && rank_at(position) == rank;
+  return holds ? std::optional<std::int64_t>(position) : std::nullopt;
+}
+
+RankArray RankMap::ranks() const {
+  std::int64_t largest = size_ - 1;
+  if (!is_identity()) largest = *std::max_element(ranks_.begin(), ranks_.end());
+  if (largest > std::numeric_limits<std::int32_t>::max()) {
+    throw std::invalid_argument("ranks of a rank map with rank " + std::to_string(largest) +
+                                " as int32: a rank must be below 2**31; number the ranks lower");
+  }
+  std::vector<std::int32_t> ranks(static_cast<std::size_t>(size_));
+  if (is_identity()) {
+    std::iota(ranks.begin(), ranks.end(), 0);
+  } else {
+    std::transform(ranks_.begin(), ranks_.end(), ranks.begin(),
+                   [](std::int64_t rank) { return static_cast<std::int32_t>(rank); });
+  }
+  return RankArray(std::move(ranks));
+}
+
+std::string RankMap::to_string() const {
+  if (is_identity()) return "identity of " + std::to_string(size_);
+  constexpr std::size_t kShown = 8;
+  std::string text = std::to_string(size_) + (size_ == 1 ? " rank: " : " ranks: ");
+  for (std::size_t i = 0; i < std::min(kShown, ranks_.size()); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks_[i]);
+  }
+  return ranks_.size() > kShown ? text + ", ..." : text;
+}
+
+}  // namespace meshverse
