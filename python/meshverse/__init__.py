@@ -1,0 +1,45 @@
+"""Meshverse: a drop-in `DeviceMesh` whose cost does not grow with the job.
+
+    from meshverse import init_device_mesh
+
+builds meshes that torch's DTensor, FSDP2 and tensor parallelism take as their own, with mesh
+operations that do no work proportional to the world and one process group per distinct set of
+ranks and options. `mesh.universe.explain()` tells what was shared.
+"""
+
+from __future__ import annotations
+
+try:
+    from . import _core
+except ImportError as error:
+    raise ImportError(
+        "meshverse's compiled core is missing: this looks like its source tree. Install it with "
+        "`pip install .` from the top of the source tree, or use `make test`, and import it from "
+        f"there. ({error})"
+    ) from error
+
+from . import _torch_compat
+
+_torch_compat.require_supported_torch()
+
+from .device_mesh import DeviceMesh, init_device_mesh  # noqa: E402  (after the check of torch)
+from .dropin import install, installed, uninstall  # noqa: E402
+from .explain import Explanation, GroupExplanation  # noqa: E402
+from .saved_mesh import load_mesh, save_mesh  # noqa: E402
+from .universe import Universe  # noqa: E402
+
+__version__ = _core.__version__
+
+__all__ = [
+    "DeviceMesh",
+    "Explanation",
+    "GroupExplanation",
+    "Universe",
+    "__version__",
+    "init_device_mesh",
+    "install",
+    "installed",
+    "load_mesh",
+    "save_mesh",
+    "uninstall",
+]

@@ -1,0 +1,145 @@
+"""What a user asks of a process group, in every form stock accepts, as one canonical value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+from . import _torch_compat as compat
+from ._core import OptionsKey
+
+__all__ = [
+    "NO_OVERRIDE",
+    "BackendOverride",
+    "GroupOptions",
+    "Override",
+    "normalize_override",
+    "normalize_overrides",
+]
+
+Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
+"""One axis's override: backend name and options, None where the default is meant."""
+
+BackendOverride: TypeAlias = (
+    "Mapping[int | str, str | compat.BackendOptions | tuple[str | None, compat.BackendOptions]]"
+)
+"""Overrides of some axes, by axis index or name."""
+
+NO_OVERRIDE: Override = (None, None)
+
+
+def normalize_override(value: Any) -> Override:
+    """One override as a (backend, options) pair.
+
+    Args:
+        value: a backend name, an options object, a pair of the two, or None.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the backend is unknown.
+    """
+    if value is None:
+        return NO_OVERRIDE
+    if isinstance(value, str):
+        pair: Override = (value, None)
+    elif compat.is_backend_options(value):
+        pair = (None, value)
+    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (str, type(None))):
+        pair = (value[0], value[1])
+    else:
+        raise TypeError(
+            f"Invalid backend override {value!r} of type {type(value).__name__}: expected a backend "
+            "name, an options object such as ProcessGroupNCCL.Options, or a (name, options) pair."
+        )
+    if pair[0] is not None:
+        compat.check_backend(pair[0])
+    return pair
+
+
+def normalize_overrides(
+    overrides: BackendOverride | Sequence[Override] | None, axis_names: Sequence[str] | None, ndim: int
+) -> tuple[Override, ...]:
+    """The override of every axis, in axis order. The caller's mapping is left as it is.
+
+    Args:
+        overrides: by axis index or name; or one pair an axis; or None.
+        axis_names: names of the axes, if they have any.
+        ndim: number of axes.
+
+    Raises:
+        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
+        ValueError: a sequence of the wrong length, or an unknown backend.
+        TypeError: a value of a wrong type.
+    """
+    if overrides is None:
+        return (NO_OVERRIDE,) * ndim
+    if not isinstance(overrides, Mapping):
+        pairs = tuple(normalize_override(value) for value in overrides)
+        if len(pairs) != ndim:
+            raise ValueError(
+                "backend_override should have the same length as the number of mesh dimensions, "
+                f"but got {len(pairs)} and {ndim}."
+            )
+        return pairs
+    names = tuple(axis_names or ())
+    invalid = [key for key in overrides if key not in names and key not in range(ndim)]
+    if invalid:
+        raise RuntimeError(
+            f"Found invalid keys in backend_override: got {invalid}, expected integers in range "
+            f"[0, {ndim}) or one of {names}"
+        )
+    for index, name in enumerate(names):
+        if index in overrides and name in overrides:
+            raise RuntimeError(
+                f"Found redundant dim index {index} and name {name} in backend_override: "
+                "give the axis once, by its index or by its name."
+            )
+    by_axis: list[Any] = [overrides.get(index) for index in range(ndim)]
+    for index, name in enumerate(names):
+        by_axis[index] = overrides.get(name, by_axis[index])
+    return tuple(normalize_override(value) for value in by_axis)
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What one process group shall be: an override with every default filled in.
+
+    Attributes:
+        backend: backend string of the group.
+        options: my own copy of the options object, or None for the backend's defaults.
+        timeout: of the group's operations.
+        key: equal for equal backend, options, timeout and tag.
+        override: what was asked for, as the user wrote it.
+    """
+
+    backend: str
+    options: compat.BackendOptions | None
+    timeout: timedelta
+    key: OptionsKey
+    override: Override
+
+    @classmethod
+    def resolve(cls, override: Override, *, default_backend: str) -> GroupOptions:
+        """Fill in the defaults: the default group's backend, c10d's timeout for that backend."""
+        backend, options = override
+        backend = backend or default_backend
+        timeout = compat.options_timeout(options) or compat.default_timeout(backend)
+        key = OptionsKey.of(
+            backend, options, timeout=timeout, ignored=compat.IGNORED_OPTION_FIELDS
+        )
+        return cls(backend, _own_copy(options), timeout, key, override)
+
+    def with_tag(self, tag: str) -> GroupOptions:
+        """The same options for a group of its own, shared only under the same tag."""
+        return replace(self, key=self.key.with_tag(tag))
+
+
+def _own_copy(options: compat.BackendOptions | None) -> compat.BackendOptions | None:
+    # c10d writes to NCCL's options, which can be copied; others that cannot be are handed on.
+    try:
+        return copy.deepcopy(options)
+    except TypeError:
+        return options

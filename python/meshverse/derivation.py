@@ -1,0 +1,177 @@
+"""What a mesh is, and what slicing, unflattening and concatenating give: no side effects.
+
+Layouts are over positions of one universe. The checks and their exception types are stock's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ._core import AxisLayout, Layout
+from .mesh_input import AxisNames, check_axis_names
+
+__all__ = [
+    "MeshDescription",
+    "axis_index",
+    "check_flattened_name",
+    "concatenate",
+    "slice_axes",
+    "unflatten_axis",
+]
+
+
+class MeshDescription(NamedTuple):
+    """What a mesh is, apart from its universe and its process groups.
+
+    Attributes:
+        device_type: "cpu", "cuda", ... without an index.
+        layout: the axis layouts, over positions of the universe's rank map.
+        axis_names: one an axis, or None.
+        preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
+    """
+
+    device_type: str
+    layout: Layout
+    axis_names: AxisNames | None
+    preserve_rank_order: bool = False
+
+
+def slice_axes(
+    mesh: MeshDescription, names: AxisNames, flattened: Mapping[str, AxisLayout]
+) -> MeshDescription:
+    """The submesh of the named axes.
+
+    Args:
+        mesh: the mesh that is sliced.
+        names: axes asked for.
+        flattened: axes of flattened meshes that may be named as well.
+
+    Raises:
+        RuntimeError: a mesh without names, or axes that overlap.
+        KeyError: an unknown name, or names in another order than in the mesh.
+    """
+    if not mesh.axis_names:
+        raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
+    axes = {**flattened, **dict(zip(mesh.axis_names, mesh.layout, strict=True))}
+    if any(name not in axes for name in names):
+        valid = [*mesh.axis_names, *flattened]
+        raise KeyError(
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+        )
+    layout = Layout([axes[name] for name in names])
+    if not layout.is_sorted():
+        raise KeyError(
+            f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
+            f"order; the axes of this mesh are, in order, {mesh.axis_names}."
+        )
+    if not layout.is_orthogonal():
+        raise RuntimeError(
+            f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
+        )
+    return mesh._replace(layout=layout, axis_names=names)
+
+
+def check_flattened_name(
+    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None
+) -> None:
+    """Check the name of a flattened axis.
+
+    Args:
+        name: of the flattened axis.
+        axis: its layout.
+        root_names: axes of the root mesh.
+        known: the axis flattened under this name before, if any.
+
+    Raises:
+        ValueError: the root has an axis of this name, or another flattened axis has it.
+    """
+    if name in root_names:
+        raise ValueError(
+            f"{name} already exists for submesh of the root mesh. The mesh_dim_names of submesh "
+            f"and flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
+        )
+    if known is not None and known != axis:
+        raise ValueError(
+            f"Flatten mesh with mesh_dim_name {name} has been created before, with layout {known} "
+            f"where {axis} is asked for. Please specify another valid mesh_dim_name."
+        )
+
+
+def axis_index(mesh: MeshDescription, dim: int | str) -> int:
+    """Index of an axis given by index or name; ValueError if there is no such axis."""
+    names, ndim = mesh.axis_names or (), len(mesh.layout)
+    if isinstance(dim, str) and dim in names:
+        return names.index(dim)
+    if isinstance(dim, int) and -ndim <= dim < ndim:
+        return dim % ndim
+    where = f"out of range {ndim}" if isinstance(dim, int) else f"not in {names}"
+    raise ValueError(f"dim {dim!r} specified in `_unflatten` is {where}")
+
+
+def unflatten_axis(
+    mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
+) -> tuple[Layout, MeshDescription]:
+    """The mesh with one axis split into several, the rightmost varying fastest.
+
+    Args:
+        mesh: the mesh to change.
+        index: of the axis to split.
+        sizes: of the new axes.
+        names: of the new axes.
+
+    Returns:
+        The layout of the new axes alone, and the whole new mesh.
+
+    Raises:
+        ValueError: sizes that do not multiply out to the axis.
+        RuntimeError: another number of names than sizes, or a name that is taken.
+        TypeError: a mesh without names.
+    """
+    if len(sizes) != len(names):
+        raise RuntimeError(
+            "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
+            f"{tuple(names)} for sizes {tuple(sizes)}."
+        )
+    if mesh.axis_names is None:
+        raise TypeError(
+            f"Cannot unflatten a DeviceMesh without mesh_dim_names: its layout is {mesh.layout}. "
+            "Give its axes names when making it."
+        )
+    inner = Layout.from_shape(tuple(sizes))
+    axis = mesh.layout[index]
+    if inner.size != axis.size:
+        raise ValueError(
+            f"The product of mesh_sizes={tuple(sizes)} is {inner.size}, but the original dimension "
+            f"at dim={index} ({mesh.axis_names[index]!r}) has size {axis.size}. These must be "
+            "equal for unflatten to work correctly."
+        )
+    new_axes = axis.compose(inner)
+    layout = mesh.layout.splice(index, index + 1, new_axes)
+    all_names = (*mesh.axis_names[:index], *names, *mesh.axis_names[index + 1 :])
+    return new_axes, mesh._replace(
+        layout=layout, axis_names=check_axis_names(all_names, len(layout))
+    )
+
+
+def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
+    """One mesh with the axes of several, in the order given.
+
+    Raises:
+        RuntimeError: they overlap.
+        TypeError: one has no names.
+    """
+    layout, names = Layout([]), ()
+    for mesh in meshes:
+        if mesh.axis_names is None:
+            raise TypeError(
+                f"Cannot concatenate a DeviceMesh without mesh_dim_names: its layout is "
+                f"{mesh.layout}. Give its axes names when making it."
+            )
+        layout, names = layout.concatenate(mesh.layout), names + mesh.axis_names
+    if not layout.is_orthogonal():
+        raise RuntimeError(
+            f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
+            "share positions."
+        )
+    return meshes[0]._replace(layout=layout, axis_names=names)

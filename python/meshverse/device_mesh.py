@@ -1,0 +1,521 @@
+"""`DeviceMesh` and `init_device_mesh`: stock's, computed by arithmetic over one universe."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+from . import _torch_compat as compat
+from ._core import Layout, RankGroups, RankMap
+from .backend_override import (
+    NO_OVERRIDE,
+    BackendOverride,
+    Override,
+    normalize_overrides,
+)
+from .derivation import (
+    MeshDescription,
+    axis_index,
+    check_flattened_name,
+    concatenate,
+    slice_axes,
+    unflatten_axis,
+)
+from .mesh_input import (
+    ArrayLike,
+    AxisNames,
+    check_axis_names,
+    check_device_type,
+    check_layout,
+    read_mesh,
+    read_ranks,
+)
+from .universe import Universe
+
+__all__ = ["DeviceMesh", "init_device_mesh"]
+
+
+class DeviceMesh(StockDeviceMesh):
+    """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
+
+    Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
+    of stock's methods are there with the same results. Derived meshes are interned (`m["tp"] is
+    m["tp"]`) and share process groups through `universe`.
+
+    Args:
+        device_type: "cpu", "cuda", ... without an index.
+        mesh: global ranks, one axis a dimension; every rank at most once.
+        mesh_dim_names: one name an axis, each once.
+        backend_override: one (backend, options) pair an axis, or a mapping from axis index or
+            name as for `init_device_mesh`.
+        preserve_rank_order: group ranks follow the order of `mesh` instead of ascending ranks.
+        universe: an existing universe with the same ranks to build this mesh in.
+
+    Raises:
+        ValueError: repeated or negative ranks, a rank outside the world, a bad override.
+        RuntimeError: a mesh larger than the world; names that repeat or do not match the axes.
+        TypeError: neither `mesh` nor torch's private arguments, or names that are no strings.
+
+    The arguments that begin with an underscore are those of torch's own code.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: torch.Tensor | ArrayLike | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: BackendOverride | Sequence[Override] | None = None,
+        preserve_rank_order: bool = False,
+        universe: Universe | None = None,
+        _init_backend: bool = True,
+        _rank: int | None = None,
+        _layout: compat.TorchLayout | None = None,
+        _rank_map: torch.Tensor | None = None,
+        _root_mesh: StockDeviceMesh | None = None,
+    ) -> None:
+        if mesh is not None:
+            if _layout is not None or _rank_map is not None:
+                raise TypeError("Cannot provide _layout and/or _rank_map if passing explicit mesh")
+            layout, rank_map = read_mesh(mesh)
+        elif _layout is None or _rank_map is None:
+            raise TypeError("The mesh argument is required except for PRIVATE USAGE ONLY!")
+        else:
+            layout = compat.from_torch_layout(_layout)
+            if isinstance(_root_mesh, DeviceMesh):
+                universe = _root_mesh.universe
+            rank_map = universe.rank_map if universe else read_ranks(_rank_map)
+        names = check_axis_names(mesh_dim_names, len(layout))
+        self._build(
+            MeshDescription(device_type, layout, names, preserve_rank_order),
+            rank_map,
+            overrides=normalize_overrides(backend_override, names, len(layout)),
+            universe=universe,
+            init_backend=_init_backend and device_type != "xla",  # XLA has no groups, as in stock
+            rank=_rank,
+        )
+
+    def _build(
+        self,
+        description: MeshDescription,
+        rank_map: RankMap,
+        *,
+        overrides: Sequence[Override],
+        universe: Universe | None,
+        init_backend: bool = True,
+        rank: int | None = None,
+    ) -> None:
+        check_layout(description.layout, rank_map, universe)
+        self._describe(description)
+        if init_backend:
+            self._setup_world_group_and_device()
+        universe = universe or Universe(rank_map, rank=rank)
+        self._enter(universe)
+        if init_backend:
+            names = description.axis_names or [f"dim_{i}" for i in range(len(description.layout))]
+            self._dim_group_names = self._group_names_for(description.layout, names, overrides)
+        universe.intern(self)
+
+    # --- what a mesh is: set once, by the constructor or by _in_universe ----------------------
+
+    def _describe(self, description: MeshDescription) -> None:
+        self._description = description
+        self._device_type = description.device_type
+        self._mesh_dim_names = description.axis_names
+        self._preserve_rank_order = description.preserve_rank_order
+        self._flatten_mapping = {}
+
+    def _enter(self, universe: Universe) -> None:
+        self._universe = universe
+        self._rank = universe.rank
+        self._thread_id = universe.thread_id
+        self._root_mesh = universe.root
+        self._pg_registry = universe.process_groups
+        self._slices: dict[object, DeviceMesh] = {}
+        self._hash = None
+        self._identity = (universe.rank_map, universe.thread_id, self._description)
+
+    @classmethod
+    def _in_universe(
+        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> DeviceMesh:
+        """The one mesh of a universe with this description and these groups (None: without)."""
+        mesh = object.__new__(cls)
+        mesh._describe(description)
+        mesh._enter(universe)
+        if group_names is not None:
+            mesh._dim_group_names = list(group_names)
+        return universe.intern(mesh)
+
+    @property
+    def intern_key(self) -> Hashable:
+        """What makes this mesh itself within its universe: description and process groups."""
+        group_names = getattr(self, "_dim_group_names", None)
+        return self._description, None if group_names is None else tuple(group_names)
+
+    @property
+    def universe(self) -> Universe:
+        """The universe this mesh belongs to: its ranks, process groups and related meshes."""
+        return self._universe
+
+    @property
+    def layout(self) -> Layout:
+        """The axis layouts of this mesh over the positions of its universe's rank map."""
+        return self._description.layout
+
+    # --- what stock's methods read, by arithmetic and only when asked -------------------------
+
+    @cached_property
+    def _layout(self) -> compat.TorchLayout:
+        flattened: dict[str, DeviceMesh] = self._get_root_mesh()._flatten_mapping
+        is_flattened = any(mesh is self for mesh in flattened.values())
+        return compat.to_torch_layout(self.layout, flattened=is_flattened)
+
+    @cached_property
+    def _rank_map(self) -> torch.Tensor:
+        return self._universe.rank_views.tensor
+
+    @cached_property
+    def _flatten_rank_map(self) -> tuple[int, ...]:
+        return self._universe.rank_views.tuple
+
+    @cached_property
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None:
+        position = self._universe.position
+        return None if position is None else self.layout.coordinate(position)
+
+    @cached_property
+    def mesh(self) -> torch.Tensor:
+        """Global ranks of this mesh: int32 CPU tensor with one dimension an axis.
+
+        A view of one tensor that the whole universe shares, so do not write to it.
+
+        Raises:
+            RuntimeError: a part of the universe, asked for on a rank outside the universe.
+        """
+        universe, layout = self._universe, self.layout
+        whole = layout.size == universe.size
+        if not whole and universe.position is None:
+            raise RuntimeError(
+                f"In order to get the mesh Tensor of {self} on rank {universe.rank}, it needs to "
+                "either have all its original dimensions (e.g., no slicing) or it needs to "
+                f"contain the local rank; it has ranks of {universe.rank_map}."
+            )
+        first = 0 if whole else layout.base(universe.position)
+        sizes = [size for axis in layout for size in axis.sizes]
+        strides = [stride for axis in layout for stride in axis.strides]
+        with compat.untraced():
+            return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
+
+    # --- comparison ----------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is DeviceMesh:  # isinstance runs Python code of torch's metaclass
+            return self._identity == other._identity
+        if not isinstance(other, StockDeviceMesh):
+            return False
+        theirs = compat.real_mesh(other)
+        if isinstance(theirs, DeviceMesh):
+            return self._identity == theirs._identity
+        return compat.equals_stock(self, theirs, self.layout)
+
+    # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
+    # class have equal hashes.
+    __hash__ = StockDeviceMesh.__hash__
+
+    def _stable_hash(self) -> str:
+        identity = f"{self._universe.rank_map.fingerprint}|{self._thread_id}|{self._description}"
+        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+    # --- derived meshes ------------------------------------------------------------------------
+
+    def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
+        """The submesh of the named axes; the same object each time.
+
+        Args:
+            mesh_dim_names: one name, or several as a tuple or list. Order as in the mesh. On a
+                root mesh, names of flattened axes too (deprecated in torch).
+
+        Raises:
+            RuntimeError: the mesh has no names, or the axes overlap.
+            KeyError: an unknown name, or names in another order than in the mesh.
+        """
+        if torch.compiler.is_compiling():
+            return super().__getitem__(mesh_dim_names)
+        try:
+            return self._slices[mesh_dim_names]
+        except (KeyError, TypeError):  # TypeError: a list
+            return self._slice(mesh_dim_names)
+
+    def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        mine: AxisNames = self._mesh_dim_names or ()
+        if mine and names == mine:
+            return self
+        root: DeviceMesh = self._get_root_mesh()
+        flattened: dict[str, DeviceMesh] = root._flatten_mapping if self == root else {}
+        description = slice_axes(
+            self._description, names, {name: mesh.layout[0] for name, mesh in flattened.items()}
+        )
+        sources = [(self, mine.index(n)) if n in mine else (flattened[n], 0) for n in names]
+        submesh = self._in_universe(self._universe, description, _joined_group_names(sources))
+        if all(mesh is self for mesh, _ in sources):
+            self._slices[mesh_dim_names if isinstance(mesh_dim_names, str) else names] = submesh
+        else:
+            warnings.warn(
+                "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need "
+                "to bookkeep the flattened mesh directly. ",
+                stacklevel=3,
+            )
+        return submesh
+
+    def flatten(
+        self,
+        mesh_dim_name: str | None = None,
+        backend_override: str | compat.BackendOptions | tuple[str, compat.BackendOptions] | None = None,
+    ) -> DeviceMesh:
+        """A one-axis mesh over all ranks of this one, in the same order.
+
+        Args:
+            mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
+            backend_override: of its group, if it shall differ from the default.
+
+        Raises:
+            RuntimeError: this mesh has no names.
+            ValueError: the name is an axis of the root, or another flattened mesh has it.
+        """
+        return self._flatten(mesh_dim_name, backend_override)  # type: ignore[no-any-return]
+
+    def _create_flatten_mesh(
+        self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
+    ) -> DeviceMesh:
+        # Called by stock's `_flatten`, which torch.compile traces; 2.11 may leave the name to us.
+        root: DeviceMesh = self._get_root_mesh()
+        name = mesh_dim_name or "_".join(self._mesh_dim_names)
+        if self.ndim == 1 and name in self._mesh_dim_names:
+            return self
+        axis = self.layout.collapse()
+        known: DeviceMesh | None = root._flatten_mapping.get(name)
+        check_flattened_name(name, axis, root._mesh_dim_names or (), known and known.layout[0])
+        if known is None:
+            description = self._description._replace(layout=Layout([axis]), axis_names=(name,))
+            group_names = self._group_names_for(description.layout, (name,), (backend_override,))
+            known = self._in_universe(self._universe, description, group_names)
+            root._flatten_mapping[name] = known
+        return known
+
+    def unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: BackendOverride | None = None,
+    ) -> DeviceMesh:
+        """The same ranks with one axis split into several, the rightmost varying fastest.
+
+        Args:
+            dim: index or name of the axis to split.
+            mesh_sizes: sizes of the new axes; their product is the size of the axis.
+            mesh_dim_names: names of the new axes.
+            backend_override: by name or index of the new axes, where a group shall differ.
+
+        Raises:
+            ValueError: no such axis, or sizes that do not multiply out to it.
+            RuntimeError: another number of names than sizes, or a name that is taken.
+        """
+        return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: BackendOverride | None = None,
+    ) -> DeviceMesh:
+        index = axis_index(self._description, dim)
+        new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
+        overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
+        group_names: list[str] | None = getattr(self, "_dim_group_names", None)
+        if group_names is not None:
+            new = self._group_names_for(new_axes, mesh_dim_names, overrides)
+            group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
+        return self._in_universe(self._universe, description, group_names)
+
+    @staticmethod
+    def concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
+        """One mesh with the axes of several, in the order given, on their process groups.
+
+        Args:
+            device_mesh_list: meshes over the same ranks whose axes do not overlap.
+
+        Raises:
+            RuntimeError: they overlap, or are over different ranks.
+        """
+        return DeviceMesh._concatenate(device_mesh_list)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
+        meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
+        if len(meshes) < len(device_mesh_list) or not meshes:
+            return StockDeviceMesh._concatenate(list(device_mesh_list))  # type: ignore[no-any-return]
+        first = meshes[0]
+        for mesh in meshes:
+            if mesh._universe.rank_map != first._universe.rank_map:
+                raise RuntimeError(
+                    "Cannot concatenate DeviceMeshes derived from different device meshes: "
+                    f"{first} is over {first._universe.rank_map}, {mesh} is over "
+                    f"{mesh._universe.rank_map}."
+                )
+        description = concatenate([mesh._description for mesh in meshes])
+        axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
+        return first._in_universe(first._universe, description, _joined_group_names(axes))
+
+    def _group_names_for(
+        self, axes: Layout, names: Sequence[str], overrides: Sequence[Override]
+    ) -> list[str]:
+        """Names of my groups along these axes, made where needed; none outside the rank map."""
+        groups = self._universe.groups_for(
+            axes,
+            axis_names=names,
+            overrides=overrides,
+            preserve_rank_order=self._preserve_rank_order,
+        )
+        return [group.name for group in groups if group.name is not None]
+
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+        index = self._get_mesh_dim_by_name(mesh_dim_name)
+        universe = self._universe
+        groups = RankGroups(self.layout[index], universe.rank_map)
+        mine = None if universe.position is None else groups.group_index(universe.position)
+        submeshes = []
+        for group_index, ranks in enumerate(groups.all().tolist()):
+            submesh = DeviceMesh(
+                self._device_type,
+                ranks,
+                mesh_dim_names=(mesh_dim_name,),
+                preserve_rank_order=self._preserve_rank_order,
+                _init_backend=False,
+                _rank=universe.rank,
+            )
+            submesh._dim_group_names = (
+                [self._dim_group_names[index]] if group_index == mine else []
+            )
+            submeshes.append(submesh)
+        return submeshes
+
+    @staticmethod
+    def from_group(
+        group: compat.ProcessGroup | list[compat.ProcessGroup],
+        device_type: str,
+        mesh: torch.Tensor | ArrayLike | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh on process groups that exist already, one an axis.
+
+        Args:
+            group: the group of a 1-D mesh, or one group for each axis.
+            device_type: "cpu", "cuda", ... without an index.
+            mesh: global ranks; needed with a list of groups.
+            mesh_dim_names: one name an axis; needed with a list of groups.
+
+        Raises:
+            ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
+                `mesh_dim_names` is missing, or `mesh` has another number of axes than groups.
+        """
+        if isinstance(group, dist.ProcessGroup):
+            groups, ranks = [group], dist.get_process_group_ranks(group)
+            if mesh is not None and torch.as_tensor(mesh).tolist() != ranks:
+                raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
+            mesh = ranks
+        else:
+            groups = list(group)
+            if not groups:
+                raise ValueError("Expects at least one ProcessGroup to be passed")
+            if mesh is None:
+                raise ValueError("Must pass mesh if passing multiple ProcessGroups")
+            if mesh_dim_names is None:
+                raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
+            shape = torch.as_tensor(mesh).shape
+            if len(shape) != len(groups):
+                raise ValueError(
+                    "Expects mesh with ndim equal to number of ProcessGroups but got mesh of shape "
+                    f"{tuple(shape)} and {len(groups)} ProcessGroups"
+                )
+        result = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, _init_backend=False)
+        names = result._mesh_dim_names or [f"dim_{index}" for index in range(len(groups))]
+        result._dim_group_names = [
+            result._universe.adopt_group(axis, name, given)
+            for axis, name, given in zip(result.layout, names, groups, strict=True)
+        ]
+        return result
+
+
+def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:
+    """Group names of axes of several meshes: None if one has no groups, [] outside the mesh."""
+    joined: list[str] = []
+    for mesh, index in axes:
+        names = getattr(mesh, "_dim_group_names", None)
+        if names is None:
+            return None
+        joined.extend(names[index : index + 1])
+    return joined
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
+    preserve_rank_order: bool = False,
+    universe: Universe | None = None,
+) -> DeviceMesh:
+    """A mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
+
+    Starts the default process group if there is none, as stock does.
+
+    Args:
+        device_type: "cpu", "cuda", ... without an index.
+        mesh_shape: size of each axis.
+        mesh_dim_names: one name an axis, each once.
+        backend_override: by axis name or index: a backend name, an options object, or both as a
+            pair. Axes that are not named get the default group's backend.
+        universe: build the mesh in this universe, on its ranks and process groups.
+
+    Raises:
+        RuntimeError: names that repeat or do not match the shape; a device type with an index; an
+            override for an axis that is not there; a mesh larger than the world.
+        ValueError: a size below 1, an unknown backend, or another number of ranks than the
+            universe has.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> mesh["tp"] is mesh["tp"]  # doctest: +SKIP
+        True
+    """
+    check_device_type(device_type)
+    layout = Layout.from_shape(tuple(mesh_shape))
+    names = check_axis_names(mesh_dim_names, len(layout))
+    rank_map = RankMap.identity(layout.size) if universe is None else universe.rank_map
+    if rank_map.size != layout.size:
+        raise ValueError(
+            f"mesh_shape {tuple(mesh_shape)} has {layout.size} ranks, but the universe to build it "
+            f"in has {rank_map.size}: {rank_map}. The sizes must multiply out to it."
+        )
+    mesh = object.__new__(DeviceMesh)
+    mesh._build(
+        MeshDescription(device_type, layout, names, preserve_rank_order),
+        rank_map,
+        overrides=normalize_overrides(backend_override, names, len(layout)),
+        universe=universe,
+    )
+    return mesh

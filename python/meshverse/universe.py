@@ -1,0 +1,261 @@
+"""The universe: one rank map, and every process group and mesh derived over it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from . import _torch_compat as compat
+from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
+from .backend_override import NO_OVERRIDE, GroupOptions, Override
+from .explain import Explanation, GroupExplanation
+from .group_creation import Group, GroupRequest, create_group
+from .rank_views import RankViews, rank_views
+
+if TYPE_CHECKING:
+    from .device_mesh import DeviceMesh
+
+__all__ = ["Universe"]
+
+
+class Universe:
+    """One rank map, its world group, and every process group, submesh and flattened mesh over it.
+
+    Every mesh belongs to exactly one universe; slicing, flattening, unflattening and concatenating
+    stay inside it. Two axes with the same groups and the same options share one process group, in
+    whichever mesh they occur. Made with a root mesh; pass it to `init_device_mesh(universe=...)` to
+    build further meshes on the same groups.
+
+    Attributes:
+        rank_map: position -> global rank.
+        rank: this process's global rank.
+        position: this rank's place in the rank map, or None if it is outside.
+        process_groups: my live process groups by c10d name, as torch.compile looks them up.
+        root: the first mesh made in this universe, which every other mesh here calls its root.
+        serial: number of this universe in the order this process made them.
+    """
+
+    def __init__(self, rank_map: RankMap, *, rank: int | None = None) -> None:
+        """Describe the ranks. Creates no process group.
+
+        Args:
+            rank_map: position -> global rank.
+            rank: this process's global rank; by default that of the default process group.
+
+        Raises:
+            ValueError: a rank of the map is outside the default group.
+        """
+        default_group = compat.current_default_group()
+        self.rank_map = rank_map
+        self.rank = dist.get_rank() if rank is None else rank
+        self.position = rank_map.position_of(self.rank)
+        self.thread_id = compat.thread_id()
+        self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self._default_group = None if default_group is None else weakref.ref(default_group)
+        self._groups = GroupCache()
+        self._given_groups: list[Group] = []
+        self._meshes: dict[Hashable, DeviceMesh] = {}
+        self.root: DeviceMesh | None = None
+        self.serial = next(_serials)
+        _universes[self.serial] = self
+
+    # --- ranks ----------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.rank_map.size
+
+    @cached_property
+    def rank_views(self) -> RankViews:
+        """The rank map as torch's own code reads it: tensor and tuple, made when first asked for."""
+        return rank_views(self.rank_map)
+
+    # --- process groups -------------------------------------------------------------------------
+
+    @cached_property
+    def default_options(self) -> GroupOptions:
+        """What a group is when nothing is overridden."""
+        backend = compat.default_backend(self._live_default_group())
+        return GroupOptions.resolve(NO_OVERRIDE, default_backend=backend)
+
+    def groups_for(
+        self,
+        axes: Layout,
+        *,
+        axis_names: Sequence[str],
+        overrides: Sequence[Override],
+        preserve_rank_order: bool = False,
+    ) -> list[Group]:
+        """My group along each axis: the known one, or a new one that its members make together.
+
+        Everything is checked before the first group is made.
+
+        Args:
+            axes: axis layouts over positions.
+            axis_names: one an axis, for `explain()` and c10d's descriptions.
+            overrides: one an axis.
+            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+
+        Returns:
+            One group an axis. On a rank outside the rank map, groups without a name.
+
+        Raises:
+            RuntimeError: the default process group is not the one this universe was made with.
+            ValueError: an axis does not divide the ranks into groups.
+        """
+        default_group = self._live_default_group()
+        requests = [
+            self._request(axis, name, override, preserve_rank_order)
+            for axis, name, override in zip(axes, axis_names, overrides, strict=True)
+        ]
+        return [self._get_or_create(request, default_group) for request in requests]
+
+    def _request(
+        self, axis: AxisLayout, axis_name: str, override: Override, preserve_rank_order: bool
+    ) -> GroupRequest:
+        RankGroups(axis, self.rank_map)  # raises unless the axis divides the ranks into groups
+        options = self.default_options
+        if override != NO_OVERRIDE:
+            options = GroupOptions.resolve(override, default_backend=options.backend)
+        # Whether the order matters is decided from what all ranks share, never from my own group:
+        # members of one group must agree on its key.
+        keeps_order = preserve_rank_order and not (
+            self.rank_map.is_identity and axis.is_sorted()
+        )
+        if keeps_order:
+            options = options.with_tag("preserve_rank_order")
+        return GroupRequest(
+            axis=axis if keeps_order else axis.sorted(),
+            rank_map=self.rank_map,
+            position=self.position,
+            options=options,
+            axis_name=axis_name,
+            keeps_order=keeps_order,
+        )
+
+    def _get_or_create(self, request: GroupRequest, default_group: compat.ProcessGroup) -> Group:
+        def create() -> Group:
+            group = create_group(
+                request, default_group=default_group, default_key=self.default_options.key
+            )
+            if group.name is not None:
+                self.process_groups[group.name] = compat.resolve_group(group.name)
+            return group
+
+        group: Group = self._groups.get_or_create(request.axis, request.options.key, create)
+        group.requests[request.axis_name] += 1
+        return group
+
+    def adopt_group(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
+        """Take in a process group the user made, for one mesh; it is listed but not shared.
+
+        Returns:
+            The group's c10d name.
+        """
+        backend = compat.default_backend(group)
+        options = GroupOptions(
+            backend, None, compat.default_timeout(backend), OptionsKey.of(backend), NO_OVERRIDE
+        )
+        request = GroupRequest(axis, self.rank_map, self.position, options, axis_name)
+        given = Group(request, group.group_name, "given by the user", created=False)
+        given.requests[axis_name] += 1
+        self._given_groups.append(given)
+        self.process_groups[group.group_name] = group
+        return group.group_name
+
+    def _live_default_group(self) -> compat.ProcessGroup:
+        current = compat.current_default_group()
+        if current is None or not self._belongs_to(current):
+            state = "there is none" if current is None else "there is another one"
+            raise RuntimeError(
+                f"The default process group this universe of {self.rank_map} was made with is "
+                f"gone ({state} now), and its process groups with it. Make the mesh again after "
+                "init_process_group()."
+            )
+        return current
+
+    def explain(self) -> Explanation:
+        """Which groups exist, for which axes, how each came to be, and how often it was asked for.
+
+        `print(universe.explain())` shows a table; `.to_dict()` gives the same as data.
+        """
+        cached: list[Group] = [entry for _, _, entry in self._groups.entries()]
+        groups = cached + self._given_groups
+        return Explanation(
+            rank_map=str(self.rank_map),
+            rank=self.rank,
+            requested=sum(group.requests.total() for group in groups),
+            created=sum(group.created for group in groups),
+            groups=tuple(
+                GroupExplanation(
+                    name=group.name,
+                    layout=str(group.request.axis),
+                    ranks=tuple(group.request.my_ranks()),
+                    options=str(group.request.options.key),
+                    how=group.how,
+                    created=group.created,
+                    requests=dict(group.requests),
+                )
+                for group in groups
+            ),
+        )
+
+    def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
+        """The group of an axis with this options key, if there is one already. O(groups)."""
+        for group in [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]:
+            request = group.request
+            if request.options.key.digest == key_digest and request.axis in (axis, axis.sorted()):
+                return group  # type: ignore[no-any-return]
+        return None
+
+    def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
+        """Digest of the options key of the group with this name along an axis; None if unknown."""
+        for group in [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]:
+            if group.name == group_name and group.request.axis in (axis, axis.sorted()):
+                return group.request.options.key.digest  # type: ignore[no-any-return]
+        return None
+
+    # --- meshes ---------------------------------------------------------------------------------
+
+    def intern(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh that is here already with the same axes, names and groups, or else this one."""
+        if self.root is None:
+            self.root = mesh
+        return self._meshes.setdefault(mesh.intern_key, mesh)
+
+    @classmethod
+    def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
+        """A live universe of these ranks for this thread: the one with this serial, or the first."""
+        current, thread = compat.current_default_group(), compat.thread_id()
+        candidates = [
+            universe
+            for universe in list(_universes.values())
+            if universe.rank_map == rank_map
+            and universe.thread_id == thread
+            and universe._belongs_to(current)
+        ]
+        exact = (universe for universe in candidates if universe.serial == serial)
+        return next(exact, min(candidates, key=lambda universe: universe.serial, default=None))
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether there was no default process group when this universe was made (by loading)."""
+        return self._default_group is None
+
+    def _belongs_to(self, default_group: compat.ProcessGroup | None) -> bool:
+        mine = None if self._default_group is None else self._default_group()
+        return mine is default_group
+
+    def __repr__(self) -> str:
+        return f"Universe({self.rank_map}, {len(self._groups)} groups, {len(self._meshes)} meshes)"
+
+
+# Universes alive, by serial: a mesh that is loaded finds the one it was saved from here.
+_universes: weakref.WeakValueDictionary[int, Universe] = weakref.WeakValueDictionary()
+_serials = itertools.count()
