@@ -169,7 +169,7 @@ class GroupCache {
 
   // Returns once `slot` is no longer being made.
   void wait_for(const Slot& slot) {
-    const WhileWaiting while_waiting;
+    [[maybe_unused]] const WhileWaiting while_waiting;
     std::unique_lock<std::mutex> lock(mutex_);
     refuse_endless_wait(slot);
     waiting_for_[std::this_thread::get_id()] = &slot;

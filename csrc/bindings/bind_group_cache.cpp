@@ -55,7 +55,7 @@ auto counter(std::int64_t GroupCacheCounts::* count) {
 }  // namespace
 
 void bind_group_cache(py::module_& module) {
-  py::class_<PyGroupCache>(module, "GroupCache", py::is_final(),
+  py::class_<PyGroupCache>(module, "GroupCache", py::is_final(), plain_class(),
                            py::custom_type_setup(&support_garbage_collection),
                            R"(One entry for every pair of axis layout and options key.
 

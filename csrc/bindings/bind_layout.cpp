@@ -224,7 +224,7 @@ Raises:
 
 void bind_layout(py::module_& module) {
   // Both classes are known before any signature mentions them.
-  py::class_<AxisLayout> axis_layout(module, "AxisLayout", py::is_final(),
+  py::class_<AxisLayout> axis_layout(module, "AxisLayout", py::is_final(), plain_class(),
                                      R"(An immutable map from indices ``0..size-1`` to positions.
 
 Written as modes, sizes over strides; the rightmost mode varies fastest. Equal maps are equal
@@ -242,7 +242,7 @@ Raises:
 >>> AxisLayout((2, 2, 2), (8, 2, 1))
 AxisLayout((2, 4):(8, 1))
 )");
-  py::class_<Layout> layout(module, "Layout", py::is_final(),
+  py::class_<Layout> layout(module, "Layout", py::is_final(), plain_class(),
                             R"(The ordered axis layouts of a mesh. Immutable.
 
 Args:

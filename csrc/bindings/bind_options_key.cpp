@@ -55,7 +55,7 @@ py::dict shown_fields(const OptionsKey& key) {
 
 void bind_options_key(py::module_& module) {
   py::class_<OptionsKey>(
-      module, "OptionsKey", py::is_final(),
+      module, "OptionsKey", py::is_final(), plain_class(),
       R"(What a process group was asked to be: backend, options and isolation tag.
 
 An immutable snapshot: changing the options later does not change the key. Made by ``of``.
@@ -66,6 +66,7 @@ OptionsKey('gloo', tag='x')
 >>> key == OptionsKey.of("gloo").with_tag("x")
 True
 )")
+      .def(no_constructor<OptionsKey>("an OptionsKey is made by OptionsKey.of(backend, options)"))
       .def_static("of", &make_key, "backend"_a, "options"_a = py::none(), py::kw_only(),
                   "timeout"_a = py::none(), "tag"_a = "", "ignored"_a = py::tuple(),
                   R"(The key of a backend with these options.

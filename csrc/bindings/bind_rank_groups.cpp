@@ -20,7 +20,7 @@ RankType rank_type(const std::string& dtype) {
 }  // namespace
 
 void bind_rank_groups(py::module_& module) {
-  py::class_<RankGroups>(module, "RankGroups", py::is_final(),
+  py::class_<RankGroups>(module, "RankGroups", py::is_final(), plain_class(),
                          R"(The groups of one axis: the ranks that differ along it only.
 
 Group ``g`` holds the positions ``offsets(g) + axis(i)`` for ``i`` in ``0..group_size-1``.

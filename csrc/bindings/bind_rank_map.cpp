@@ -41,7 +41,7 @@ py::list to_list(const RankArray& array) {
 }
 
 void bind_rank_array(py::module_& module) {
-  py::class_<RankArray>(module, "RankArray", py::buffer_protocol(), py::is_final(),
+  py::class_<RankArray>(module, "RankArray", py::buffer_protocol(), py::is_final(), plain_class(),
                         R"(A contiguous block of int32 or int64 values, of one or two dimensions.
 
 Supports the buffer protocol: ``numpy.asarray`` and ``torch.frombuffer`` view it without a copy.
@@ -49,6 +49,7 @@ Supports the buffer protocol: ``numpy.asarray`` and ``torch.frombuffer`` view it
 >>> memoryview(AxisLayout(4).positions()).tolist()
 [0, 1, 2, 3]
 )")
+      .def(no_constructor<RankArray>("a RankArray is what positions(), ranks() and all() return"))
       .def_property_readonly(
           "shape", [](const RankArray& self) { return to_tuple(self.shape); },
           "Number of values in every dimension.")
@@ -90,8 +91,12 @@ RankMap::Ptr from_ranks(const py::object& ranks) {
   return RankMap::from_ranks(to_integers(ranks, "ranks"));
 }
 
+constexpr char kHowToMakeRankMap[] =
+    "a RankMap is made by RankMap.identity(n) or RankMap.from_ranks(ranks)";
+
 // What pickle calls: the size of an identity, or the ranks.
 RankMap::Ptr new_rank_map(const py::object&, const py::object& size_or_ranks) {
+  if (size_or_ranks.is_none()) throw py::type_error(kHowToMakeRankMap);
   if (py::isinstance<py::int_>(size_or_ranks)) {
     return RankMap::identity(size_or_ranks.cast<std::int64_t>());
   }
@@ -115,7 +120,7 @@ py::tuple reduce(const RankMap::Ptr& self) {
 
 void bind_rank_map(py::module_& module) {
   bind_rank_array(module);
-  py::class_<RankMap, RankMap::Ptr> rank_map(module, "RankMap", py::is_final(),
+  py::class_<RankMap, RankMap::Ptr> rank_map(module, "RankMap", py::is_final(), plain_class(),
                                              R"(An immutable map from position to global rank.
 
 Made by ``identity`` or ``from_ranks``. Interned: equal content is the same object.
@@ -125,7 +130,7 @@ True
 >>> RankMap.from_ranks([0, 2, 4, 6])
 RankMap(4 ranks: 0, 2, 4, 6)
 )");
-  rank_map
+  rank_map.def(no_constructor<RankMap>(kHowToMakeRankMap))
       .def_static("identity", &RankMap::identity, "n"_a,
                   "Position ``p`` holds rank ``p``, for ``0..n-1``. Takes no memory to speak of.")
       .def_static("from_ranks", &from_ranks, "ranks"_a,
@@ -168,7 +173,8 @@ Raises:
            [](const RankMap& self) { return static_cast<py::ssize_t>(self.fingerprint().low); })
       .def("__repr__", [](const RankMap& self) { return "RankMap(" + self.to_string() + ")"; })
       .def("__reduce__", &reduce);
-  rank_map.attr("__new__") = py::staticmethod(py::cpp_function(&new_rank_map));
+  rank_map.attr("__new__") =
+      py::staticmethod(py::cpp_function(&new_rank_map, "cls"_a, "size_or_ranks"_a = py::none()));
 }
 
 }  // namespace meshverse::bindings

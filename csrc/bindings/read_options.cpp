@@ -105,10 +105,18 @@ class Reader {
  public:
   explicit Reader(const std::set<std::string>& ignored) : ignored_(ignored) {}
 
-  OptionFields read(const py::object& options) {
-    if (!read_fields(options, "")) fields_.emplace("options", make_handle(options));
-    return std::move(fields_);
+  // Whether `object` has fields; if so, they are read under `prefix`.
+  bool read_fields(py::handle object, const std::string& prefix) {
+    const std::set<std::string> names = field_names(object);
+    for (const std::string& name : names) {
+      if (ignored_.count(prefix + name) != 0) continue;
+      const py::object value = read_field(object, name, prefix + name);
+      if (value) read_value(value, prefix + name);
+    }
+    return !names.empty();
   }
+
+  const OptionFields& fields() const { return fields_; }
 
  private:
   void read_value(py::handle value, const std::string& name) {
@@ -173,17 +181,6 @@ class Reader {
     }
   }
 
-  // Whether `object` has fields; if so, they are read under `prefix`.
-  bool read_fields(py::handle object, const std::string& prefix) {
-    const std::set<std::string> names = field_names(object);
-    for (const std::string& name : names) {
-      if (ignored_.count(prefix + name) != 0) continue;
-      const py::object value = read_field(object, name, prefix + name);
-      if (value) read_value(value, prefix + name);
-    }
-    return !names.empty();
-  }
-
   // The field's value; null for a slot that was never set.
   static py::object read_field(py::handle object, const std::string& name,
                                const std::string& path) {
@@ -236,10 +233,13 @@ py::object fresh_like(const py::object& options) {
 
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored) {
   check_is_options_object(options);
-  OptionFields fields = Reader(ignored).read(options);
+  Reader actual(ignored);
+  if (!actual.read_fields(options, "")) return {"", {{"options", make_handle(options)}}};
   const py::object fresh = fresh_like(options);
-  if (!fresh) return {type_name_of(options), std::move(fields)};
-  return {"", differing_fields(fields, Reader(ignored).read(fresh))};
+  if (!fresh) return {type_name_of(options), actual.fields()};
+  Reader defaults(ignored);
+  defaults.read_fields(fresh, "");
+  return {"", differing_fields(actual.fields(), defaults.fields())};
 }
 
 std::int64_t to_microseconds(py::handle timedelta) {

@@ -41,7 +41,9 @@ __all__ = [
     "default_timeout",
     "equals_stock",
     "from_torch_layout",
+    "global_rank",
     "is_backend_options",
+    "let_dynamo_know_subclasses",
     "members_only_hazard",
     "needs_own_world_group",
     "options_timeout",
@@ -114,6 +116,15 @@ def require_supported_torch() -> None:
 def current_default_group() -> ProcessGroup | None:
     """The default process group of this thread, or None before `init_process_group`."""
     return c10d._get_default_group() if dist.is_initialized() else None
+
+
+def global_rank() -> int:
+    """This process's rank in the default group; stock's error if there is no group.
+
+    Asked of the group itself: `dist.get_rank` is symbolic while torch simulates ranks
+    (LocalTensor mode).
+    """
+    return c10d._get_default_group().rank()
 
 
 def default_backend(group: ProcessGroup) -> str:
@@ -353,6 +364,22 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh, layout: _core.La
 
 
 # --- tracing -------------------------------------------------------------------------------------
+
+
+def let_dynamo_know_subclasses() -> None:
+    """Make torch.compile treat subclasses of the stock mesh as meshes, as it does from 2.12 on.
+
+    From 2.12, meshes are opaque types, and those are looked up along the MRO. 2.11 asks for the
+    stock class itself, in one place; the import of Dynamo that takes 0.8 s is for 2.11 only.
+    """
+    if type(StockDeviceMesh) is not type:  # a metaclass of torch's: an opaque type
+        return
+    from torch._dynamo.variables.distributed import DeviceMeshVariable
+
+    def is_device_mesh(value: object) -> bool:
+        return isinstance(value, StockDeviceMesh)
+
+    DeviceMeshVariable.is_device_mesh = staticmethod(is_device_mesh)
 
 
 def real_mesh(value: object) -> object:

@@ -138,8 +138,21 @@ class GroupOptions:
 
 
 def _own_copy(options: compat.BackendOptions | None) -> compat.BackendOptions | None:
-    # c10d writes to NCCL's options, which can be copied; others that cannot be are handed on.
+    """A copy that later changes of the original do not reach, nor c10d's changes the original.
+
+    By fields where the type cannot be copied (most of c10d's before 2.15). A type that can neither
+    be copied nor made without arguments is handed on as it is.
+    """
     try:
         return copy.deepcopy(options)
     except TypeError:
+        kind = type(options)
+    try:
+        mine = kind()
+    except TypeError:
         return options
+    for name in dir(kind):
+        field = getattr(kind, name)
+        if isinstance(field, property) and field.fset is not None:
+            setattr(mine, name, getattr(options, name))
+    return mine

@@ -17,6 +17,7 @@ from .backend_override import (
     NO_OVERRIDE,
     BackendOverride,
     Override,
+    normalize_override,
     normalize_overrides,
 )
 from .derivation import (
@@ -292,7 +293,8 @@ class DeviceMesh(StockDeviceMesh):
             RuntimeError: this mesh has no names.
             ValueError: the name is an axis of the root, or another flattened mesh has it.
         """
-        return self._flatten(mesh_dim_name, backend_override)  # type: ignore[no-any-return]
+        override = normalize_override(backend_override)
+        return self._flatten(mesh_dim_name, None if override == NO_OVERRIDE else override)  # type: ignore[no-any-return]
 
     def _create_flatten_mesh(
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
@@ -307,7 +309,8 @@ class DeviceMesh(StockDeviceMesh):
         check_flattened_name(name, axis, root._mesh_dim_names or (), known and known.layout[0])
         if known is None:
             description = self._description._replace(layout=Layout([axis]), axis_names=(name,))
-            group_names = self._group_names_for(description.layout, (name,), (backend_override,))
+            override = normalize_override(backend_override)
+            group_names = self._group_names_for(description.layout, (name,), (override,))
             known = self._in_universe(self._universe, description, group_names)
             root._flatten_mapping[name] = known
         return known

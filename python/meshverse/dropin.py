@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
+from . import _torch_compat as compat
 from .device_mesh import DeviceMesh
 
 __all__ = ["install", "installed", "uninstall"]
@@ -30,6 +31,7 @@ def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMe
 
 # Set once and left there: CPython cannot take a __new__ off a class again without breaking it.
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
+compat.let_dynamo_know_subclasses()
 
 
 def install() -> None:

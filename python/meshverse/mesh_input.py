@@ -43,7 +43,7 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
             raise ValueError(f"A mesh holds global ranks, which are integers, but got {given}.")
     if ranks.numel() == 0:
         raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
-    return Layout.from_shape(tuple(ranks.shape)), read_ranks(ranks.flatten())
+    return Layout.from_shape(tuple(ranks.shape)), _rank_map_at(ranks)
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:
@@ -55,9 +55,14 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
     with compat.untraced():
-        flat = ranks.detach().to("cpu", torch.int64).contiguous()
-    # A view of the tensor's memory as a buffer, which needs no numpy; `flat` outlives it.
-    return RankMap.from_ranks((ctypes.c_int64 * flat.numel()).from_address(flat.data_ptr()))
+        return _rank_map_at(ranks.detach().to("cpu", torch.int64).contiguous())
+
+
+def _rank_map_at(ranks: torch.Tensor) -> RankMap:
+    # The memory of a contiguous int64 tensor as a buffer, without numpy; the tensor outlives it.
+    # ctypes spells the format "<q", the cast makes that "q".
+    memory = (ctypes.c_int64 * ranks.numel()).from_address(ranks.data_ptr())
+    return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
 
 
 def check_device_type(device_type: str) -> None:

@@ -35,6 +35,9 @@ class RankTuple(tuple[int, ...]):
             self._hash = tuple.__hash__(self)
         return self._hash
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTuple:
+        return self  # as of any tuple of integers; torch.compile's guards hold on to such a copy
+
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
 from .backend_override import NO_OVERRIDE, GroupOptions, Override
@@ -46,13 +44,10 @@ class Universe:
         Args:
             rank_map: position -> global rank.
             rank: this process's global rank; by default that of the default process group.
-
-        Raises:
-            ValueError: a rank of the map is outside the default group.
         """
         default_group = compat.current_default_group()
         self.rank_map = rank_map
-        self.rank = dist.get_rank() if rank is None else rank
+        self.rank = compat.global_rank() if rank is None else rank
         self.position = rank_map.position_of(self.rank)
         self.thread_id = compat.thread_id()
         self.process_groups: dict[str, compat.ProcessGroup] = {}
@@ -107,14 +102,29 @@ class Universe:
 
         Raises:
             RuntimeError: the default process group is not the one this universe was made with.
-            ValueError: an axis does not divide the ranks into groups.
+            ValueError: an axis does not divide the ranks into groups, or a rank is outside the
+                default group.
         """
         default_group = self._live_default_group()
+        self._check_ranks(default_group.size())
         requests = [
             self._request(axis, name, override, preserve_rank_order)
             for axis, name, override in zip(axes, axis_names, overrides, strict=True)
         ]
         return [self._get_or_create(request, default_group) for request in requests]
+
+    @cached_property
+    def _largest_rank(self) -> int:
+        ranks = self.rank_map
+        return ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
+
+    def _check_ranks(self, world_size: int) -> None:
+        if self._largest_rank >= world_size:
+            raise ValueError(
+                f"A mesh over {self.rank_map} names rank {self._largest_rank}, but the default "
+                f"process group has ranks 0 to {world_size - 1}. Build the mesh from ranks of this "
+                "world."
+            )
 
     def _request(
         self, axis: AxisLayout, axis_name: str, override: Override, preserve_rank_order: bool

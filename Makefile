@@ -1,0 +1,102 @@
+# Set-up and checks of Meshverse. Everything is made inside this folder: .venv/, build/, dist/.
+# A fresh machine needs Python 3.10+ with venv, a C++17 compiler and access to PyPI, nothing else.
+
+TORCH  ?= 2.13.0
+PYTHON ?= python3
+ARGS   ?=
+
+VENV  := .venv/torch-$(TORCH)
+TOOLS := .venv/tools
+PIP   := -m pip --quiet --disable-pip-version-check
+LINTED_PYTHON := $(wildcard python tests benchmarks examples tools)
+LINTED_CPP    := $(shell find csrc -name '*.h' -o -name '*.cpp')
+# Folders count as sources too: their time changes when a file in them is removed.
+SOURCES := pyproject.toml CMakeLists.txt \
+           $(shell find csrc python -name __pycache__ -prune -o -not -name '*.so' -print)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help test demo bench lint format typecheck sanitize wheel develop hooks clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  TORCH=$(TORCH) PYTHON=$(PYTHON) ARGS=... (more arguments for pytest, the demo, the benchmarks)'
+
+test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The demo runs without NumPy, which torch remarks on in every process.
+demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
+demo: $(VENV)/.wheel ## show what Meshverse does, with torch and the wheel only
+	$(VENV)/bin/python examples/demo.py $(ARGS)
+
+bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch
+	$(VENV)/bin/python benchmarks/run.py $(ARGS)
+
+lint: $(TOOLS)/.tools ## check style and format of Python and C++
+	$(TOOLS)/bin/ruff check $(LINTED_PYTHON)
+	$(TOOLS)/bin/ruff format --check $(LINTED_PYTHON)
+	$(TOOLS)/bin/clang-format --dry-run -Werror $(LINTED_CPP)
+
+format: $(TOOLS)/.tools ## rewrite Python and C++ in the house format
+	$(TOOLS)/bin/ruff check --fix-only --quiet $(LINTED_PYTHON)
+	$(TOOLS)/bin/ruff format $(LINTED_PYTHON)
+	$(TOOLS)/bin/clang-format -i $(LINTED_CPP)
+
+typecheck: $(VENV)/.wheel $(VENV)/.typecheck ## mypy --strict, and the stub against the compiled core
+	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m mypy.stubtest meshverse._core --mypy-config-file pyproject.toml
+
+sanitize: export PATH := $(CURDIR)/$(TOOLS)/bin:$(PATH)
+sanitize: $(TOOLS)/.tools ## run the C++ tests under address and undefined-behaviour sanitizers
+	cmake -S . -B build/sanitize -G Ninja -DMESHVERSE_SANITIZE=ON -DMESHVERSE_PYTHON=OFF
+	cmake --build build/sanitize
+	ctest --test-dir build/sanitize --output-on-failure --no-tests=error
+
+wheel: dist/.wheel ## build the wheel into dist/
+	@ls dist/*.whl
+
+develop: $(VENV)/.test $(VENV)/.build ## install in place instead: Python edits need no rebuild, C++ edits a small one
+	$(VENV)/bin/python $(PIP) install --no-deps --no-build-isolation -Cbuild-dir=build/develop --editable .
+	@rm -f $(VENV)/.wheel
+	@echo 'Now run $(VENV)/bin/python -m pytest; make test goes back to the wheel.'
+
+hooks: $(TOOLS)/.tools ## check each commit with pre-commit
+	$(TOOLS)/bin/pre-commit install
+
+clean: ## remove what was built, keep the environments
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+distclean: clean ## remove the environments too
+	rm -rf .venv
+
+# --- environments: a stamp each, so that a second call redoes only what changed -------------------
+
+.venv/%/bin/python:
+	$(PYTHON) -m venv .venv/$*
+	$@ $(PIP) install --upgrade 'pip>=25.1'
+
+$(TOOLS)/.tools: pyproject.toml | $(TOOLS)/bin/python
+	$(TOOLS)/bin/python $(PIP) install --group tools
+	@touch $@
+
+$(VENV)/.torch: | $(VENV)/bin/python
+	$(VENV)/bin/python $(PIP) install torch==$(TORCH)
+	@touch $@
+
+$(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python $(PIP) install --group $*
+	@touch $@
+
+# The wheel does not depend on torch's version: one is built, and installed beside each torch.
+dist/.wheel: $(SOURCES) | $(VENV)/bin/python
+	rm -f dist/*.whl
+	$(VENV)/bin/python $(PIP) wheel --no-deps --wheel-dir dist .
+	@touch $@
+
+$(VENV)/.wheel: dist/.wheel $(VENV)/.torch
+	$(VENV)/bin/python $(PIP) install --no-deps --force-reinstall dist/*.whl
+	@touch $@

@@ -1,0 +1,314 @@
+// The laws of the core against brute force, without Python: run it under the sanitizers.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "group_cache.h"
+#include "layout.h"
+#include "options_key.h"
+#include "rank_groups.h"
+#include "rank_map.h"
+
+#define CHECK(condition)                                                         \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      std::fprintf(stderr, "%s:%d: %s fails\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                              \
+    }                                                                            \
+  } while (false)
+
+namespace meshverse {
+namespace {
+
+using Integers = std::vector<std::int64_t>;
+
+template <class Error, class Call>
+bool throws(Call&& call) {
+  try {
+    call();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+// The positions that modes spell, by counting like an odometer.
+Integers spell(const std::vector<Mode>& modes) {
+  Integers positions{0};
+  for (const Mode& mode : modes) {
+    Integers longer;
+    for (const std::int64_t position : positions) {
+      for (std::int64_t i = 0; i < mode.size; ++i) longer.push_back(position + i * mode.stride);
+    }
+    positions = longer;
+  }
+  return positions;
+}
+
+// Every list of at most three modes with small sizes and strides.
+std::vector<std::vector<Mode>> small_mode_lists() {
+  std::vector<std::vector<Mode>> lists{{}};
+  for (std::size_t start = 0, round = 0; round < 3; ++round) {
+    const std::size_t stop = lists.size();
+    for (; start < stop; ++start) {
+      for (std::int64_t size = 1; size <= 4; ++size) {
+        for (const std::int64_t stride : {0, 1, 2, 3, 4, 6, 8}) {
+          lists.push_back(lists[start]);
+          lists.back().push_back({size, stride});
+        }
+      }
+    }
+  }
+  return lists;
+}
+
+std::vector<AxisLayout> small_layouts() {
+  std::vector<AxisLayout> layouts;
+  std::set<Integers> seen;
+  for (const auto& modes : small_mode_lists()) {
+    if (seen.insert(spell(modes)).second) layouts.emplace_back(modes);
+  }
+  return layouts;
+}
+
+// coalesce keeps the map, and equal maps are equal objects.
+void coalescing_is_canonical() {
+  std::map<Integers, AxisLayout> by_positions;
+  std::set<std::string> texts;
+  for (const auto& modes : small_mode_lists()) {
+    const AxisLayout layout(modes);
+    const Integers positions = spell(modes);
+    CHECK(layout.positions() == positions);
+    CHECK(layout.size() == static_cast<std::int64_t>(positions.size()));
+    CHECK(layout.cosize() == *std::max_element(positions.begin(), positions.end()) + 1);
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+      CHECK(layout(static_cast<std::int64_t>(i)) == positions[i]);
+    }
+    const AxisLayout& first = by_positions.emplace(positions, layout).first->second;
+    CHECK(layout == first && layout.hash() == first.hash());
+    texts.insert(layout.to_string());
+  }
+  CHECK(texts.size() == by_positions.size());
+}
+
+// The offsets at which copies of `positions` tile 0..n-1: the smallest gap is always the next.
+std::optional<Integers> tile(const Integers& positions, std::int64_t n) {
+  std::vector<bool> covered(static_cast<std::size_t>(n), false);
+  Integers offsets;
+  for (std::int64_t gap = 0; gap < n; ++gap) {
+    if (covered[static_cast<std::size_t>(gap)]) continue;
+    offsets.push_back(gap);
+    for (const std::int64_t position : positions) {
+      const auto place = static_cast<std::size_t>(gap + position);
+      if (place >= covered.size() || covered[place]) return std::nullopt;
+      covered[place] = true;
+    }
+  }
+  return offsets;
+}
+
+// complement(n) is the tiling of 0..n-1 where there is one; and the groups are its copies.
+void complement_tiles_or_throws(const std::vector<AxisLayout>& layouts) {
+  for (const AxisLayout& layout : layouts) {
+    for (const std::int64_t n : {1, 2, 4, 6, 8, 12, 16, 24, 32, 48}) {
+      const auto offsets = tile(layout.positions(), n);
+      if (!offsets) {
+        CHECK(throws<std::invalid_argument>([&] { layout.complement(n); }));
+        continue;
+      }
+      CHECK(layout.complement(n).positions() == *offsets);
+      CHECK(layout.is_orthogonal());
+      const RankGroups groups(layout, RankMap::identity(n));
+      for (std::int64_t g = 0; g < groups.n_groups(); ++g) {
+        for (std::int64_t i = 0; i < groups.group_size(); ++i) {
+          const std::int64_t position = (*offsets)[static_cast<std::size_t>(g)] + layout(i);
+          CHECK(groups.group_index(position) == g && groups.coordinate(position) == i);
+          CHECK(groups.ranks_of(position)[static_cast<std::size_t>(i)] == position);
+        }
+      }
+    }
+  }
+}
+
+// compose(a, b)(i) == a(b(i)), or it throws.
+void composition_is_application(const std::vector<AxisLayout>& layouts) {
+  std::size_t composed = 0;
+  for (std::size_t i = 0; i < layouts.size(); i += 37) {
+    for (std::size_t j = 0; j < layouts.size(); j += 19) {
+      const AxisLayout& outer = layouts[i];
+      const AxisLayout& inner = layouts[j];
+      const auto expect_refusal = [&] {
+        return throws<std::invalid_argument>([&] { outer.compose(inner); });
+      };
+      if (inner.cosize() > outer.size()) {
+        CHECK(expect_refusal());
+        continue;
+      }
+      if (expect_refusal()) continue;
+      Integers applied = inner.positions();
+      for (std::int64_t& position : applied) position = outer(position);
+      CHECK(outer.compose(inner).positions() == applied);
+      ++composed;
+    }
+  }
+  CHECK(composed > 1000);
+}
+
+// sorted() has the same positions in ascending order, or throws.
+void sorting_orders_positions(const std::vector<AxisLayout>& layouts) {
+  for (const AxisLayout& layout : layouts) {
+    Integers positions = layout.positions();
+    std::sort(positions.begin(), positions.end());
+    const bool repeats = std::adjacent_find(positions.begin(), positions.end()) != positions.end();
+    if (throws<std::invalid_argument>([&] { layout.sorted(); })) {
+      CHECK(!layout.is_orthogonal());
+    } else {
+      CHECK(!repeats && layout.sorted().positions() == positions);
+    }
+    CHECK(!layout.is_orthogonal() || !repeats);
+  }
+}
+
+// position == base + the position of its coordinate.
+void coordinates_are_digits(const std::vector<AxisLayout>& layouts) {
+  for (std::size_t i = 0; i + 1 < layouts.size(); i += 3) {
+    const Layout layout({layouts[i], layouts[i + 1]});
+    if (!layout.is_orthogonal()) {
+      CHECK(throws<std::invalid_argument>([&] { layout.coordinate(0); }));
+      continue;
+    }
+    const Integers positions = layout.collapse().positions();
+    for (std::size_t index = 0; index < positions.size(); ++index) {
+      const Integers coordinate = layout.coordinate(positions[index]);
+      CHECK(coordinate[0] * layout.shape()[1] + coordinate[1] == static_cast<std::int64_t>(index));
+      CHECK(layout.base(positions[index]) == 0);
+    }
+  }
+}
+
+void overflow_throws() {
+  constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+  CHECK(throws<std::overflow_error>([] { AxisLayout({kHuge, 2}, {1, 0}); }));
+  CHECK(throws<std::overflow_error>([] { AxisLayout({3}, {kHuge}); }));
+  CHECK(throws<std::overflow_error>([] { AxisLayout::row_major({kHuge, kHuge}); }));
+  CHECK(throws<std::overflow_error>([] { Layout::row_major({kHuge, 2}); }));
+  CHECK(AxisLayout({2}, {kHuge - 1}).is_orthogonal());
+  CHECK(AxisLayout({kHuge}, {1}).complement(kHuge) == AxisLayout());
+  CHECK(throws<std::overflow_error>([] { AxisLayout({2}, {kHuge - 1}).complement(8); }));
+}
+
+void rank_maps_are_interned() {
+  CHECK(RankMap::from_ranks({0, 1, 2}) == RankMap::identity(3));
+  std::vector<std::thread> threads;
+  std::vector<RankMap::Ptr> maps(8);
+  for (std::size_t i = 0; i < maps.size(); ++i) {
+    threads.emplace_back([&maps, i] {
+      for (int round = 0; round < 1000; ++round) maps[i] = RankMap::from_ranks({5, 3, 9});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const RankMap::Ptr& map : maps) CHECK(map == maps.front());
+  CHECK(maps[0]->position_of(3) == 1 && maps[0]->position_of(9) == 2 && !maps[0]->position_of(4));
+  CHECK(throws<std::invalid_argument>([] { RankMap::from_ranks({2, 7, 2}); }));
+}
+
+struct NothingToRelease {};
+using Cache = GroupCache<std::shared_ptr<int>, NothingToRelease>;
+
+GroupKey group_key(std::int64_t size, const std::string& backend) {
+  OptionsKey options;
+  options.backend = backend;
+  return {AxisLayout::row_major({size}), options};
+}
+
+// Threads racing for one key share one entry, and a failure is followed by another try.
+void cache_computes_once() {
+  Cache cache;
+  std::atomic<int> tries{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      const auto make = [&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        if (++tries <= 2) throw std::invalid_argument("not yet");
+        return std::make_shared<int>(tries.load());
+      };
+      try {
+        CHECK(*cache.get_or_create(group_key(4, "gloo"), make) == 3);
+      } catch (const std::invalid_argument&) {
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const GroupCacheCounts counts = cache.counts();
+  CHECK(tries == 3 && cache.size() == 1);
+  CHECK(counts.requests == 8 && counts.created == 1 && counts.failures == 2 && counts.hits == 5);
+  CHECK(!cache.get(group_key(4, "nccl")) && *cache.get(group_key(4, "gloo")) == 3);
+}
+
+// Two threads that need each other's entry: one of them is told so, instead of both hanging.
+void cache_refuses_endless_waits() {
+  Cache cache;
+  std::atomic<int> inside{0};
+  std::atomic<int> refused{0};
+  const auto ask = [&](std::int64_t own, std::int64_t other) {
+    const auto make_own = [&] {
+      for (++inside; inside < 2;) std::this_thread::yield();
+      try {
+        cache.get_or_create(group_key(other, "gloo"), [] { return std::make_shared<int>(1); });
+      } catch (const std::runtime_error&) {
+        ++refused;
+      }
+      return std::make_shared<int>(2);
+    };
+    cache.get_or_create(group_key(own, "gloo"), make_own);
+  };
+  std::thread one(ask, 2, 3);
+  std::thread two(ask, 3, 2);
+  one.join();
+  two.join();
+  CHECK(refused == 1 && cache.size() == 2);
+}
+
+// Only what differs is left, and nothing that differs is lost.
+void differing_fields_tell_options_apart() {
+  const OptionFields defaults{{"a", std::int64_t{1}}, {"b", std::string("x")}};
+  CHECK(differing_fields(defaults, defaults).empty());
+  const OptionFields shorter{{"a", std::int64_t{2}}};
+  const OptionFields differing{{"a", std::int64_t{2}}, {"b", Absent()}};
+  CHECK(differing_fields(shorter, defaults) == differing);
+  OptionsKey minus_zero{"gloo", {}, "", "", {{"f", FloatBits(-0.0)}}};
+  OptionsKey zero{"gloo", {}, "", "", {{"f", FloatBits(0.0)}}};
+  CHECK(!(minus_zero == zero) && !(minus_zero.digest() == zero.digest()));
+}
+
+}  // namespace
+}  // namespace meshverse
+
+int main() {
+  using namespace meshverse;
+  const std::vector<AxisLayout> layouts = small_layouts();
+  coalescing_is_canonical();
+  complement_tiles_or_throws(layouts);
+  composition_is_application(layouts);
+  sorting_orders_positions(layouts);
+  coordinates_are_digits(layouts);
+  overflow_throws();
+  rank_maps_are_interned();
+  cache_computes_once();
+  cache_refuses_endless_waits();
+  differing_fields_tell_options_apart();
+  std::puts("all laws hold");
+}

@@ -1,0 +1,413 @@
+"""Options keys: snapshots of torch's own options and of classes nobody has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import gc
+import math
+import os
+import struct
+import subprocess
+import sys
+import types
+import weakref
+
+import pytest
+import torch.distributed as dist
+
+from meshverse._core import OptionsKey
+
+C10D_FIELDS = ("backend", "_timeout", "group_name", "global_ranks_in_group", "split_from")
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntFlag):
+    LOW = 1
+    HIGH = 2
+
+
+class Config:
+    def __init__(self):
+        self.min_ctas = 0
+        self.algorithm = "ring"
+
+
+class Options:
+    """Has one of everything; each test changes what it is about."""
+
+    def __init__(self):
+        self.value = None
+        self.config = Config()
+        self.devices = []
+        self.hints = {}
+
+    @property
+    def doubled(self):
+        return [self.value, self.value]
+
+
+@dataclasses.dataclass
+class DataclassOptions:
+    rings: int = 2
+    devices: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class SlotOptions:
+    rings: int = 2
+
+
+class OptionsWithArguments:
+    def __init__(self, rings):
+        self.rings = rings
+
+
+class RaisingOptions:
+    @property
+    def world(self):
+        raise RuntimeError("not connected")
+
+
+def changed(options=Options, **fields):
+    options = options()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def key(options=None, **kwargs):
+    return OptionsKey.of("custom", options, **kwargs)
+
+
+def test_defaults_written_out_are_no_options():
+    for default in (Options(), DataclassOptions(), DataclassOptions(rings=2), SlotOptions()):
+        assert key(default) == key()
+        assert hash(key(default)) == hash(key())
+        assert key(default).digest == key().digest
+        assert key(default).fields == {}
+
+
+def test_the_parts_of_a_key():
+    timeout = datetime.timedelta(seconds=90, microseconds=5)
+    full = key(DataclassOptions(rings=4), timeout=timeout, tag="x")
+    assert (full.backend, full.timeout, full.tag) == ("custom", timeout, "x")
+    assert full.fields == {"rings": "4"}
+    assert key().timeout is None
+    parts = [key(), full, OptionsKey.of("other"), key(timeout=timeout), key(tag="x")]
+    assert len(set(parts)) == len({part.digest for part in parts}) == len(parts)
+    assert full != "custom"
+
+
+def test_with_tag_changes_the_tag_only():
+    original = key(DataclassOptions(rings=4))
+    tagged = original.with_tag("reduce_scatter")
+    assert tagged == key(DataclassOptions(rings=4), tag="reduce_scatter") != original
+    assert original.tag == ""
+
+
+def test_text_names_what_differs():
+    options = changed(value=1.5, devices=["a"], config=Config())
+    options.config.min_ctas = 4
+    assert repr(key(options, timeout=datetime.timedelta(minutes=10), tag="it's")) == (
+        "OptionsKey('custom', timeout=600s, config.min_ctas=4, devices[0]='a', doubled[0]=1.5, "
+        r"doubled[1]=1.5, value=1.5, tag='it\'s')"
+    )
+    assert repr(OptionsKey.of("gloo")) == "OptionsKey('gloo')"
+
+
+NAN, OTHER_NAN = (struct.unpack("d", struct.pack("Q", 0x7FF8 << 48 | n))[0] for n in (0, 1))
+
+VALUES = [
+    False, True, 0, 1, -1, 2**63, 2**64, -(2**64), 0.0, -0.0, 1.0, math.inf, NAN, OTHER_NAN,
+    "", "1", "None", "list", b"", b"1", datetime.timedelta(0), datetime.timedelta(seconds=1),
+    Color.RED, Color.BLUE, Level.LOW, Level.HIGH, Level.LOW | Level.HIGH,
+    [], [None], [[]], (), {}, {"a": 1}, {"a": "1"}, {1: 1}, {"1": 1}, {"a": {"b": 1}}, {"a.b": 1},
+    set(), {1}, {1, 2}, Config(), OptionsWithArguments(1), OptionsWithArguments(2),
+    math.sin, math.cos, Config, sys, object(), object(),
+]  # fmt: skip
+
+
+def test_every_kind_of_value_counts():
+    keys = [key(changed(value=value)) for value in VALUES]
+    again = [key(changed(value=value)) for value in VALUES]
+    assert keys == again
+    assert list(map(hash, keys)) == list(map(hash, again))
+    assert len(set(keys)) == len(VALUES)
+
+
+def test_digests_differ_where_values_do():
+    plain = [value for value in VALUES if not isinstance(value, (type(math.sin), type(object())))]
+    digests = {key(changed(value=value)).digest for value in plain}
+    assert len(digests) >= len(plain) - 2
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({3, 1, 2}, {2, 3, 1}),
+        (Config(), Config()),
+        (types.SimpleNamespace(x=1), types.SimpleNamespace(x=1)),
+    ],
+)
+def test_equal_content_gives_equal_keys(one, same):
+    assert key(changed(value=one)) == key(changed(value=same))
+    assert key(changed(value=one)).digest == key(changed(value=same)).digest
+
+
+def test_nested_fields_have_dotted_names():
+    options = changed(devices=[Config(), ("x",)], hints={"a": {"b": Color.RED}})
+    options.config.algorithm = "tree"
+    fields = key(options).fields
+    assert fields["config.algorithm"] == "'tree'"
+    assert fields["devices[0].min_ctas"] == "0"
+    assert fields["devices[1][0]"] == "'x'"
+    assert fields["hints['a']['b']"] == f"{__name__}.Color(RED)"
+    assert "config.min_ctas" not in fields
+
+
+def test_what_only_the_defaults_have_counts():
+    options = Options()
+    del options.hints
+    assert key(options).fields == {"hints": "absent"}
+    assert key(options) != key()
+
+
+def test_ignored_fields_are_not_even_read():
+    assert key(RaisingOptions(), ignored=["world"]) == key()
+    options = changed(value=3)
+    options.config.min_ctas = 7
+    ignored = {"value", "doubled", "config.min_ctas"}
+    assert key(options, ignored=ignored) == key()
+    assert key(options, ignored=ignored - {"config.min_ctas"}).fields == {"config.min_ctas": "7"}
+    assert key(options, ignored=["config", "value", "doubled"]) == key()
+
+
+def test_a_key_is_a_snapshot():
+    options = changed(devices=["a"], hints={"x": [1]})
+    before, text = key(options), repr(key(options))
+    options.devices.append("b")
+    options.hints["x"][0] = 2
+    options.config.min_ctas = 9
+    assert repr(before) == text
+    assert before == key(changed(devices=["a"], hints={"x": [1]})) != key(options)
+
+
+def test_objects_without_fields_count_by_identity_and_stay_alive():
+    class Device:
+        __slots__ = ("__weakref__",)
+
+    device = Device()
+    alive = weakref.ref(device)
+    kept = key(changed(devices=[device]))
+    assert kept == key(changed(devices=[device]))
+    assert kept != key(changed(devices=[Device()]))
+    assert kept.digest == key(changed(devices=[Device()])).digest
+    assert kept.fields == {"devices[0]": f"<{__name__}.{Device.__qualname__} handle>"}
+    del device
+    gc.collect()
+    assert alive() is not None
+    del kept
+    assert alive() is None
+
+
+def test_options_without_fields_count_by_identity():
+    class Opaque:
+        __slots__ = ()
+
+    one, other = Opaque(), Opaque()
+    assert key(one) == key(one) != key(other)
+    assert key(one) != key()
+
+
+def test_types_that_need_arguments_count_by_all_their_fields():
+    one = key(OptionsWithArguments(1))
+    assert one == key(OptionsWithArguments(1)) != key(OptionsWithArguments(2))
+    assert repr(one) == f"OptionsKey('custom', {__name__}.OptionsWithArguments, rings=1)"
+
+    class Other(OptionsWithArguments):
+        pass
+
+    assert key(Other(1)) != one
+
+
+def test_one_shared_default_is_not_a_default():
+    class Singleton:
+        instance = None
+        rings = 1
+
+        def __new__(cls):
+            cls.instance = cls.instance or super().__new__(cls)
+            return cls.instance
+
+    options = Singleton()
+    options.rings = 2
+    assert key(options).fields == {"rings": "2"}
+
+
+def test_attributes_added_to_no_fields_count():
+    assert key(types.SimpleNamespace(rings=2)).fields == {"rings": "2"}
+    assert key(types.SimpleNamespace(rings=2)) == key(types.SimpleNamespace(rings=2))
+
+
+def test_slots_that_were_never_set_are_absent():
+    class Slots:
+        __slots__ = ("rings", "trees")
+
+        def __init__(self):
+            self.rings = 2
+
+    options = Slots()
+    assert key(options) == key()
+    options.trees = 1
+    assert key(options).fields == {"trees": "1"}
+
+
+def test_an_attribute_that_hides_a_property_wins():
+    class Hiding(Options):
+        doubled = "no longer computed"
+
+    assert key(changed(Hiding, value=1)).fields == {"value": "1"}
+
+
+def test_what_cannot_be_read_says_so():
+    with pytest.raises(
+        TypeError,
+        match=r"'world' of type .*RaisingOptions cannot be read \(RuntimeError: not connected\)",
+    ) as raised:
+        key(RaisingOptions())
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(TypeError, match=r"'doubled\[0\]\.world'.*add it to `ignored`"):
+        key(changed(value=RaisingOptions()))
+
+
+def test_what_has_no_end_says_so():
+    cyclic = {}
+    cyclic["self"] = cyclic
+    with pytest.raises(TypeError, match=r"'doubled\[0\]\['self'\]' of .*dict contains itself"):
+        key(changed(value=cyclic))
+    deep = 1
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(TypeError, match=r"of type builtins\.list is nested too deeply: .* 8 deep"):
+        key(changed(value=deep))
+    shared = [1]
+    assert key(changed(value=[shared, shared])).fields["value[1][0]"] == "1"
+
+
+@pytest.mark.parametrize("options", ["high", 5, 1.5, {"timeout": 3}, [], datetime.timedelta(1)])
+def test_plain_values_are_not_options(options):
+    with pytest.raises(TypeError, match="options must be an object with fields, such as"):
+        key(options)
+
+
+def test_misused_arguments_say_so():
+    with pytest.raises(TypeError, match="call the class to make one"):
+        key(Options)
+    with pytest.raises(TypeError, match=r"timeout 600: it must be a datetime\.timedelta or None"):
+        key(timeout=600)
+    with pytest.raises(TypeError, match="collection of field names, not one name"):
+        key(Options(), ignored="value")
+    with pytest.raises(TypeError, match=r"made by OptionsKey\.of\(backend, options\)"):
+        OptionsKey("nccl")
+    with pytest.raises(OverflowError, match="computing a timeout"):
+        key(timeout=datetime.timedelta.max)
+
+
+def test_digests_are_the_same_in_every_process():
+    made = "OptionsKey.of('nccl', SimpleNamespace(a=1, b=[2.5, 'x'], c={'k': None}), tag='t')"
+    program = (
+        "from types import SimpleNamespace; from meshverse._core import OptionsKey;"
+        f"print({made}.digest)"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = eval(made, {"OptionsKey": OptionsKey, "SimpleNamespace": types.SimpleNamespace})
+    assert elsewhere.stdout.strip() == here.digest
+
+
+# torch's own options
+
+
+def test_gloo_options():
+    new, create = dist.ProcessGroupGloo._Options, dist.ProcessGroupGloo.create_device
+    assert OptionsKey.of("gloo", new(), ignored=C10D_FIELDS) == OptionsKey.of("gloo")
+    device = create(hostname="127.0.0.1")
+    one, same, other = new(), new(), new()
+    one._devices = same._devices = [device]
+    other._devices = [create(hostname="127.0.0.1")]
+    keys = [OptionsKey.of("gloo", options, ignored=C10D_FIELDS) for options in (one, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+    assert list(keys[0].fields) == ["_devices[0]"]
+    one._threads = 7
+    assert OptionsKey.of("gloo", one, ignored=C10D_FIELDS).fields["_threads"] == "7"
+    one._timeout = datetime.timedelta(seconds=3)
+    assert OptionsKey.of("gloo", one, ignored=C10D_FIELDS) != keys[0]
+    assert "_timeout" in OptionsKey.of("gloo", one).fields
+
+
+nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+
+
+def other_value(value):
+    """Another value of the same type, to set a field to."""
+    if isinstance(value, bool):
+        return not value
+    return {int: 3, type(None): "text", str: "text"}[type(value)]
+
+
+def settable_fields(options_type):
+    return sorted(
+        name
+        for base in options_type.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, property) and member.fset and name not in C10D_FIELDS
+    )
+
+
+@nccl
+def test_every_field_of_nccl_options_counts():
+    new = dist.ProcessGroupNCCL.Options
+    default = OptionsKey.of("nccl", new(), ignored=C10D_FIELDS)
+    assert default == OptionsKey.of("nccl")
+    seen = {default}
+    for name in settable_fields(new):
+        if name == "config":
+            continue
+        options = new()
+        setattr(options, name, other_value(getattr(options, name)))
+        changed_key = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
+        assert list(changed_key.fields) == [name]
+        seen.add(changed_key)
+    for name in settable_fields(type(new().config)):
+        options = new()
+        setattr(options.config, name, other_value(getattr(options.config, name)))
+        changed_key = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
+        assert list(changed_key.fields) == [f"config.{name}"]
+        seen.add(changed_key)
+    assert len(seen) > 8
+
+
+@nccl
+def test_an_nccl_key_outlives_the_change_of_its_options():
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.net_name = "eth0"
+    before = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
+    options.config.net_name = "eth1"
+    options.group_name, options._timeout = "17", datetime.timedelta(seconds=1)
+    assert repr(before) == (
+        "OptionsKey('nccl', config.net_name='eth0', is_high_priority_stream=True)"
+    )
+    options.config.net_name = "eth0"
+    assert OptionsKey.of("nccl", options, ignored=C10D_FIELDS) == before

@@ -1,0 +1,73 @@
+"""Meshes on process groups that the user made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.observation import OURS, STOCK, Family, assert_same
+from helpers.worlds import groups_created
+from meshverse import DeviceMesh
+
+pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
+
+
+@pytest.fixture
+def axis_groups() -> list[dist.ProcessGroup]:
+    """My groups along the two axes of [[0, 1, 2, 3], [4, 5, 6, 7]]."""
+    return [dist.new_group([1, 5]), dist.new_group([4, 5, 6, 7])]
+
+
+_RANKS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, [1, 5], torch.tensor([1, 5])], ids=["none", "list", "tensor"]
+)
+@pytest.mark.parametrize("names", [None, ("dp",)], ids=["nameless", "named"])
+def test_one_group(mesh, names, axis_groups) -> None:
+    stock, ours = (
+        family.DeviceMesh.from_group(axis_groups[0], "cpu", mesh, mesh_dim_names=names)
+        for family in (STOCK, OURS)
+    )
+    assert_same(stock, ours)
+    assert ours.get_group() is axis_groups[0]
+
+
+@pytest.mark.parametrize("mesh", [_RANKS, torch.tensor(_RANKS)], ids=["list", "tensor"])
+def test_several_groups(mesh, axis_groups) -> None:
+    stock, ours = (
+        family.DeviceMesh.from_group(axis_groups, "cpu", mesh, mesh_dim_names=("dp", "tp"))
+        for family in (STOCK, OURS)
+    )
+    assert_same(stock, ours)
+    assert ours.get_all_groups() == axis_groups
+    assert_same(stock["tp"], ours["tp"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "mesh", "names", "message"),
+    [
+        ([], None, None, "at least one ProcessGroup"),
+        ([0, 1], None, ("dp", "tp"), "Must pass mesh if"),
+        ([0, 1], _RANKS, None, "Must pass mesh_dim_names"),
+        ([0, 1], [1, 5], ("dp", "tp"), r"ndim equal to number of ProcessGroups.*2 ProcessGroups"),
+        (0, [0, 1], None, r"Invalid mesh \[0, 1\] for ProcessGroup with ranks \[1, 5\]"),
+    ],
+    ids=["no group", "no mesh", "no names", "other axes", "other ranks"],
+)
+@pytest.mark.parametrize("family", [STOCK, OURS], ids=["stock", "ours"])
+def test_bad_input(family: Family, groups, mesh, names, message, axis_groups) -> None:
+    given = axis_groups[groups] if isinstance(groups, int) else [axis_groups[i] for i in groups]
+    with groups_created(0), pytest.raises(ValueError, match=message):
+        family.DeviceMesh.from_group(given, "cpu", mesh, mesh_dim_names=names)
+
+
+def test_groups_of_the_user_are_listed_but_not_shared(axis_groups) -> None:
+    with groups_created(0):
+        mesh = DeviceMesh.from_group(axis_groups, "cpu", _RANKS, mesh_dim_names=("dp", "tp"))
+    assert [group.how for group in mesh.universe.explain().groups] == ["given by the user"] * 2
+    with groups_created(1):
+        renamed = mesh.unflatten("tp", (4,), ("fsdp",))
+    assert renamed.get_group("dp") is axis_groups[0]
+    assert renamed.get_group("fsdp") is not axis_groups[1]
