@@ -132,9 +132,24 @@ def default_backend(group: ProcessGroup) -> str:
     return str(c10d._world.pg_map[group][0])
 
 
-def default_timeout(backend: str) -> timedelta:
-    """What c10d gives a new group of this backend when no timeout is asked for."""
-    return c10d._get_default_timeout(dist.Backend(backend))
+def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
+    """What a group of this backend gets when no timeout is asked for.
+
+    The timeout the user gave `init_process_group`, if it is not c10d's default there; stock forgets
+    it. Otherwise c10d's default for the backend.
+    """
+    usual = c10d._get_default_timeout
+    default_name = default_backend(default_group)
+    given = _timeout_of(default_group)
+    if given is not None and given != usual(dist.Backend(default_name)):
+        return given
+    return usual(dist.Backend(backend))
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    devices = group._device_types
+    options = group._get_backend(devices[0]).options if devices else None
+    return getattr(options, "_timeout", None)  # the fake backend has no options
 
 
 def check_backend(backend: str) -> None:
@@ -219,7 +234,7 @@ def needs_own_world_group(group: ProcessGroup) -> bool:
 
 
 def create_by_members(
-    ranks: Sequence[int],
+    ranks: list[int],
     *,
     backend: str,
     options: BackendOptions | None,
@@ -239,11 +254,10 @@ def create_by_members(
     """
     default_group = c10d._get_default_group()
     _, store = c10d._world.pg_map[default_group]
-    members = list(ranks)
     group, _ = c10d._new_process_group_helper(
-        len(members),
-        members.index(default_group.rank()),
-        members,
+        len(ranks),
+        ranks.index(default_group.rank()),
+        ranks,
         dist.Backend(backend),
         store,
         name,  # type: ignore[arg-type]
@@ -252,7 +266,7 @@ def create_by_members(
         device_id=default_group.bound_device_id,
         group_desc=description,
     )
-    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
     return group  # type: ignore[return-value]
 
 

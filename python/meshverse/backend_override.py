@@ -110,27 +110,35 @@ class GroupOptions:
     Attributes:
         backend: backend string of the group.
         options: my own copy of the options object, or None for the backend's defaults.
-        timeout: of the group's operations.
+        timeout: of the group's operations; None where unknown.
         key: equal for equal backend, options, timeout and tag.
         override: what was asked for, as the user wrote it.
     """
 
     backend: str
     options: compat.BackendOptions | None
-    timeout: timedelta
+    timeout: timedelta | None
     key: OptionsKey
     override: Override
 
     @classmethod
-    def resolve(cls, override: Override, *, default_backend: str) -> GroupOptions:
-        """Fill in the defaults: the default group's backend, c10d's timeout for that backend."""
+    def resolve(cls, override: Override, default_group: compat.ProcessGroup) -> GroupOptions:
+        """Fill in what is not overridden: the default group's backend and timeout."""
         backend, options = override
-        backend = backend or default_backend
-        timeout = compat.options_timeout(options) or compat.default_timeout(backend)
+        backend = backend or compat.default_backend(default_group)
+        timeout = compat.options_timeout(options)
+        if timeout is None:
+            timeout = compat.default_timeout(backend, default_group)
         key = OptionsKey.of(
             backend, options, timeout=timeout, ignored=compat.IGNORED_OPTION_FIELDS
         )
         return cls(backend, _own_copy(options), timeout, key, override)
+
+    @classmethod
+    def given(cls, group: compat.ProcessGroup) -> GroupOptions:
+        """What is known of a group that the user made: its backend."""
+        backend = compat.default_backend(group)
+        return cls(backend, None, None, OptionsKey.of(backend), NO_OVERRIDE)
 
     def with_tag(self, tag: str) -> GroupOptions:
         """The same options for a group of its own, shared only under the same tag."""

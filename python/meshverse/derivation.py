@@ -51,25 +51,27 @@ def slice_axes(
         RuntimeError: a mesh without names, or axes that overlap.
         KeyError: an unknown name, or names in another order than in the mesh.
     """
-    if not mesh.axis_names:
+    own = mesh.axis_names
+    if not own:
         raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
-    axes = {**flattened, **dict(zip(mesh.axis_names, mesh.layout, strict=True))}
-    if any(name not in axes for name in names):
-        valid = [*mesh.axis_names, *flattened]
+    if any(name not in own and name not in flattened for name in names):
         raise KeyError(
-            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are "
+            f"{[*own, *flattened]}."
         )
-    layout = Layout([axes[name] for name in names])
+    layout = Layout(
+        [mesh.layout[own.index(name)] if name in own else flattened[name] for name in names]
+    )
     if not layout.is_sorted():
         raise KeyError(
             f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
-            f"order; the axes of this mesh are, in order, {mesh.axis_names}."
+            f"order; the axes of this mesh are, in order, {own}."
         )
     if not layout.is_orthogonal():
         raise RuntimeError(
             f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
         )
-    return mesh._replace(layout=layout, axis_names=names)
+    return MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
 
 
 def check_flattened_name(

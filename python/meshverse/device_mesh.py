@@ -251,10 +251,11 @@ class DeviceMesh(StockDeviceMesh):
         """
         if torch.compiler.is_compiling():
             return super().__getitem__(mesh_dim_names)
-        try:
-            return self._slices[mesh_dim_names]
-        except (KeyError, TypeError):  # TypeError: a list
-            return self._slice(mesh_dim_names)
+        if isinstance(mesh_dim_names, (str, tuple)):  # a list has no hash
+            known = self._slices.get(mesh_dim_names)
+            if known is not None:
+                return known
+        return self._slice(mesh_dim_names)
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
@@ -268,14 +269,14 @@ class DeviceMesh(StockDeviceMesh):
         )
         sources = [(self, mine.index(n)) if n in mine else (flattened[n], 0) for n in names]
         submesh = self._in_universe(self._universe, description, _joined_group_names(sources))
-        if all(mesh is self for mesh, _ in sources):
-            self._slices[mesh_dim_names if isinstance(mesh_dim_names, str) else names] = submesh
-        else:
+        if any(mesh is not self for mesh, _ in sources):
             warnings.warn(
                 "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need "
                 "to bookkeep the flattened mesh directly. ",
                 stacklevel=3,
             )
+        elif isinstance(mesh_dim_names, (str, tuple)):
+            self._slices[mesh_dim_names] = submesh
         return submesh
 
     def flatten(

@@ -7,6 +7,7 @@ by the stock name) is ours too. `install()` widens it to every mesh built afterw
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,9 @@ def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMe
 
 
 # Set once and left there: CPython cannot take a __new__ off a class again without breaking it.
+# Python reads the signature of a class from __new__ first; these keep it what it was.
+_new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
+DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 compat.let_dynamo_know_subclasses()
 

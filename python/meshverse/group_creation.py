@@ -12,19 +12,18 @@ import hashlib
 import threading
 import weakref
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, OptionsKey, RankGroups, RankMap
 from .backend_override import GroupOptions
 from .rank_views import rank_views
 
-__all__ = ["Group", "GroupRequest", "create_group"]
+__all__ = ["Group", "GroupMaker", "GroupRequest"]
 
 
-@dataclass(frozen=True)
-class GroupRequest:
+class GroupRequest(NamedTuple):
     """One axis's groups, as asked for.
 
     Attributes:
@@ -48,7 +47,9 @@ class GroupRequest:
         if self.position is None:
             return []
         ranks = RankGroups(self.axis, self.rank_map).ranks_of(self.position)
-        return ranks if self.keeps_order else sorted(ranks)
+        if not self.keeps_order:
+            ranks.sort()
+        return ranks
 
 
 @dataclass(eq=False)
@@ -67,55 +68,82 @@ class Group:
     name: str | None
     how: str
     created: bool
-    requests: Counter[str] = field(default_factory=Counter)
+    requests: dict[str, int] = field(default_factory=dict)
+
+    def count_request(self, axis_name: str) -> None:
+        """Note that an axis of this name asked for the group."""
+        self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
 
 # How often each group was made since the default group was: all its members, and nobody else, have
 # that history in common. Keyed by the default group, so ranks that are threads do not mix.
-_made: weakref.WeakKeyDictionary[compat.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-_made_lock = threading.Lock()
+_made: weakref.WeakKeyDictionary[compat.ProcessGroup, dict[bytes, int]] = (
+    weakref.WeakKeyDictionary()
+)
+_made_lock = threading.Lock()  # protects _made
 
 
 def _new_name(request: GroupRequest, ranks: list[int], default_group: compat.ProcessGroup) -> str:
     """A name from the group's own identity, so that ranks with different histories agree on it."""
-    identity = hashlib.blake2b(array("q", ranks).tobytes(), digest_size=16)
+    identity = hashlib.blake2b(array("q", ranks), digest_size=16)
     identity.update(f"{request.axis}|{request.options.key.digest}".encode())
-    digest = identity.hexdigest()
+    digest = identity.digest()
     with _made_lock:
-        made = _made.setdefault(default_group, Counter())
-        made[digest] += 1
-        return f"meshverse-{digest}-{made[digest] - 1}"
+        made = _made.get(default_group)
+        if made is None:
+            made = _made[default_group] = {}
+        count = made[digest] = made.get(digest, 0) + 1
+    return f"meshverse-{digest.hex()}-{count - 1}"
 
 
-def create_group(
-    request: GroupRequest, *, default_group: compat.ProcessGroup, default_key: OptionsKey
-) -> Group:
-    """Make my group of an axis.
+class GroupMaker:
+    """Makes the groups of one universe, in the one way that is safe for each.
 
-    Args:
-        request: what is asked for.
-        default_group: the default process group.
-        default_key: options key of a group for which nothing is overridden.
-
-    Raises:
-        Whatever c10d raises; nothing is kept then.
+    What depends on the default group and the backend alone is decided once.
     """
-    if (
-        request.axis.size == default_group.size()
-        and request.options.key == default_key
-        and not compat.needs_own_world_group(default_group)
-    ):
-        return Group(request, default_group.group_name, "the default group", created=False)
 
-    if compat.can_split(default_group, request.options.override[0]):
-        group, how = _split(request), "split off the default group"
-    elif hazard := compat.members_only_hazard(default_group, request.options.backend):
-        group, how = _create_by_all(request), f"made by all ranks ({hazard})"
-    elif request.position is None:
-        group, how = None, "made by its members"
-    else:
-        group, how = _create_by_members(request, default_group), "made by its members"
-    return Group(request, group and group.group_name, how, created=group is not None)
+    def __init__(self, default_key: OptionsKey) -> None:
+        """
+        Args:
+            default_key: options key of a group for which nothing is overridden.
+        """
+        self._default_key = default_key
+        self._can_split: dict[str | None, bool] = {}
+        self._hazards: dict[str, str | None] = {}
+
+    def make(self, request: GroupRequest, default_group: compat.ProcessGroup) -> Group:
+        """Make my group of an axis.
+
+        Raises:
+            Whatever c10d raises; nothing is kept then.
+        """
+        if (
+            request.axis.size == default_group.size()
+            and request.options.key == self._default_key
+            and not compat.needs_own_world_group(default_group)
+        ):
+            return Group(request, default_group.group_name, "the default group", created=False)
+
+        group: compat.ProcessGroup | None
+        if self._splits(request.options.override[0], default_group):
+            group, how = _split(request), "split off the default group"
+        elif hazard := self._hazard(request.options.backend, default_group):
+            group, how = _create_by_all(request), f"made by all ranks ({hazard})"
+        elif request.position is None:
+            group, how = None, "made by its members"
+        else:
+            group, how = _create_by_members(request, default_group), "made by its members"
+        return Group(request, group and group.group_name, how, created=group is not None)
+
+    def _splits(self, backend: str | None, default_group: compat.ProcessGroup) -> bool:
+        if backend not in self._can_split:
+            self._can_split[backend] = compat.can_split(default_group, backend)
+        return self._can_split[backend]
+
+    def _hazard(self, backend: str, default_group: compat.ProcessGroup) -> str | None:
+        if backend not in self._hazards:
+            self._hazards[backend] = compat.members_only_hazard(default_group, backend)
+        return self._hazards[backend]
 
 
 def _split(request: GroupRequest) -> compat.ProcessGroup | None:

@@ -105,7 +105,7 @@ def check_layout(layout: Layout, rank_map: RankMap, universe: Universe | None) -
 
     Raises:
         AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
-        ValueError: other ranks than the universe's.
+        ValueError: other ranks than the universe's, or a layout whose copies do not cover them.
     """
     if universe is not None and rank_map != universe.rank_map:
         raise ValueError(
@@ -122,3 +122,5 @@ def check_layout(layout: Layout, rank_map: RankMap, universe: Universe | None) -
             f"The rank map contains {rank_map.size} element, which isn't large enough for layout "
             f"{layout}, whose largest position is {layout.cosize - 1}."
         )
+    if layout.size != rank_map.size:
+        layout.collapse().complement(rank_map.size)  # raises unless copies of it cover all ranks

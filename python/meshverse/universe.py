@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from . import _torch_compat as compat
-from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
+from ._core import AxisLayout, GroupCache, Layout, RankMap
 from .backend_override import NO_OVERRIDE, GroupOptions, Override
 from .explain import Explanation, GroupExplanation
-from .group_creation import Group, GroupRequest, create_group
+from .group_creation import Group, GroupMaker, GroupRequest
 from .rank_views import RankViews, rank_views
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class Universe:
     @cached_property
     def default_options(self) -> GroupOptions:
         """What a group is when nothing is overridden."""
-        backend = compat.default_backend(self._live_default_group())
-        return GroupOptions.resolve(NO_OVERRIDE, default_backend=backend)
+        return GroupOptions.resolve(NO_OVERRIDE, self._live_default_group())
 
     def groups_for(
         self,
@@ -102,16 +101,15 @@ class Universe:
 
         Raises:
             RuntimeError: the default process group is not the one this universe was made with.
-            ValueError: an axis does not divide the ranks into groups, or a rank is outside the
-                default group.
+            ValueError: a rank is outside the default group, or an options key cannot be made.
         """
         default_group = self._live_default_group()
         self._check_ranks(default_group.size())
-        requests = [
-            self._request(axis, name, override, preserve_rank_order)
-            for axis, name, override in zip(axes, axis_names, overrides, strict=True)
+        options = [self._options(override, default_group) for override in overrides]
+        return [
+            self._group(axis, name, wanted, preserve_rank_order, default_group)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
         ]
-        return [self._get_or_create(request, default_group) for request in requests]
 
     @cached_property
     def _largest_rank(self) -> int:
@@ -126,41 +124,44 @@ class Universe:
                 "world."
             )
 
-    def _request(
-        self, axis: AxisLayout, axis_name: str, override: Override, preserve_rank_order: bool
-    ) -> GroupRequest:
-        RankGroups(axis, self.rank_map)  # raises unless the axis divides the ranks into groups
-        options = self.default_options
-        if override != NO_OVERRIDE:
-            options = GroupOptions.resolve(override, default_backend=options.backend)
+    def _options(self, override: Override, default_group: compat.ProcessGroup) -> GroupOptions:
+        if override == NO_OVERRIDE:
+            return self.default_options
+        return GroupOptions.resolve(override, default_group)
+
+    def _group(
+        self,
+        axis: AxisLayout,
+        axis_name: str,
+        options: GroupOptions,
+        preserve_rank_order: bool,
+        default_group: compat.ProcessGroup,
+    ) -> Group:
         # Whether the order matters is decided from what all ranks share, never from my own group:
         # members of one group must agree on its key.
-        keeps_order = preserve_rank_order and not (
-            self.rank_map.is_identity and axis.is_sorted()
-        )
+        ascending = axis.is_sorted()
+        keeps_order = preserve_rank_order and not (ascending and self.rank_map.is_identity)
         if keeps_order:
             options = options.with_tag("preserve_rank_order")
-        return GroupRequest(
-            axis=axis if keeps_order else axis.sorted(),
-            rank_map=self.rank_map,
-            position=self.position,
-            options=options,
-            axis_name=axis_name,
-            keeps_order=keeps_order,
-        )
+        elif not ascending:
+            axis = axis.sorted()
 
-    def _get_or_create(self, request: GroupRequest, default_group: compat.ProcessGroup) -> Group:
-        def create() -> Group:
-            group = create_group(
-                request, default_group=default_group, default_key=self.default_options.key
+        def make() -> Group:
+            request = GroupRequest(
+                axis, self.rank_map, self.position, options, axis_name, keeps_order
             )
-            if group.name is not None:
-                self.process_groups[group.name] = compat.resolve_group(group.name)
-            return group
+            made = self._maker.make(request, default_group)
+            if made.name is not None:
+                self.process_groups[made.name] = compat.resolve_group(made.name)
+            return made
 
-        group: Group = self._groups.get_or_create(request.axis, request.options.key, create)
-        group.requests[request.axis_name] += 1
+        group: Group = self._groups.get_or_create(axis, options.key, make)
+        group.count_request(axis_name)
         return group
+
+    @cached_property
+    def _maker(self) -> GroupMaker:
+        return GroupMaker(self.default_options.key)
 
     def adopt_group(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made, for one mesh; it is listed but not shared.
@@ -168,13 +169,10 @@ class Universe:
         Returns:
             The group's c10d name.
         """
-        backend = compat.default_backend(group)
-        options = GroupOptions(
-            backend, None, compat.default_timeout(backend), OptionsKey.of(backend), NO_OVERRIDE
-        )
+        options = GroupOptions.given(group)
         request = GroupRequest(axis, self.rank_map, self.position, options, axis_name)
         given = Group(request, group.group_name, "given by the user", created=False)
-        given.requests[axis_name] += 1
+        given.count_request(axis_name)
         self._given_groups.append(given)
         self.process_groups[group.group_name] = group
         return group.group_name
@@ -200,7 +198,7 @@ class Universe:
         return Explanation(
             rank_map=str(self.rank_map),
             rank=self.rank,
-            requested=sum(group.requests.total() for group in groups),
+            requested=sum(sum(group.requests.values()) for group in groups),
             created=sum(group.created for group in groups),
             groups=tuple(
                 GroupExplanation(
@@ -259,8 +257,9 @@ class Universe:
         return self._default_group is None
 
     def _belongs_to(self, default_group: compat.ProcessGroup | None) -> bool:
-        mine = None if self._default_group is None else self._default_group()
-        return mine is default_group
+        if self._default_group is None:
+            return default_group is None
+        return default_group is not None and self._default_group() is default_group
 
     def __repr__(self) -> str:
         return f"Universe({self.rank_map}, {len(self._groups)} groups, {len(self._meshes)} meshes)"
