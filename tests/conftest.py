@@ -11,7 +11,7 @@ from hypothesis import settings
 
 # Real work of uneven cost, so no deadline; the same examples each time where nobody can look.
 _COMMON = {"deadline": None, "print_blob": True, "derandomize": "CI" in os.environ}
-settings.register_profile("meshverse", max_examples=100, **_COMMON)
+settings.register_profile("meshverse", max_examples=150, **_COMMON)
 settings.register_profile("thorough", max_examples=2000, **_COMMON)
 settings.load_profile("meshverse")
 

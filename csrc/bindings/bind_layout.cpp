@@ -27,8 +27,9 @@ py::tuple strides_of(const AxisLayout& layout) {
 // AxisLayout from (sizes, strides), Layout from the same: row-major where strides is None.
 template <class Result, class RowMajor, class Strided>
 Result from_sizes(py::handle sizes, py::handle strides, RowMajor row_major, Strided strided) {
-  if (strides.is_none()) return row_major(to_integers(sizes, "sizes"));
-  return strided(to_integers(sizes, "sizes"), to_integers(strides, "strides"));
+  if (strides.is_none()) return row_major(to_one_or_more_integers(sizes, "sizes"));
+  return strided(to_one_or_more_integers(sizes, "sizes"),
+                 to_one_or_more_integers(strides, "strides"));
 }
 
 AxisLayout make_axis_layout(py::handle sizes, py::handle strides) {

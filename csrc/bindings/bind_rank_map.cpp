@@ -112,8 +112,7 @@ py::tuple reduce(const RankMap::Ptr& self) {
     }
     state = std::move(ranks);
   }
-  const py::object new_object = py::module_::import("copyreg").attr("__newobj__");
-  return py::make_tuple(new_object, py::make_tuple(py::type::of<RankMap>(), state));
+  return py::make_tuple(py::type::of<RankMap>(), py::make_tuple(state));
 }
 
 }  // namespace
@@ -173,6 +172,8 @@ Raises:
            [](const RankMap& self) { return static_cast<py::ssize_t>(self.fingerprint().low); })
       .def("__repr__", [](const RankMap& self) { return "RankMap(" + self.to_string() + ")"; })
       .def("__reduce__", &reduce);
+  // torch.load(weights_only=True) restores objects only by calling their class. The class gives the
+  // interned map then; pybind11 leaves objects that are initialised already as they are.
   rank_map.attr("__new__") =
       py::staticmethod(py::cpp_function(&new_rank_map, "cls"_a, "size_or_ranks"_a = py::none()));
 }

@@ -30,9 +30,12 @@ auto no_constructor(const char* cure) {
   });
 }
 
-// Python integers as 64-bit ones: a sequence of them, or a single one as a sequence of one.
-// `name` is what the caller knows the argument as. Raises TypeError or OverflowError.
+// A sequence of Python integers as 64-bit ones. Raises TypeError or OverflowError, with the `name`
+// that the caller knows the argument by.
 std::vector<std::int64_t> to_integers(py::handle values, const char* name);
+
+// The same, where a single integer is as good as a sequence of it.
+std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name);
 
 // A tuple of Python integers.
 py::tuple to_tuple(const std::vector<std::int64_t>& values);

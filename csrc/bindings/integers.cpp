@@ -33,11 +33,9 @@ std::int64_t to_integer(py::handle value, const char* name) {
 }  // namespace
 
 std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
-  if (PyLong_Check(values.ptr())) return {to_integer(values, name)};
   const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
   if (!items) {
-    throw_type_error(std::string(name) + " must be an integer or a sequence of integers, got " +
-                     shown(values));
+    throw_type_error(std::string(name) + " must be a sequence of integers, got " + shown(values));
   }
   std::vector<std::int64_t> integers;
   const Py_ssize_t length = PySequence_Fast_GET_SIZE(items.ptr());
@@ -46,6 +44,11 @@ std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
     integers.push_back(to_integer(PySequence_Fast_GET_ITEM(items.ptr(), i), name));
   }
   return integers;
+}
+
+std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name) {
+  if (PyLong_Check(values.ptr())) return {to_integer(values, name)};
+  return to_integers(values, name);
 }
 
 py::tuple to_tuple(const std::vector<std::int64_t>& values) {

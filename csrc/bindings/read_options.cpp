@@ -48,9 +48,9 @@ Tagged read_enum(py::handle value) {
 OptionValue read_int(py::handle value) {
   int overflow = 0;
   const long long integer = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
-  if (overflow != 0)
-    return Tagged{"int", py::str(py::handle(reinterpret_cast<PyObject*>(&PyLong_Type))(value))};
-  return std::int64_t{integer};
+  if (overflow == 0) return std::int64_t{integer};
+  const py::handle int_type(reinterpret_cast<PyObject*>(&PyLong_Type));
+  return Tagged{"int", py::str(int_type(value))};
 }
 
 Handle make_handle(py::handle value) {
@@ -127,8 +127,9 @@ class Reader {
     if (py::isinstance<py::int_>(value)) return add(name, read_int(value));
     if (py::isinstance<py::float_>(value)) return add(name, FloatBits(value.cast<double>()));
     if (py::isinstance<py::str>(value)) return add(name, value.cast<std::string>());
-    if (py::isinstance<py::bytes>(value))
-      return add(name, Tagged{"bytes", py::repr(value).cast<std::string>()});
+    if (py::isinstance<py::bytes>(value)) {
+      return add(name, Tagged{"bytes", std::string(py::repr(value))});
+    }
     if (py::isinstance(value, python_types().timedelta)) {
       return add(name, Tagged{"timedelta", std::to_string(to_microseconds(value)) + " us"});
     }

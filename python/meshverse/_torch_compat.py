@@ -41,7 +41,6 @@ __all__ = [
     "default_timeout",
     "equals_stock",
     "from_torch_layout",
-    "global_rank",
     "is_backend_options",
     "let_dynamo_know_subclasses",
     "members_only_hazard",
@@ -50,6 +49,7 @@ __all__ = [
     "real_mesh",
     "require_supported_torch",
     "resolve_group",
+    "set_up_device",
     "thread_id",
     "to_torch_layout",
     "untraced",
@@ -118,15 +118,6 @@ def current_default_group() -> ProcessGroup | None:
     return c10d._get_default_group() if dist.is_initialized() else None
 
 
-def global_rank() -> int:
-    """This process's rank in the default group; stock's error if there is no group.
-
-    Asked of the group itself: `dist.get_rank` is symbolic while torch simulates ranks
-    (LocalTensor mode).
-    """
-    return c10d._get_default_group().rank()
-
-
 def default_backend(group: ProcessGroup) -> str:
     """The backend string the default group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
@@ -173,6 +164,15 @@ def thread_id() -> int | None:
     """This thread's id under torch's threaded test backend, whose ranks are threads; else None."""
     threaded = dist.is_initialized() and dist.get_backend() == "threaded"
     return threading.get_ident() if threaded else None
+
+
+def set_up_device(mesh: StockDeviceMesh) -> None:
+    """Start the default group if there is none, and choose this rank's device, as stock does.
+
+    Raises:
+        RuntimeError: the mesh is larger than the world.
+    """
+    mesh._setup_world_group_and_device()
 
 
 def resolve_group(name: str) -> ProcessGroup:

@@ -38,6 +38,7 @@ from .mesh_input import (
     read_ranks,
 )
 from .universe import Universe
+from .world import World
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -115,13 +116,21 @@ class DeviceMesh(StockDeviceMesh):
         check_layout(description.layout, rank_map, universe)
         self._describe(description)
         if init_backend:
-            self._setup_world_group_and_device()
+            self._set_up_world()
         universe = universe or Universe(rank_map, rank=rank)
         self._enter(universe)
         if init_backend:
             names = description.axis_names or [f"dim_{i}" for i in range(len(description.layout))]
             self._dim_group_names = self._group_names_for(description.layout, names, overrides)
         universe.intern(self)
+
+    def _set_up_world(self) -> None:
+        world = World.current()
+        if world is None or self.layout.size > world.size:
+            compat.set_up_device(self)  # starts the default group, or says what is wrong
+            world = World.current()
+        if world is not None:
+            world.set_up_device(self, self._device_type)
 
     # --- what a mesh is: set once, by the constructor or by _in_universe ----------------------
 

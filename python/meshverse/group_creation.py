@@ -9,18 +9,17 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-import weakref
 from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import _torch_compat as compat
-from ._core import AxisLayout, OptionsKey, RankGroups, RankMap
+from ._core import AxisLayout, RankGroups, RankMap
 from .backend_override import GroupOptions
 from .rank_views import rank_views
+from .world import World
 
-__all__ = ["Group", "GroupMaker", "GroupRequest"]
+__all__ = ["Group", "GroupRequest", "make_group"]
 
 
 class GroupRequest(NamedTuple):
@@ -75,75 +74,30 @@ class Group:
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
 
-# How often each group was made since the default group was: all its members, and nobody else, have
-# that history in common. Keyed by the default group, so ranks that are threads do not mix.
-_made: weakref.WeakKeyDictionary[compat.ProcessGroup, dict[bytes, int]] = (
-    weakref.WeakKeyDictionary()
-)
-_made_lock = threading.Lock()  # protects _made
+def make_group(request: GroupRequest, world: World) -> Group:
+    """Make my group of an axis.
 
-
-def _new_name(request: GroupRequest, ranks: list[int], default_group: compat.ProcessGroup) -> str:
-    """A name from the group's own identity, so that ranks with different histories agree on it."""
-    identity = hashlib.blake2b(array("q", ranks), digest_size=16)
-    identity.update(f"{request.axis}|{request.options.key.digest}".encode())
-    digest = identity.digest()
-    with _made_lock:
-        made = _made.get(default_group)
-        if made is None:
-            made = _made[default_group] = {}
-        count = made[digest] = made.get(digest, 0) + 1
-    return f"meshverse-{digest.hex()}-{count - 1}"
-
-
-class GroupMaker:
-    """Makes the groups of one universe, in the one way that is safe for each.
-
-    What depends on the default group and the backend alone is decided once.
+    Raises:
+        Whatever c10d raises; nothing is kept then.
     """
+    if (
+        request.axis.size == world.size
+        and request.options.key == world.default_options.key
+        and not compat.needs_own_world_group(world.default_group)
+    ):
+        name = world.default_group.group_name
+        return Group(request, name, "the default group", created=False)
 
-    def __init__(self, default_key: OptionsKey) -> None:
-        """
-        Args:
-            default_key: options key of a group for which nothing is overridden.
-        """
-        self._default_key = default_key
-        self._can_split: dict[str | None, bool] = {}
-        self._hazards: dict[str, str | None] = {}
-
-    def make(self, request: GroupRequest, default_group: compat.ProcessGroup) -> Group:
-        """Make my group of an axis.
-
-        Raises:
-            Whatever c10d raises; nothing is kept then.
-        """
-        if (
-            request.axis.size == default_group.size()
-            and request.options.key == self._default_key
-            and not compat.needs_own_world_group(default_group)
-        ):
-            return Group(request, default_group.group_name, "the default group", created=False)
-
-        group: compat.ProcessGroup | None
-        if self._splits(request.options.override[0], default_group):
-            group, how = _split(request), "split off the default group"
-        elif hazard := self._hazard(request.options.backend, default_group):
-            group, how = _create_by_all(request), f"made by all ranks ({hazard})"
-        elif request.position is None:
-            group, how = None, "made by its members"
-        else:
-            group, how = _create_by_members(request, default_group), "made by its members"
-        return Group(request, group and group.group_name, how, created=group is not None)
-
-    def _splits(self, backend: str | None, default_group: compat.ProcessGroup) -> bool:
-        if backend not in self._can_split:
-            self._can_split[backend] = compat.can_split(default_group, backend)
-        return self._can_split[backend]
-
-    def _hazard(self, backend: str, default_group: compat.ProcessGroup) -> str | None:
-        if backend not in self._hazards:
-            self._hazards[backend] = compat.members_only_hazard(default_group, backend)
-        return self._hazards[backend]
+    group: compat.ProcessGroup | None
+    if world.can_split(request.options.override[0]):
+        group, how = _split(request), "split off the default group"
+    elif hazard := world.members_only_hazard(request.options.backend):
+        group, how = _make_by_all(request), f"made by all ranks ({hazard})"
+    elif request.position is None:
+        group, how = None, "made by its members"
+    else:
+        group, how = _make_by_members(request, world), "made by its members"
+    return Group(request, group and group.group_name, how, created=group is not None)
 
 
 def _split(request: GroupRequest) -> compat.ProcessGroup | None:
@@ -157,7 +111,7 @@ def _split(request: GroupRequest) -> compat.ProcessGroup | None:
     )
 
 
-def _create_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
+def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     return compat.create_by_all(
         request.axis,
         rank_views(request.rank_map).tensor,
@@ -168,15 +122,15 @@ def _create_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     )
 
 
-def _create_by_members(
-    request: GroupRequest, default_group: compat.ProcessGroup
-) -> compat.ProcessGroup:
-    ranks = request.my_ranks()
+def _make_by_members(request: GroupRequest, world: World) -> compat.ProcessGroup:
+    ranks, options = request.my_ranks(), request.options
+    identity = hashlib.blake2b(array("q", ranks), digest_size=16)
+    identity.update(f"{request.axis}|{options.key.digest}".encode())
     return compat.create_by_members(
         ranks,
-        backend=request.options.backend,
-        options=request.options.options,
-        timeout=request.options.timeout,
-        name=_new_name(request, ranks, default_group),
+        backend=options.backend,
+        options=options.options,
+        timeout=options.timeout,
+        name=world.new_name(identity.hexdigest()),
         description=f"mesh_{request.axis_name}",
     )

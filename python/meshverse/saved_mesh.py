@@ -74,7 +74,7 @@ def _rebuild(saved: dict[str, Any], universe: Universe) -> DeviceMesh:
 
 
 def _known_names(saved: dict[str, Any], layout: Layout, universe: Universe) -> list[str] | None:
-    if universe.position is None and not universe.is_detached:
+    if universe.position is None and universe.world is not None:
         return []
     groups = [universe.known_group(*pair) for pair in zip(layout, saved["keys"], strict=False)]
     names = [group.name for group in groups if group is not None and group.name is not None]

@@ -8,12 +8,15 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, RankMap
 from .backend_override import NO_OVERRIDE, GroupOptions, Override
 from .explain import Explanation, GroupExplanation
-from .group_creation import Group, GroupMaker, GroupRequest
+from .group_creation import Group, GroupRequest, make_group
 from .rank_views import RankViews, rank_views
+from .world import World
 
 if TYPE_CHECKING:
     from .device_mesh import DeviceMesh
@@ -33,6 +36,7 @@ class Universe:
         rank_map: position -> global rank.
         rank: this process's global rank.
         position: this rank's place in the rank map, or None if it is outside.
+        world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         root: the first mesh made in this universe, which every other mesh here calls its root.
         serial: number of this universe in the order this process made them.
@@ -45,18 +49,19 @@ class Universe:
             rank_map: position -> global rank.
             rank: this process's global rank; by default that of the default process group.
         """
-        default_group = compat.current_default_group()
+        self.world = World.current()
+        if rank is None:
+            rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank_map = rank_map
-        self.rank = compat.global_rank() if rank is None else rank
-        self.position = rank_map.position_of(self.rank)
-        self.thread_id = compat.thread_id()
+        self.rank = rank
+        self.position = rank_map.position_of(rank)
+        self.thread_id = None if self.world is None else self.world.thread_id
         self.process_groups: dict[str, compat.ProcessGroup] = {}
-        self._default_group = None if default_group is None else weakref.ref(default_group)
+        self.root: DeviceMesh | None = None
+        self.serial = next(_serials)
         self._groups = GroupCache()
         self._given_groups: list[Group] = []
         self._meshes: dict[Hashable, DeviceMesh] = {}
-        self.root: DeviceMesh | None = None
-        self.serial = next(_serials)
         _universes[self.serial] = self
 
     # --- ranks ----------------------------------------------------------------------------------
@@ -72,11 +77,6 @@ class Universe:
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
-
-    @cached_property
-    def default_options(self) -> GroupOptions:
-        """What a group is when nothing is overridden."""
-        return GroupOptions.resolve(NO_OVERRIDE, self._live_default_group())
 
     def groups_for(
         self,
@@ -103,31 +103,38 @@ class Universe:
             RuntimeError: the default process group is not the one this universe was made with.
             ValueError: a rank is outside the default group, or an options key cannot be made.
         """
-        default_group = self._live_default_group()
-        self._check_ranks(default_group.size())
-        options = [self._options(override, default_group) for override in overrides]
+        world = self._live_world()
+        options = [self._options(override, world) for override in overrides]
         return [
-            self._group(axis, name, wanted, preserve_rank_order, default_group)
+            self._group(axis, name, wanted, preserve_rank_order, world)
             for axis, name, wanted in zip(axes, axis_names, options, strict=True)
         ]
+
+    def _live_world(self) -> World:
+        if self.world is None:
+            raise RuntimeError(
+                f"This universe of {self.rank_map} was made, by loading a mesh, while there was no "
+                "default process group, so it has no process groups. Load or make the mesh again "
+                "after init_process_group()."
+            )
+        _ = self.world.default_group  # raises if its life is over
+        if self._largest_rank >= self.world.size:
+            raise ValueError(
+                f"A mesh over {self.rank_map} names rank {self._largest_rank}, but the default "
+                f"process group has ranks 0 to {self.world.size - 1}. Build the mesh from ranks of "
+                "this world."
+            )
+        return self.world
 
     @cached_property
     def _largest_rank(self) -> int:
         ranks = self.rank_map
         return ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
 
-    def _check_ranks(self, world_size: int) -> None:
-        if self._largest_rank >= world_size:
-            raise ValueError(
-                f"A mesh over {self.rank_map} names rank {self._largest_rank}, but the default "
-                f"process group has ranks 0 to {world_size - 1}. Build the mesh from ranks of this "
-                "world."
-            )
-
-    def _options(self, override: Override, default_group: compat.ProcessGroup) -> GroupOptions:
+    def _options(self, override: Override, world: World) -> GroupOptions:
         if override == NO_OVERRIDE:
-            return self.default_options
-        return GroupOptions.resolve(override, default_group)
+            return world.default_options
+        return GroupOptions.resolve(override, world.default_group)
 
     def _group(
         self,
@@ -135,7 +142,7 @@ class Universe:
         axis_name: str,
         options: GroupOptions,
         preserve_rank_order: bool,
-        default_group: compat.ProcessGroup,
+        world: World,
     ) -> Group:
         # Whether the order matters is decided from what all ranks share, never from my own group:
         # members of one group must agree on its key.
@@ -150,7 +157,7 @@ class Universe:
             request = GroupRequest(
                 axis, self.rank_map, self.position, options, axis_name, keeps_order
             )
-            made = self._maker.make(request, default_group)
+            made = make_group(request, world)
             if made.name is not None:
                 self.process_groups[made.name] = compat.resolve_group(made.name)
             return made
@@ -158,10 +165,6 @@ class Universe:
         group: Group = self._groups.get_or_create(axis, options.key, make)
         group.count_request(axis_name)
         return group
-
-    @cached_property
-    def _maker(self) -> GroupMaker:
-        return GroupMaker(self.default_options.key)
 
     def adopt_group(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made, for one mesh; it is listed but not shared.
@@ -176,17 +179,6 @@ class Universe:
         self._given_groups.append(given)
         self.process_groups[group.group_name] = group
         return group.group_name
-
-    def _live_default_group(self) -> compat.ProcessGroup:
-        current = compat.current_default_group()
-        if current is None or not self._belongs_to(current):
-            state = "there is none" if current is None else "there is another one"
-            raise RuntimeError(
-                f"The default process group this universe of {self.rank_map} was made with is "
-                f"gone ({state} now), and its process groups with it. Make the mesh again after "
-                "init_process_group()."
-            )
-        return current
 
     def explain(self) -> Explanation:
         """Which groups exist, for which axes, how each came to be, and how often it was asked for.
@@ -240,26 +232,14 @@ class Universe:
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
         """A live universe of these ranks for this thread: the one with this serial, or the first."""
-        current, thread = compat.current_default_group(), compat.thread_id()
+        world = World.current()
         candidates = [
             universe
             for universe in list(_universes.values())
-            if universe.rank_map == rank_map
-            and universe.thread_id == thread
-            and universe._belongs_to(current)
+            if universe.rank_map == rank_map and universe.world is world
         ]
         exact = (universe for universe in candidates if universe.serial == serial)
         return next(exact, min(candidates, key=lambda universe: universe.serial, default=None))
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether there was no default process group when this universe was made (by loading)."""
-        return self._default_group is None
-
-    def _belongs_to(self, default_group: compat.ProcessGroup | None) -> bool:
-        if self._default_group is None:
-            return default_group is None
-        return default_group is not None and self._default_group() is default_group
 
     def __repr__(self) -> str:
         return f"Universe({self.rank_map}, {len(self._groups)} groups, {len(self._meshes)} meshes)"

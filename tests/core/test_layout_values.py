@@ -43,7 +43,7 @@ def test_text(layout, text, representation):
         (lambda: AxisLayout((2, 3), (1,)), ValueError, r"\(2,3\) and strides \(1\).*one stride"),
         (lambda: AxisLayout((2, 0)), ValueError, "size 0 and stride 1: sizes must be at least 1"),
         (lambda: AxisLayout(2, -1), ValueError, "size 2 and stride -1.*strides at least 0"),
-        (lambda: AxisLayout(2.5), TypeError, "sizes must be an integer or a sequence.*got 2.5"),
+        (lambda: AxisLayout(2.5), TypeError, "sizes must be a sequence of integers, got 2.5 of"),
         (lambda: AxisLayout((2, "a")), TypeError, "sizes must be integers, got 'a' of type str"),
         (lambda: AxisLayout(2, (1.0,)), TypeError, "strides must be integers, got 1.0"),
         (lambda: AxisLayout(2**64), OverflowError, "sizes with 18446744073709551616"),
@@ -57,6 +57,7 @@ def test_text(layout, text, representation):
         (lambda: AxisLayout(4, 0).sorted(), ValueError, "sort 4:0: stride 0 does not step over"),
         (lambda: Layout.from_shape((2, 3))[2], IndexError, "axis 2 of layout .* it has 2 axes"),
         (lambda: Layout.from_shape((2, 3)).select((0, -3)), IndexError, "axis -3 of layout"),
+        (lambda: Layout([]).select(0), TypeError, "indices must be a sequence of integers, got 0"),
         (lambda: Layout([]).splice(0, 1, Layout([])), IndexError, "0 <= start <= stop <= 0"),
     ],
 )

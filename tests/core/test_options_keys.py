@@ -127,6 +127,7 @@ VALUES = [
     False, True, 0, 1, -1, 2**63, 2**64, -(2**64), 0.0, -0.0, 1.0, math.inf, NAN, OTHER_NAN,
     "", "1", "None", "list", b"", b"1", datetime.timedelta(0), datetime.timedelta(seconds=1),
     Color.RED, Color.BLUE, Level.LOW, Level.HIGH, Level.LOW | Level.HIGH,
+    dist.DebugLevel.OFF, dist.DebugLevel.INFO,
     [], [None], [[]], (), {}, {"a": 1}, {"a": "1"}, {1: 1}, {"1": 1}, {"a": {"b": 1}}, {"a.b": 1},
     set(), {1}, {1, 2}, Config(), OptionsWithArguments(1), OptionsWithArguments(2),
     math.sin, math.cos, Config, sys, object(), object(),

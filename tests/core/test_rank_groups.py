@@ -75,6 +75,7 @@ def test_ranks_come_from_buffers(kind):
         (lambda: RankMap.from_ranks([3, -2]), ValueError, "rank -2 at position 1: .*at least 0"),
         (lambda: RankMap.from_ranks([5, 1, 5]), ValueError, "rank 5 stands at positions 0 and 2"),
         (lambda: RankMap.from_ranks([1, 5, 5]), ValueError, "rank 5 stands at positions 1 and 2"),
+        (lambda: RankMap.from_ranks(4), TypeError, "ranks must be a sequence of integers, got 4"),
         (lambda: RankMap.from_ranks(["a"]), TypeError, "ranks must be integers, got 'a'"),
         (lambda: RankMap.from_ranks(numpy.zeros(2)), ValueError, "format 'd'.*convert it first"),
         (lambda: RankMap(), TypeError, r"made by RankMap.identity\(n\) or RankMap.from_ranks"),

@@ -69,18 +69,22 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 def mesh_specs(
-    *, always_named: bool = False, seen_by: Literal["a member", "anyone", "an outsider"] = "anyone"
+    *,
+    always_named: bool = False,
+    explicit: bool = False,
+    seen_by: Literal["a member", "anyone", "an outsider"] = "anyone",
 ) -> st.SearchStrategy[MeshSpec]:
-    """Meshes over the whole world or a part of it, in order or permuted."""
-    return _mesh_specs(always_named, seen_by)
+    """Meshes over the whole world or a part of it, in order or (`explicit`) permuted."""
+    return _mesh_specs(always_named, explicit, seen_by)
 
 
 @st.composite
-def _mesh_specs(draw: st.DrawFn, always_named: bool, seen_by: str) -> MeshSpec:
+def _mesh_specs(draw: st.DrawFn, always_named: bool, explicit: bool, seen_by: str) -> MeshSpec:
     shape = draw(shapes())
     size = math.prod(shape)
     world_size = size + draw(st.sampled_from([1, 3] if seen_by == "an outsider" else [0, 0, 1, 3]))
-    ranks = None if draw(st.booleans()) else draw(st.permutations(range(world_size)))[:size]
+    permuted = explicit or draw(st.booleans())
+    ranks = draw(st.permutations(range(world_size)))[:size] if permuted else None
     members = range(size) if ranks is None else ranks
     lookers = {
         "a member": sorted(members),

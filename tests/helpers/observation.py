@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import meshverse
 import torch.distributed as dist
+from helpers.versions import HAS_CANONICAL_LAYOUTS
 from torch.distributed import device_mesh as stock_module
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
@@ -74,7 +75,7 @@ def observe(mesh: StockDeviceMesh) -> dict[str, Any]:
         "groups": [attempt(lambda axis=axis: _ranks(mesh.get_group(axis))) for axis in axes],
         "only group": attempt(lambda: _ranks(mesh.get_group())),
         "all groups": attempt(lambda: [_ranks(group) for group in mesh.get_all_groups()]),
-        "repr": repr(mesh),
+        "repr": repr(mesh) if HAS_CANONICAL_LAYOUTS else repr(mesh).partition(", stride")[0],
     }
 
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+import torch
 from torch.distributed import device_mesh as stock_module
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 # 2.13 made equal layouts equal objects. Before, two layouts of the same ranks could differ in how
-# they were written, so stock meshes differ where ours do not.
-needs_shared_layout = pytest.mark.skipif(
-    not hasattr(stock_module, "_FlatLayout"), reason="layouts are canonical from torch 2.13 on"
+# they were written, so stock meshes differ where ours do not, and print other strides.
+HAS_CANONICAL_LAYOUTS = hasattr(stock_module, "_FlatLayout")
+
+needs_canonical_layouts = pytest.mark.skipif(
+    not HAS_CANONICAL_LAYOUTS, reason="stock's layouts are canonical from torch 2.13 on"
+)
+
+# Until 2.11, stock refuses the name of an axis to unflatten.
+UNFLATTENS_BY_NAME = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+needs_stock_rank_order = pytest.mark.skipif(
+    "preserve_rank_order" not in inspect.signature(StockDeviceMesh.__init__).parameters,
+    reason="stock keeps the order of ranks from torch 2.15 on",
 )

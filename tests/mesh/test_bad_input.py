@@ -20,7 +20,7 @@ def _init(family: Family, shape=(2, 4), names=_NAMES, **extra):
     return family.init_device_mesh("cpu", shape, mesh_dim_names=names, **extra)
 
 
-# Refused by stock too, with the same type: (what is asked for, exception, what the text names)
+# Refused by stock too, with the same type: (what is asked for, exception, what our text names)
 _AS_STOCK = {
     "larger than the world": (
         lambda f: _init(f, (4, 4)),
@@ -84,11 +84,6 @@ _AS_STOCK = {
         RuntimeError,
         "redundant dim index 1 and name tp",
     ),
-    "override of a wrong type": (
-        lambda f: _init(f, backend_override={"tp": 3}),
-        TypeError,
-        None,
-    ),
     "another number of overrides than axes": (
         lambda f: f.DeviceMesh("cpu", [[4, 5], [6, 7]], backend_override=((None, None),)),
         ValueError,
@@ -101,7 +96,7 @@ _AS_STOCK = {
 @pytest.mark.parametrize("case", _AS_STOCK)
 def test_new_mesh_that_stock_refuses_too(case: str, family: Family) -> None:
     build, error, message = _AS_STOCK[case]
-    with groups_created(0), pytest.raises(error, match=message) as raised:
+    with groups_created(0), pytest.raises(error, match=message if family is OURS else None) as raised:
         build(family)
     assert raised.type is error
 
@@ -153,7 +148,7 @@ _REFUSED_HERE = {
         ValueError,
         "Unknown backend 'nxcl'",
     ),
-    "override of a wrong type, named": (
+    "override of a wrong type": (
         lambda: _init(OURS, backend_override={"tp": 3}),
         TypeError,
         "backend override 3 of type int",
@@ -200,7 +195,7 @@ def test_a_universe_of_other_ranks(build: Callable, message: str) -> None:
 
 _DERIVED_AS_STOCK = {
     "sizes that do not multiply out": (
-        lambda m: m._unflatten("tp", (2, 3), ("a", "b")),
+        lambda m: m._unflatten(1, (2, 3), ("a", "b")),
         ValueError,
         r"mesh_sizes=\(2, 3\) is 6.*dim=1.*size 4",
     ),
@@ -210,7 +205,7 @@ _DERIVED_AS_STOCK = {
         r"mesh_sizes=\(1, 1\) is 1.*size 2",
     ),
     "another number of names than sizes": (
-        lambda m: m._unflatten("tp", (2, 2), ("a",)),
+        lambda m: m._unflatten(1, (2, 2), ("a",)),
         RuntimeError,
         "same length as mesh_sizes",
     ),
@@ -225,7 +220,7 @@ _DERIVED_AS_STOCK = {
         r"dim '?pp'?.*not in \('dp', 'tp'\)",
     ),
     "bad override of a new axis": (
-        lambda m: m._unflatten("tp", (2, 2), ("a", "b"), backend_override={"tp": "fake"}),
+        lambda m: m._unflatten(1, (2, 2), ("a", "b"), backend_override={"tp": "fake"}),
         RuntimeError,
         r"got \['tp'\].*\('a', 'b'\)",
     ),
@@ -247,7 +242,7 @@ _DERIVED_AS_STOCK = {
 def test_derived_mesh_that_stock_refuses_too(case: str, family: Family) -> None:
     derive, error, message = _DERIVED_AS_STOCK[case]
     mesh = _init(family)
-    with groups_created(0), pytest.raises(error, match=message) as raised:
+    with groups_created(0), pytest.raises(error, match=message if family is OURS else None) as raised:
         derive(mesh)
     assert raised.type is error
 

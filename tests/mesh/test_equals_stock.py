@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Outcome, assert_same, assert_same_outcome, attempt
-from helpers.operations import operations
-from helpers.versions import needs_shared_layout
+from helpers.operations import Operation, Slice, operations
+from helpers.versions import HAS_CANONICAL_LAYOUTS, needs_canonical_layouts
 from helpers.worlds import fake_world, live_groups
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 _MAX_OPERATIONS = 6
 
@@ -23,7 +24,7 @@ def test_new_meshes(spec: MeshSpec) -> None:
         assert_same(spec.build(STOCK), spec.build(OURS))
 
 
-@needs_shared_layout
+@needs_canonical_layouts
 @given(mesh_specs(), mesh_specs())
 def test_equality_and_hash_of_new_meshes(spec: MeshSpec, other: MeshSpec) -> None:
     with fake_world(max(spec.world_size, other.world_size)):
@@ -36,7 +37,6 @@ def test_equality_and_hash_of_new_meshes(spec: MeshSpec, other: MeshSpec) -> Non
         assert (ours == other_ours) is (ours == other_stock) is (stock == other_ours) is expected
 
 
-@settings(max_examples=200)
 @given(mesh_specs(seen_by="a member"), st.data())
 def test_sequences_of_operations(spec: MeshSpec, data: st.DataObject) -> None:
     with fake_world(spec.world_size, spec.rank):
@@ -57,7 +57,7 @@ def test_sequences_of_operations_on_meshes_of_others(spec: MeshSpec, data: st.Da
                 assert_same_outcome(stock, ours)
 
 
-@needs_shared_layout
+@needs_canonical_layouts
 @given(mesh_specs(always_named=True), st.data())
 def test_equality_and_hash_after_operations(spec: MeshSpec, data: st.DataObject) -> None:
     with fake_world(spec.world_size, spec.rank):
@@ -95,7 +95,20 @@ def _operate(spec: MeshSpec, data: st.DataObject) -> Iterator[tuple[Outcome, Out
             attempt(lambda op=operation: op.apply(STOCK, stock)),
             attempt(lambda op=operation: op.apply(OURS, ours)),
         )
-        yield pair
+        if not _refused_for_an_axis_of_size_one(operation, stock, pair[0]):
+            yield pair
         if all(outcome.error is None for outcome in pair):
             stock.append(pair[0].value)
             ours.append(pair[1].value)
+
+
+def _refused_for_an_axis_of_size_one(
+    operation: Operation, stock: list[StockDeviceMesh], outcome: Outcome
+) -> bool:
+    """Before 2.13, an axis of size 1 has a stride, and so a place in the order of a slice."""
+    return (
+        not HAS_CANONICAL_LAYOUTS
+        and outcome.error is KeyError
+        and isinstance(operation, Slice)
+        and 1 in stock[operation.source].shape
+    )

@@ -63,6 +63,10 @@ _MESHES: dict[str, Callable[[], DeviceMesh]] = {
 }
 
 
+# Meshes on groups from elsewhere come back equal and with these groups, but are objects of their own.
+_NOT_INTERNED = ("of a given group", "submesh")
+
+
 @pytest.mark.parametrize("round_trip", _ROUND_TRIPS)
 @pytest.mark.parametrize("which", _MESHES)
 def test_comes_back_with_its_groups(which: str, round_trip: str, world) -> None:
@@ -75,7 +79,7 @@ def test_comes_back_with_its_groups(which: str, round_trip: str, world) -> None:
 
 
 @pytest.mark.parametrize("round_trip", _ROUND_TRIPS)
-@pytest.mark.parametrize("which", set(_MESHES) - {"submesh"})
+@pytest.mark.parametrize("which", [name for name in _MESHES if name not in _NOT_INTERNED])
 def test_comes_back_as_the_same_object(which: str, round_trip: str, world) -> None:
     mesh = _MESHES[which]()
     assert _ROUND_TRIPS[round_trip](mesh) is mesh
@@ -140,7 +144,7 @@ def test_after_the_world_is_gone_it_has_no_groups(keep_alive: bool) -> None:
     assert (back.shape, back.mesh_dim_names) == (seen["shape"], seen["names"])
     assert back.get_coordinate() == seen["coordinate"]
     assert back.mesh.tolist() == [4, 5, 6, 7]
-    assert repr(back) == seen["repr"]
+    assert repr(back).startswith(seen["repr"])
     with pytest.raises(RuntimeError, match="process groups not initialized"):
         back.get_group()
 

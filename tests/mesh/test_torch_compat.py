@@ -1,0 +1,50 @@
+"""The private names of torch that Meshverse relies on: all listed, all there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+from meshverse import _torch_compat as compat
+
+_MODULES = {"c10d": compat.c10d, "stock_module": compat.stock_module}
+_OWNERS = {**_MODULES, "StockDeviceMesh": compat.StockDeviceMesh}
+
+
+def _private_names_used() -> set[tuple[str, str]]:
+    """(owner, name) of every private attribute of a module or class of torch in the source."""
+    tree = ast.parse(inspect.getsource(compat))
+    return {
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in _OWNERS
+        and node.attr.startswith("_")
+    }
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    compat._PRIVATE_NAMES,
+    ids=lambda value: value if isinstance(value, str) else value.__name__.rpartition(".")[2],
+)
+def test_a_listed_name_is_there(owner: object, name: str) -> None:
+    assert hasattr(owner, name)
+
+
+def test_every_name_used_is_listed() -> None:
+    listed = {(id(owner), name) for owner, name in compat._PRIVATE_NAMES}
+    used = _private_names_used()
+    assert len(used) > 5
+    missing = {f"{owner}.{name}" for owner, name in used if (id(_OWNERS[owner]), name) not in listed}
+    assert missing == set()
+
+
+def test_a_torch_without_a_name_is_refused_in_one_sentence(monkeypatch) -> None:
+    compat.require_supported_torch()
+    names = (*compat._PRIVATE_NAMES, (compat.c10d, "_gone_for_good"))
+    monkeypatch.setattr(compat, "_PRIVATE_NAMES", names)
+    with pytest.raises(ImportError, match=r"torch 2\.11 and newer.*_gone_for_good"):
+        compat.require_supported_torch()

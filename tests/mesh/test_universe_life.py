@@ -1,0 +1,137 @@
+"""A universe knows when its world is gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from helpers.worlds import fake_world, group_names, groups_created, start_fake_world
+from meshverse import DeviceMesh, Universe, init_device_mesh
+from meshverse._core import RankMap
+
+_NAMES = ("dp", "cp", "tp")
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES)
+
+
+_NEW_GROUPS: dict[str, Callable[[DeviceMesh], object]] = {
+    "flatten": lambda mesh: mesh["dp", "cp"].flatten(),
+    "unflatten": lambda mesh: mesh.unflatten("tp", (1, 2), ("a", "b")),
+    "a further mesh": lambda mesh: init_device_mesh("cpu", (4, 2), universe=mesh.universe),
+}
+
+
+@pytest.mark.parametrize("ask", _NEW_GROUPS)
+@pytest.mark.parametrize("alive", [True, False], ids=["groups alive", "groups gone"])
+def test_a_stale_universe_makes_no_group(ask: str, alive: bool) -> None:
+    start_fake_world(8, 5)
+    mesh = _mesh()
+    held = mesh.get_all_groups() if alive else []
+    dist.destroy_process_group()
+    with (
+        fake_world(8, 5),
+        groups_created(0),
+        pytest.raises(RuntimeError, match=r"there is another one.*Make the mesh again after init"),
+    ):
+        _NEW_GROUPS[ask](mesh)
+    assert len(held) == (3 if alive else 0)
+
+
+def test_without_a_default_group_nothing_is_made() -> None:
+    start_fake_world(8, 5)
+    mesh = _mesh()
+    dist.destroy_process_group()
+    for ask in ("flatten", "unflatten"):
+        with pytest.raises(RuntimeError, match=r"there is none now.*Make the mesh again after init"):
+            _NEW_GROUPS[ask](mesh)
+
+
+def test_a_stale_mesh_still_says_what_it_was() -> None:
+    start_fake_world(8, 5)
+    mesh = _mesh()
+    dist.destroy_process_group()
+    assert mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert mesh["tp"].mesh.tolist() == [4, 5]
+    assert mesh.get_coordinate() == (1, 0, 1)
+    assert mesh.universe.explain().created == 3
+    assert repr(mesh["dp"]) == "DeviceMesh((dp=2), 'cpu', stride=(4,))"
+
+
+def test_a_new_world_begins_anew() -> None:
+    with fake_world(8, 5):
+        old = _mesh()
+        old_names = group_names()
+    with fake_world(8, 5):
+        new = _mesh()
+        assert new.universe is not old.universe
+        assert new == old
+        # The history of the groups is that of the world, so the names begin anew, on all ranks.
+        assert group_names() == old_names
+        assert new["dp"].get_group().rank() == 1
+
+
+def test_names_do_not_depend_on_other_groups() -> None:
+    with fake_world(8, 5):
+        _mesh()
+        expected = group_names()
+    with fake_world(8, 5):
+        dist.new_group([4, 5])
+        DeviceMesh("cpu", [5, 7])
+        before = group_names()
+        _mesh()
+        assert group_names() - before == expected - before
+
+
+def test_a_group_made_again_has_another_name() -> None:
+    with fake_world(8, 5):
+        one, two = (DeviceMesh("cpu", [5, 7]).get_group().group_name for _ in range(2))
+        assert one != two
+        assert one.rpartition("-")[0] == two.rpartition("-")[0]
+
+
+def test_a_universe_that_nobody_holds_is_collected(world) -> None:
+    mesh = _mesh()
+    mesh["dp", "cp"].flatten().unflatten(0, (2, 2), ("a", "b"))
+    universe = weakref.ref(mesh.universe)
+    del mesh
+    gc.collect()
+    assert universe() is None
+
+
+def test_a_universe_made_beforehand(world) -> None:
+    universe = Universe(RankMap.identity(8))
+    with groups_created(3):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES, universe=universe)
+    assert mesh.universe is universe
+    assert (universe.size, universe.rank, universe.position) == (8, 5, 5)
+    assert mesh._get_root_mesh() is mesh
+
+
+def test_a_default_group_is_started_if_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(unused_tcp_port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert not dist.is_initialized()
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        assert dist.get_world_size() == 1
+        assert mesh.get_local_rank("tp") == 0
+    finally:
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port

@@ -1,0 +1,52 @@
+"""The crew itself: a failure shows where, a hang ends, and work goes on afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.crew import Crew, RankError
+
+
+def _rank_and_process() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("no such axis")
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        _sleep_long()
+
+
+def _sleep_long() -> None:
+    time.sleep(30)
+
+
+def _die() -> None:
+    os._exit(3)
+
+
+def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:
+    answers = crew.run(_rank_and_process, 4)
+    assert [rank for rank, _ in answers] == [0, 1, 2, 3]
+    assert len({process for _, process in answers} | {os.getpid()}) == 5
+
+
+def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
+    crew = Crew(2)
+    with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*_fail_on[^$]*no such axis"):
+        crew.run(_fail_on, 2, 1)
+    with pytest.raises(RankError, match=r"rank 0: did not finish in 6 s[^$]*_sleep_long"):
+        crew.run(_hang_on, 2, 0, timeout=6)
+    with pytest.raises(RankError, match="rank 0: died with exit code 3"):
+        crew.run(_die, 1)
+    assert len(crew.run(_rank_and_process, 2)) == 2
+    crew.stop()
