@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ def current_default_group() -> ProcessGroup | None:
 
 
 def default_backend(group: ProcessGroup) -> str:
-    """The backend string the default group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """The backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
 
 
@@ -172,7 +172,7 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
     Raises:
         RuntimeError: the mesh is larger than the world.
     """
-    mesh._setup_world_group_and_device()
+    mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
 
 
 def resolve_group(name: str) -> ProcessGroup:
@@ -207,9 +207,9 @@ def _uses_torchcomms() -> bool:
 
 def can_split(group: ProcessGroup, backend: str | None) -> bool:
     """Whether stock would split this default group for a new group of this backend."""
-    if not bound_to_device(group) or not torch.accelerator.is_available():
-        return False
     device = torch.accelerator.current_accelerator()
+    if device is None or not bound_to_device(group) or not torch.accelerator.is_available():
+        return False
     return backend is None or bool(group._get_backend(device).name() == backend)
 
 
@@ -238,7 +238,7 @@ def create_by_members(
     *,
     backend: str,
     options: BackendOptions | None,
-    timeout: timedelta,
+    timeout: timedelta | None,
     name: str,
     description: str,
 ) -> ProcessGroup:
@@ -248,7 +248,7 @@ def create_by_members(
         ranks: global ranks of the group, in group-rank order; mine among them.
         backend: backend string of the group.
         options: options object that c10d may keep and write to, or None.
-        timeout: of the group's operations.
+        timeout: of the group's operations; None for c10d's default.
         name: unique in the life of the default group, the same on all members.
         description: shown in c10d's logs.
     """
@@ -267,14 +267,14 @@ def create_by_members(
         group_desc=description,
     )
     c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
-    return group  # type: ignore[return-value]
+    return cast("ProcessGroup", group)
 
 
 def create_by_split(
     ranks: Sequence[int],
     *,
     options: BackendOptions | None,
-    timeout: timedelta,
+    timeout: timedelta | None,
     description: str,
 ) -> ProcessGroup | None:
     """Split the ranks off the default group; every rank of the default group calls this once.
@@ -367,7 +367,7 @@ def from_torch_layout(layout: TorchLayout) -> _core.Layout:
     )
 
 
-def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh, layout: _core.Layout) -> bool:
+def equals_stock(mesh: StockDeviceMesh, stock: Any, layout: _core.Layout) -> bool:
     """Whether a mesh of ours, with this layout, is the same as a stock mesh. O(world)."""
     fields = ["_flatten_rank_map", "_device_type", "_mesh_dim_names", "_thread_id"]
     if HAS_PRESERVE_RANK_ORDER:
@@ -388,7 +388,9 @@ def let_dynamo_know_subclasses() -> None:
     """
     if type(StockDeviceMesh) is not type:  # a metaclass of torch's: an opaque type
         return
-    from torch._dynamo.variables.distributed import DeviceMeshVariable
+    from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
+        DeviceMeshVariable,
+    )
 
     def is_device_mesh(value: object) -> bool:
         return isinstance(value, StockDeviceMesh)
@@ -396,7 +398,7 @@ def let_dynamo_know_subclasses() -> None:
     DeviceMeshVariable.is_device_mesh = staticmethod(is_device_mesh)
 
 
-def real_mesh(value: object) -> object:
+def real_mesh(value: object) -> Any:
     """The mesh inside one of torch.compile's stand-ins (`FakeScriptObject`), or the value."""
     return getattr(value, "real_obj", value)
 

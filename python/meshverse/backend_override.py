@@ -16,6 +16,7 @@ __all__ = [
     "BackendOverride",
     "GroupOptions",
     "Override",
+    "SingleOverride",
     "normalize_override",
     "normalize_overrides",
 ]
@@ -23,9 +24,10 @@ __all__ = [
 Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
 """One axis's override: backend name and options, None where the default is meant."""
 
-BackendOverride: TypeAlias = (
-    "Mapping[int | str, str | compat.BackendOptions | tuple[str | None, compat.BackendOptions]]"
-)
+SingleOverride: TypeAlias = "str | compat.BackendOptions | Override"
+"""What a user may write for one axis: a backend name, an options object, or both as a pair."""
+
+BackendOverride: TypeAlias = "Mapping[int | str, SingleOverride]"
 """Overrides of some axes, by axis index or name."""
 
 NO_OVERRIDE: Override = (None, None)
@@ -51,8 +53,9 @@ def normalize_override(value: Any) -> Override:
         pair = (value[0], value[1])
     else:
         raise TypeError(
-            f"Invalid backend override {value!r} of type {type(value).__name__}: expected a backend "
-            "name, an options object such as ProcessGroupNCCL.Options, or a (name, options) pair."
+            f"Invalid backend override {value!r} of type {type(value).__name__}: expected a "
+            "backend name, an options object such as ProcessGroupNCCL.Options, or a (name, "
+            "options) pair."
         )
     if pair[0] is not None:
         compat.check_backend(pair[0])
@@ -60,7 +63,9 @@ def normalize_override(value: Any) -> Override:
 
 
 def normalize_overrides(
-    overrides: BackendOverride | Sequence[Override] | None, axis_names: Sequence[str] | None, ndim: int
+    overrides: BackendOverride | Sequence[Override] | None,
+    axis_names: Sequence[str] | None,
+    ndim: int,
 ) -> tuple[Override, ...]:
     """The override of every axis, in axis order. The caller's mapping is left as it is.
 
@@ -129,9 +134,7 @@ class GroupOptions:
         timeout = compat.options_timeout(options)
         if timeout is None:
             timeout = compat.default_timeout(backend, default_group)
-        key = OptionsKey.of(
-            backend, options, timeout=timeout, ignored=compat.IGNORED_OPTION_FIELDS
-        )
+        key = OptionsKey.of(backend, options, timeout=timeout, ignored=compat.IGNORED_OPTION_FIELDS)
         return cls(backend, _own_copy(options), timeout, key, override)
 
     @classmethod
@@ -154,7 +157,7 @@ def _own_copy(options: compat.BackendOptions | None) -> compat.BackendOptions | 
     try:
         return copy.deepcopy(options)
     except TypeError:
-        kind = type(options)
+        kind: Any = type(options)
     try:
         mine = kind()
     except TypeError:

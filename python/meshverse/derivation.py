@@ -163,7 +163,8 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
         RuntimeError: they overlap.
         TypeError: one has no names.
     """
-    layout, names = Layout([]), ()
+    layout = Layout([])
+    names: AxisNames = ()
     for mesh in meshes:
         if mesh.axis_names is None:
             raise TypeError(

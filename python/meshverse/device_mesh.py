@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from .backend_override import (
     NO_OVERRIDE,
     BackendOverride,
     Override,
+    SingleOverride,
     normalize_override,
     normalize_overrides,
 )
@@ -28,6 +28,7 @@ from .derivation import (
     slice_axes,
     unflatten_axis,
 )
+from .mesh_base import MeshBase
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -43,7 +44,7 @@ from .world import World
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
 
-class DeviceMesh(StockDeviceMesh):
+class DeviceMesh(MeshBase):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -132,119 +133,6 @@ class DeviceMesh(StockDeviceMesh):
         if world is not None:
             world.set_up_device(self, self._device_type)
 
-    # --- what a mesh is: set once, by the constructor or by _in_universe ----------------------
-
-    def _describe(self, description: MeshDescription) -> None:
-        self._description = description
-        self._device_type = description.device_type
-        self._mesh_dim_names = description.axis_names
-        self._preserve_rank_order = description.preserve_rank_order
-        self._flatten_mapping = {}
-
-    def _enter(self, universe: Universe) -> None:
-        self._universe = universe
-        self._rank = universe.rank
-        self._thread_id = universe.thread_id
-        self._root_mesh = universe.root
-        self._pg_registry = universe.process_groups
-        self._slices: dict[object, DeviceMesh] = {}
-        self._hash = None
-        self._identity = (universe.rank_map, universe.thread_id, self._description)
-
-    @classmethod
-    def _in_universe(
-        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
-    ) -> DeviceMesh:
-        """The one mesh of a universe with this description and these groups (None: without)."""
-        mesh = object.__new__(cls)
-        mesh._describe(description)
-        mesh._enter(universe)
-        if group_names is not None:
-            mesh._dim_group_names = list(group_names)
-        return universe.intern(mesh)
-
-    @property
-    def intern_key(self) -> Hashable:
-        """What makes this mesh itself within its universe: description and process groups."""
-        group_names = getattr(self, "_dim_group_names", None)
-        return self._description, None if group_names is None else tuple(group_names)
-
-    @property
-    def universe(self) -> Universe:
-        """The universe this mesh belongs to: its ranks, process groups and related meshes."""
-        return self._universe
-
-    @property
-    def layout(self) -> Layout:
-        """The axis layouts of this mesh over the positions of its universe's rank map."""
-        return self._description.layout
-
-    # --- what stock's methods read, by arithmetic and only when asked -------------------------
-
-    @cached_property
-    def _layout(self) -> compat.TorchLayout:
-        flattened: dict[str, DeviceMesh] = self._get_root_mesh()._flatten_mapping
-        is_flattened = any(mesh is self for mesh in flattened.values())
-        return compat.to_torch_layout(self.layout, flattened=is_flattened)
-
-    @cached_property
-    def _rank_map(self) -> torch.Tensor:
-        return self._universe.rank_views.tensor
-
-    @cached_property
-    def _flatten_rank_map(self) -> tuple[int, ...]:
-        return self._universe.rank_views.tuple
-
-    @cached_property
-    def _coordinate_on_dim(self) -> tuple[int, ...] | None:
-        position = self._universe.position
-        return None if position is None else self.layout.coordinate(position)
-
-    @cached_property
-    def mesh(self) -> torch.Tensor:
-        """Global ranks of this mesh: int32 CPU tensor with one dimension an axis.
-
-        A view of one tensor that the whole universe shares, so do not write to it.
-
-        Raises:
-            RuntimeError: a part of the universe, asked for on a rank outside the universe.
-        """
-        universe, layout = self._universe, self.layout
-        whole = layout.size == universe.size
-        if not whole and universe.position is None:
-            raise RuntimeError(
-                f"In order to get the mesh Tensor of {self} on rank {universe.rank}, it needs to "
-                "either have all its original dimensions (e.g., no slicing) or it needs to "
-                f"contain the local rank; it has ranks of {universe.rank_map}."
-            )
-        first = 0 if whole else layout.base(universe.position)
-        sizes = [size for axis in layout for size in axis.sizes]
-        strides = [stride for axis in layout for stride in axis.strides]
-        with compat.untraced():
-            return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
-
-    # --- comparison ----------------------------------------------------------------------------
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if type(other) is DeviceMesh:  # isinstance runs Python code of torch's metaclass
-            return self._identity == other._identity
-        if not isinstance(other, StockDeviceMesh):
-            return False
-        theirs = compat.real_mesh(other)
-        if isinstance(theirs, DeviceMesh):
-            return self._identity == theirs._identity
-        return compat.equals_stock(self, theirs, self.layout)
-
-    # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
-    # class have equal hashes.
-    __hash__ = StockDeviceMesh.__hash__
-
-    def _stable_hash(self) -> str:
-        identity = f"{self._universe.rank_map.fingerprint}|{self._thread_id}|{self._description}"
-        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
     # --- derived meshes ------------------------------------------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
@@ -259,11 +147,11 @@ class DeviceMesh(StockDeviceMesh):
             KeyError: an unknown name, or names in another order than in the mesh.
         """
         if torch.compiler.is_compiling():
-            return super().__getitem__(mesh_dim_names)
+            return super().__getitem__(mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)):  # a list has no hash
             known = self._slices.get(mesh_dim_names)
             if known is not None:
-                return known
+                return known  # type: ignore[return-value]
         return self._slice(mesh_dim_names)
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
@@ -271,8 +159,8 @@ class DeviceMesh(StockDeviceMesh):
         mine: AxisNames = self._mesh_dim_names or ()
         if mine and names == mine:
             return self
-        root: DeviceMesh = self._get_root_mesh()
-        flattened: dict[str, DeviceMesh] = root._flatten_mapping if self == root else {}
+        root = self._root()
+        flattened: Any = root._flatten_mapping if self == root else {}
         description = slice_axes(
             self._description, names, {name: mesh.layout[0] for name, mesh in flattened.items()}
         )
@@ -291,7 +179,7 @@ class DeviceMesh(StockDeviceMesh):
     def flatten(
         self,
         mesh_dim_name: str | None = None,
-        backend_override: str | compat.BackendOptions | tuple[str, compat.BackendOptions] | None = None,
+        backend_override: SingleOverride | None = None,
     ) -> DeviceMesh:
         """A one-axis mesh over all ranks of this one, in the same order.
 
@@ -304,19 +192,22 @@ class DeviceMesh(StockDeviceMesh):
             ValueError: the name is an axis of the root, or another flattened mesh has it.
         """
         override = normalize_override(backend_override)
-        return self._flatten(mesh_dim_name, None if override == NO_OVERRIDE else override)  # type: ignore[no-any-return]
+        wanted: Any = None if override == NO_OVERRIDE else override
+        return cast("DeviceMesh", self._flatten(mesh_dim_name, wanted))
 
-    def _create_flatten_mesh(
+    def _create_flatten_mesh(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
     ) -> DeviceMesh:
         # Called by stock's `_flatten`, which torch.compile traces; 2.11 may leave the name to us.
-        root: DeviceMesh = self._get_root_mesh()
-        name = mesh_dim_name or "_".join(self._mesh_dim_names)
-        if self.ndim == 1 and name in self._mesh_dim_names:
+        root = self._root()
+        names = self._mesh_dim_names or ()
+        name = mesh_dim_name or "_".join(names)
+        if self.ndim == 1 and name in names:
             return self
         axis = self.layout.collapse()
-        known: DeviceMesh | None = root._flatten_mapping.get(name)
-        check_flattened_name(name, axis, root._mesh_dim_names or (), known and known.layout[0])
+        known = cast("DeviceMesh | None", root._flatten_mapping.get(name))
+        known_axis = None if known is None else known.layout[0]
+        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis)
         if known is None:
             description = self._description._replace(layout=Layout([axis]), axis_names=(name,))
             override = normalize_override(backend_override)
@@ -346,7 +237,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
 
-    def _unflatten(
+    def _unflatten(  # type: ignore[override]
         self,
         dim: int | str,
         mesh_sizes: Sequence[int],
@@ -378,7 +269,7 @@ class DeviceMesh(StockDeviceMesh):
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
-            return StockDeviceMesh._concatenate(list(device_mesh_list))  # type: ignore[no-any-return]
+            return StockDeviceMesh._concatenate(list(device_mesh_list))
         first = meshes[0]
         for mesh in meshes:
             if mesh._universe.rank_map != first._universe.rank_map:
@@ -403,7 +294,9 @@ class DeviceMesh(StockDeviceMesh):
         )
         return [group.name for group in groups if group.name is not None]
 
-    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+    def _get_all_submeshes(  # type: ignore[override]
+        self, mesh_dim_name: str
+    ) -> list[DeviceMesh]:
         index = self._get_mesh_dim_by_name(mesh_dim_name)
         universe = self._universe
         groups = RankGroups(self.layout[index], universe.rank_map)
@@ -418,9 +311,7 @@ class DeviceMesh(StockDeviceMesh):
                 _init_backend=False,
                 _rank=universe.rank,
             )
-            submesh._dim_group_names = (
-                [self._dim_group_names[index]] if group_index == mine else []
-            )
+            submesh._dim_group_names = [self._dim_group_names[index]] if group_index == mine else []
             submeshes.append(submesh)
         return submeshes
 
@@ -469,6 +360,7 @@ class DeviceMesh(StockDeviceMesh):
             result._universe.adopt_group(axis, name, given)
             for axis, name, given in zip(result.layout, names, groups, strict=True)
         ]
+        result._universe.intern(result)
         return result
 
 
@@ -502,6 +394,7 @@ def init_device_mesh(
         mesh_dim_names: one name an axis, each once.
         backend_override: by axis name or index: a backend name, an options object, or both as a
             pair. Axes that are not named get the default group's backend.
+        preserve_rank_order: group ranks follow the order of the axes instead of ascending ranks.
         universe: build the mesh in this universe, on its ranks and process groups.
 
     Raises:

@@ -76,7 +76,8 @@ class Explanation:
             )
             for group in self.groups
         ]
-        return "\n".join([head, *_aligned([("axes", "layout", "my ranks", "options", "how"), *rows])])
+        titles = ("axes", "layout", "my ranks", "options", "how")
+        return "\n".join([head, *_aligned([titles, *rows])])
 
 
 def shorten(ranks: Sequence[int]) -> str:
@@ -88,7 +89,5 @@ def shorten(ranks: Sequence[int]) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return [f"  {line}".rstrip() for line in lines]

@@ -1,9 +1,9 @@
-"""How one process group comes to be, and what it is called.
+"""How one process group comes to be.
 
-    axis covers the default group, default options   the default group itself, as stock
-    default group bound to a device, same backend    one split of the default group
-    otherwise                                        made by its members only
-    where that is not safe                           stock's loop over all groups, on all ranks
+- The axis covers the default group, with default options: the default group itself, as stock.
+- The default group is bound to a device and the backend is the same: one split of it.
+- Otherwise: made by its members only.
+- Where that is not safe: stock's loop over all groups, on all ranks.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def make_group(request: GroupRequest, world: World) -> Group:
         and request.options.key == world.default_options.key
         and not compat.needs_own_world_group(world.default_group)
     ):
-        name = world.default_group.group_name
-        return Group(request, name, "the default group", created=False)
+        group_name = world.default_group.group_name
+        return Group(request, group_name, "the default group", created=False)
 
     group: compat.ProcessGroup | None
     if world.can_split(request.options.override[0]):
@@ -97,7 +97,8 @@ def make_group(request: GroupRequest, world: World) -> Group:
         group, how = None, "made by its members"
     else:
         group, how = _make_by_members(request, world), "made by its members"
-    return Group(request, group and group.group_name, how, created=group is not None)
+    name = None if group is None else group.group_name
+    return Group(request, name, how, created=group is not None)
 
 
 def _split(request: GroupRequest) -> compat.ProcessGroup | None:

@@ -19,7 +19,7 @@ class RankTuple(tuple[int, ...]):
     """A tuple of ranks that is hashed once, and compared with itself at once.
 
     torch hashes and compares such tuples inside training steps. Equal rank maps share one object
-    (see `rank_views`), so both are O(1) here after the first hash, with the same results as tuple's.
+    (see `rank_views`), so both are O(1) here after the first hash, with the results of tuple's.
     """
 
     _hash: int | None = None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ._core import AxisLayout, Layout, RankMap
 from .derivation import MeshDescription
 from .device_mesh import DeviceMesh
+from .mesh_base import MeshBase
 from .universe import Universe
 
 __all__ = ["load_mesh", "save_mesh"]
@@ -33,7 +34,7 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
         "mesh": _describe(mesh),
     }
     if mesh._root_mesh is not None:
-        state["root"] = _describe(mesh._root_mesh)
+        state["root"] = _describe(mesh._root())
     return state
 
 
@@ -53,7 +54,7 @@ def load_mesh(state: MeshState) -> DeviceMesh:
     return _rebuild(state["mesh"], universe)
 
 
-def _describe(mesh: DeviceMesh) -> dict[str, Any]:
+def _describe(mesh: MeshBase) -> dict[str, Any]:
     names: list[str] = getattr(mesh, "_dim_group_names", [])
     return {
         "device_type": mesh.device_type,
@@ -85,5 +86,5 @@ def _reduce(mesh: DeviceMesh) -> tuple[Any, tuple[MeshState]]:
     return load_mesh, (save_mesh(mesh),)
 
 
-copyreg.pickle(DeviceMesh, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(DeviceMesh, _reduce)
 torch.serialization.add_safe_globals([load_mesh])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from .rank_views import RankViews, rank_views
 from .world import World
 
 if TYPE_CHECKING:
-    from .device_mesh import DeviceMesh
+    from .mesh_base import MeshBase
 
 __all__ = ["Universe"]
 
@@ -57,11 +57,11 @@ class Universe:
         self.position = rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.process_groups: dict[str, compat.ProcessGroup] = {}
-        self.root: DeviceMesh | None = None
+        self.root: MeshBase | None = None
         self.serial = next(_serials)
         self._groups = GroupCache()
         self._given_groups: list[Group] = []
-        self._meshes: dict[Hashable, DeviceMesh] = {}
+        self._meshes: dict[Hashable, MeshBase] = {}
         _universes[self.serial] = self
 
     # --- ranks ----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Universe:
 
     @cached_property
     def rank_views(self) -> RankViews:
-        """The rank map as torch's own code reads it: tensor and tuple, made when first asked for."""
+        """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Universe:
 
     # --- meshes ---------------------------------------------------------------------------------
 
-    def intern(self, mesh: DeviceMesh) -> DeviceMesh:
+    def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         if self.root is None:
             self.root = mesh
@@ -231,7 +231,7 @@ class Universe:
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
-        """A live universe of these ranks for this thread: the one with this serial, or the first."""
+        """A live universe of these ranks in this world: with this serial, or else the first."""
         world = World.current()
         candidates = [
             universe

@@ -72,7 +72,7 @@ class World:
         return self._can_split[backend]
 
     def members_only_hazard(self, backend: str) -> str | None:
-        """Why all ranks must make a group of this backend, None if its members may. Decided once."""
+        """Why all ranks must make a group of this backend, or None. Decided once."""
         if backend not in self._hazards:
             self._hazards[backend] = compat.members_only_hazard(self.default_group, backend)
         return self._hazards[backend]

@@ -1,0 +1,144 @@
+"""The part of a mesh that stock's own methods read: computed by arithmetic, and only when asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+from typing_extensions import Self
+
+from . import _torch_compat as compat
+from ._core import Layout
+from .derivation import MeshDescription
+from .universe import Universe
+
+__all__ = ["MeshBase"]
+
+
+class MeshBase(StockDeviceMesh):
+    """A mesh in a universe, with the attributes that stock's methods and the rest of torch read.
+
+    It has no constructor: a subclass calls `_describe`, then `_enter`.
+    """
+
+    _dim_group_names: list[str]  # type: ignore[assignment]  # absent on a mesh without groups
+
+    def _describe(self, description: MeshDescription) -> None:
+        self._description = description
+        self._device_type = description.device_type
+        self._mesh_dim_names = description.axis_names
+        self._preserve_rank_order = description.preserve_rank_order
+        self._flatten_mapping = {}
+
+    def _enter(self, universe: Universe) -> None:
+        self._universe = universe
+        self._rank = universe.rank
+        self._thread_id = universe.thread_id
+        self._root_mesh = universe.root
+        self._pg_registry = universe.process_groups
+        self._slices: dict[object, MeshBase] = {}
+        self._hash = None
+        self._identity = (universe.rank_map, universe.thread_id, self._description)
+
+    @classmethod
+    def _in_universe(
+        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """The one mesh of a universe with this description and these groups (None: without)."""
+        mesh = object.__new__(cls)
+        mesh._describe(description)
+        mesh._enter(universe)
+        if group_names is not None:
+            mesh._dim_group_names = list(group_names)
+        return cast("Self", universe.intern(mesh))
+
+    @property
+    def intern_key(self) -> Hashable:
+        """What makes this mesh itself within its universe: description and process groups."""
+        group_names = getattr(self, "_dim_group_names", None)
+        return self._description, None if group_names is None else tuple(group_names)
+
+    def _root(self) -> Self:
+        return cast("Self", self._get_root_mesh())
+
+    @property
+    def universe(self) -> Universe:
+        """The universe this mesh belongs to: its ranks, process groups and related meshes."""
+        return self._universe
+
+    @property
+    def layout(self) -> Layout:
+        """The axis layouts of this mesh over the positions of its universe's rank map."""
+        return self._description.layout
+
+    # --- what stock's methods read, by arithmetic and only when asked -------------------------
+
+    # Class attributes of stock's that are annotated as writable; torch does not write these.
+    @cached_property
+    def _layout(self) -> compat.TorchLayout:  # type: ignore[override]
+        is_flattened = any(mesh is self for mesh in self._root()._flatten_mapping.values())
+        return compat.to_torch_layout(self.layout, flattened=is_flattened)
+
+    @cached_property
+    def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
+        return self._universe.rank_views.tensor
+
+    @cached_property
+    def _flatten_rank_map(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._universe.rank_views.tuple
+
+    @cached_property
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        position = self._universe.position
+        return None if position is None else self.layout.coordinate(position)
+
+    @cached_property
+    def mesh(self) -> torch.Tensor:
+        """Global ranks of this mesh: int32 CPU tensor with one dimension an axis.
+
+        A view of one tensor that the whole universe shares, so do not write to it.
+
+        Raises:
+            RuntimeError: a part of the universe, asked for on a rank outside the universe.
+        """
+        universe, layout = self._universe, self.layout
+        if layout.size == universe.size:
+            first = 0
+        elif universe.position is not None:
+            first = layout.base(universe.position)
+        else:
+            raise RuntimeError(
+                f"In order to get the mesh Tensor of {self} on rank {universe.rank}, it needs to "
+                "either have all its original dimensions (e.g., no slicing) or it needs to "
+                f"contain the local rank; it has ranks of {universe.rank_map}."
+            )
+        sizes = [size for axis in layout for size in axis.sizes]
+        strides = [stride for axis in layout for stride in axis.strides]
+        with compat.untraced():
+            return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
+
+    # --- comparison ----------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is type(self):  # isinstance runs Python code of torch's metaclass
+            return self._identity == other._identity
+        if not isinstance(other, StockDeviceMesh):
+            return False
+        theirs = compat.real_mesh(other)
+        if isinstance(theirs, MeshBase):
+            return self._identity == theirs._identity
+        return compat.equals_stock(self, theirs, self.layout)
+
+    # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
+    # class have equal hashes.
+    __hash__ = StockDeviceMesh.__hash__
+
+    def _stable_hash(self) -> str:
+        identity = f"{self._universe.rank_map.fingerprint}|{self._thread_id}|{self._description}"
+        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
