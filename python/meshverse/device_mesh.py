@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,10 @@ class DeviceMesh(MeshBase):
 
     The arguments that begin with an underscore are those of torch's own code.
     """
+
+    decouple_backend_at_save: ClassVar[bool] = False
+    """Whether meshes that are saved come back apart from this world: without its process groups,
+    and unequal to its meshes, until `bind()`. Otherwise a loaded mesh finds its universe again."""
 
     def __init__(
         self,
@@ -282,17 +286,45 @@ class DeviceMesh(MeshBase):
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         return first._in_universe(first._universe, description, _joined_group_names(axes))
 
-    def _group_names_for(
-        self, axes: Layout, names: Sequence[str], overrides: Sequence[Override]
-    ) -> list[str]:
-        """Names of my groups along these axes, made where needed; none outside the rank map."""
-        groups = self._universe.groups_for(
-            axes,
-            axis_names=names,
-            overrides=overrides,
-            preserve_rank_order=self._preserve_rank_order,
-        )
-        return [group.name for group in groups if group.name is not None]
+    def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
+        """The process group along one axis, mine.
+
+        Args:
+            mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
+                mesh with one axis.
+
+        Raises:
+            RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
+            KeyError: no such name.
+        """
+        if not hasattr(self, "_dim_group_names"):
+            raise RuntimeError(
+                f"DeviceMesh process groups not initialized! {self} was made or loaded without "
+                "them. After init_process_group(), call mesh.bind() on all its ranks."
+            )
+        return super().get_group(mesh_dim)
+
+    def bind(self, universe: Universe | None = None) -> DeviceMesh:
+        """Give a mesh that was loaded without process groups those of a universe.
+
+        All meshes that were loaded with it are bound too. Missing groups are made with default
+        options, so all ranks of the mesh call this.
+
+        Args:
+            universe: of the same ranks; by default the first live one, or else a new one.
+
+        Returns:
+            This mesh, which now equals the universe's own.
+
+        Raises:
+            RuntimeError: it has process groups already, or there is no default process group.
+            ValueError: the universe has other ranks.
+        """
+        mine = self._universe
+        if universe is None:
+            universe = Universe.find(mine.rank_map, mine.serial) or Universe(mine.rank_map)
+        mine.bind(universe)
+        return self
 
     def _get_all_submeshes(  # type: ignore[override]
         self, mesh_dim_name: str

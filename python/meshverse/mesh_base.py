@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from . import _torch_compat as compat
 from ._core import Layout
+from .backend_override import NO_OVERRIDE, Override
 from .derivation import MeshDescription
 from .universe import Universe
 
@@ -42,7 +43,12 @@ class MeshBase(StockDeviceMesh):
         self._pg_registry = universe.process_groups
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
-        self._identity = (universe.rank_map, universe.thread_id, self._description)
+        self._identity = (
+            universe.rank_map,
+            universe.thread_id,
+            universe.token,
+            self._description,
+        )
 
     @classmethod
     def _in_universe(
@@ -61,6 +67,28 @@ class MeshBase(StockDeviceMesh):
         """What makes this mesh itself within its universe: description and process groups."""
         group_names = getattr(self, "_dim_group_names", None)
         return self._description, None if group_names is None else tuple(group_names)
+
+    def join(self, universe: Universe) -> None:
+        """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
+        self._enter(universe)
+        names = self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
+        overrides = (NO_OVERRIDE,) * len(self.layout)
+        self._dim_group_names = self._group_names_for(self.layout, names, overrides)
+        for lazy in ("_coordinate_on_dim", "mesh"):  # may depend on this process's rank
+            self.__dict__.pop(lazy, None)
+        universe.intern(self)
+
+    def _group_names_for(
+        self, axes: Layout, names: Sequence[str], overrides: Sequence[Override]
+    ) -> list[str]:
+        """Names of my groups along these axes, made where needed; none outside the rank map."""
+        groups = self._universe.groups_for(
+            axes,
+            axis_names=names,
+            overrides=overrides,
+            preserve_rank_order=self._preserve_rank_order,
+        )
+        return [group.name for group in groups if group.name is not None]
 
     def _root(self) -> Self:
         return cast("Self", self._get_root_mesh())
@@ -133,7 +161,7 @@ class MeshBase(StockDeviceMesh):
         theirs = compat.real_mesh(other)
         if isinstance(theirs, MeshBase):
             return self._identity == theirs._identity
-        return compat.equals_stock(self, theirs, self.layout)
+        return self._universe.token is None and compat.equals_stock(self, theirs, self.layout)
 
     # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
     # class have equal hashes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import weakref
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +24,8 @@ MeshState: TypeAlias = dict[str, Any]
 def save_mesh(mesh: DeviceMesh) -> MeshState:
     """A mesh as plain data, root included.
 
-    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed.
+    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed. What it says
+    of process groups is which options they had, never their names.
     """
     universe = mesh.universe
     ranks = universe.rank_map
@@ -31,6 +33,7 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
         "rank": universe.rank,
         "serial": universe.serial,
+        "decoupled": mesh.decouple_backend_at_save,
         "mesh": _describe(mesh),
     }
     if mesh._root_mesh is not None:
@@ -42,16 +45,31 @@ def load_mesh(state: MeshState) -> DeviceMesh:
     """The mesh of a saved state.
 
     In a live universe of the same ranks it is that universe's mesh, with its process groups where
-    they exist. Otherwise a new universe without process groups is made for it.
+    they exist. Where there is no such universe, or the mesh was saved with
+    `decouple_backend_at_save`, it comes in a universe without process groups, which
+    `mesh.bind()` gives it.
     """
     ranks = state["ranks"]
     rank_map = RankMap.identity(ranks) if isinstance(ranks, int) else RankMap.from_ranks(ranks)
-    universe = Universe.find(rank_map, state["serial"])
-    if universe is None:
-        universe = Universe(rank_map, rank=None if dist.is_initialized() else state["rank"])
+    if state["decoupled"]:
+        universe = _decoupled.get((rank_map, state["serial"]))
+        if universe is None:
+            universe = Universe(rank_map, rank=state["rank"], decoupled=True)
+            _decoupled[rank_map, state["serial"]] = universe
+    else:
+        universe = Universe.find(rank_map, state["serial"])
+        if universe is None:
+            universe = Universe(rank_map, rank=None if dist.is_initialized() else state["rank"])
     if universe.root is None and "root" in state:
         _rebuild(state["root"], universe)
     return _rebuild(state["mesh"], universe)
+
+
+# Universes of decoupled meshes that are alive, by what they were saved from: meshes that were
+# saved one by one from one universe are in one universe again.
+_decoupled: weakref.WeakValueDictionary[tuple[RankMap, int], Universe] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def _describe(mesh: MeshBase) -> dict[str, Any]:
@@ -75,7 +93,9 @@ def _rebuild(saved: dict[str, Any], universe: Universe) -> DeviceMesh:
 
 
 def _known_names(saved: dict[str, Any], layout: Layout, universe: Universe) -> list[str] | None:
-    if universe.position is None and universe.world is not None:
+    if universe.world is None:
+        return None
+    if universe.position is None:
         return []
     groups = [universe.known_group(*pair) for pair in zip(layout, saved["keys"], strict=False)]
     names = [group.name for group in groups if group is not None and group.name is not None]

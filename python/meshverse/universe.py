@@ -42,14 +42,20 @@ class Universe:
         serial: number of this universe in the order this process made them.
     """
 
-    def __init__(self, rank_map: RankMap, *, rank: int | None = None) -> None:
+    def __init__(
+        self, rank_map: RankMap, *, rank: int | None = None, decoupled: bool = False
+    ) -> None:
         """Describe the ranks. Creates no process group.
 
         Args:
             rank_map: position -> global rank.
             rank: this process's global rank; by default that of the default process group.
+            decoupled: whether its meshes have nothing to do with the current default group, and
+                equal no others, until they are bound.
         """
-        self.world = World.current()
+        self.world = None if decoupled else World.current()
+        # Part of what makes meshes equal: None for all universes but decoupled ones.
+        self.token = object() if decoupled else None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank_map = rank_map
@@ -113,9 +119,8 @@ class Universe:
     def _live_world(self) -> World:
         if self.world is None:
             raise RuntimeError(
-                f"This universe of {self.rank_map} was made, by loading a mesh, while there was no "
-                "default process group, so it has no process groups. Load or make the mesh again "
-                "after init_process_group()."
+                f"This mesh over {self.rank_map} was loaded without process groups. Call "
+                "mesh.bind() on all its ranks, after init_process_group()."
             )
         _ = self.world.default_group  # raises if its life is over
         if self._largest_rank >= self.world.size:
@@ -228,6 +233,30 @@ class Universe:
         if self.root is None:
             self.root = mesh
         return self._meshes.setdefault(mesh.intern_key, mesh)
+
+    def bind(self, target: Universe) -> None:
+        """Move the meshes of this universe, loaded without process groups, into another.
+
+        Each gets the target's process groups: those it has, and new ones with default options for
+        axes it has none for. So all ranks of the meshes call this.
+
+        Raises:
+            RuntimeError: the meshes of this universe have process groups already.
+            ValueError: the target has other ranks.
+        """
+        if self.world is not None:
+            raise RuntimeError(
+                f"The meshes of this universe of {self.rank_map} belong to a default process group "
+                "already; bind() is for meshes that were loaded without one."
+            )
+        if target.rank_map != self.rank_map:
+            raise ValueError(
+                f"Meshes over {self.rank_map} cannot be bound to a universe of {target.rank_map}: "
+                "the ranks must be the same, in the same order."
+            )
+        for mesh in list(dict.fromkeys(self._meshes.values())):
+            mesh.join(target)
+        self._meshes.clear()
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
