@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
@@ -35,6 +34,7 @@ from .mesh_input import (
     check_axis_names,
     check_device_type,
     check_layout,
+    read_groups,
     read_mesh,
     read_ranks,
 )
@@ -367,26 +367,8 @@ class DeviceMesh(MeshBase):
             ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
                 `mesh_dim_names` is missing, or `mesh` has another number of axes than groups.
         """
-        if isinstance(group, dist.ProcessGroup):
-            groups, ranks = [group], dist.get_process_group_ranks(group)
-            if mesh is not None and torch.as_tensor(mesh).tolist() != ranks:
-                raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
-            mesh = ranks
-        else:
-            groups = list(group)
-            if not groups:
-                raise ValueError("Expects at least one ProcessGroup to be passed")
-            if mesh is None:
-                raise ValueError("Must pass mesh if passing multiple ProcessGroups")
-            if mesh_dim_names is None:
-                raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
-            shape = torch.as_tensor(mesh).shape
-            if len(shape) != len(groups):
-                raise ValueError(
-                    "Expects mesh with ndim equal to number of ProcessGroups but got mesh of shape "
-                    f"{tuple(shape)} and {len(groups)} ProcessGroups"
-                )
-        result = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, _init_backend=False)
+        groups, ranks = read_groups(group, mesh, mesh_dim_names)
+        result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
         names = result._mesh_dim_names or [f"dim_{index}" for index in range(len(groups))]
         result._dim_group_names = [
             result._universe.adopt_group(axis, name, given)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._core import Layout, RankMap
@@ -20,6 +21,7 @@ __all__ = [
     "check_axis_names",
     "check_device_type",
     "check_layout",
+    "read_groups",
     "read_mesh",
     "read_ranks",
 ]
@@ -63,6 +65,38 @@ def _rank_map_at(ranks: torch.Tensor) -> RankMap:
     # ctypes spells the format "<q", the cast makes that "q".
     memory = (ctypes.c_int64 * ranks.numel()).from_address(ranks.data_ptr())
     return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
+
+
+def read_groups(
+    group: compat.ProcessGroup | Sequence[compat.ProcessGroup],
+    mesh: torch.Tensor | ArrayLike | None,
+    names: Sequence[str] | None,
+) -> tuple[list[compat.ProcessGroup], torch.Tensor | ArrayLike]:
+    """The groups of a mesh's axes and its global ranks, from what `from_group` is given.
+
+    Raises:
+        ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
+            `names` is missing, or `mesh` has another number of axes than groups.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(group)
+        if mesh is not None and torch.as_tensor(mesh).tolist() != ranks:
+            raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
+        return [group], ranks
+    groups = list(group)
+    if not groups:
+        raise ValueError("Expects at least one ProcessGroup to be passed")
+    if mesh is None:
+        raise ValueError("Must pass mesh if passing multiple ProcessGroups")
+    if names is None:
+        raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
+    shape = tuple(torch.as_tensor(mesh).shape)
+    if len(shape) != len(groups):
+        raise ValueError(
+            "Expects mesh with ndim equal to number of ProcessGroups but got mesh of shape "
+            f"{shape} and {len(groups)} ProcessGroups"
+        )
+    return groups, mesh
 
 
 def check_device_type(device_type: str) -> None:
