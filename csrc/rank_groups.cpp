@@ -53,6 +53,13 @@ std::vector<std::int64_t> RankGroups::ranks_of(std::int64_t position) const {
   return ranks;
 }
 
+Fingerprint RankGroups::fingerprint_of(std::int64_t position, std::string_view salt) const {
+  FingerprintBuilder builder;
+  builder.add(salt).add(axis_.to_string());
+  for (const std::int64_t rank : ranks_of(position)) builder.add(rank);
+  return builder.finish();
+}
+
 RankArray RankGroups::all(RankType type) const {
   if (type == RankType::kInt32) {
     return RankArray(n_groups(), group_size(), ranks_of_all_groups<std::int32_t>(*this));

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "fingerprint.h"
 #include "layout.h"
 #include "rank_array.h"
 #include "rank_map.h"
@@ -34,6 +36,10 @@ class RankGroups {
 
   // The global ranks of the group of `position`, in the order of the axis. O(group_size).
   std::vector<std::int64_t> ranks_of(std::int64_t position) const;
+
+  // What tells the group of `position` from any other, and its members agree on: its ranks, its axis
+  // and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
+  Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
   // The global ranks of every group, shape (n_groups, group_size). O(world).
   // std::invalid_argument where a rank does not fit the type asked for.

@@ -69,6 +69,19 @@ Raises:
     IndexError: ``position`` is outside the rank map.
 )")
       .def(
+          "fingerprint_of",
+          [](const RankGroups& self, std::int64_t position, const std::string& salt) {
+            return self.fingerprint_of(position, salt).hex();
+          },
+          "position"_a, "salt"_a = "",
+          R"(32 hexadecimal digits for the group of ``position``: its ranks, its axis and ``salt``.
+
+All members of the group get the same, in every process; no other group does.
+
+Raises:
+    IndexError: ``position`` is outside the rank map.
+)")
+      .def(
           "all",
           [](const RankGroups& self, const std::string& dtype) {
             return self.all(rank_type(dtype));

@@ -5,7 +5,7 @@ Layouts are over positions of one universe. The checks and their exception types
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ._core import AxisLayout, Layout
@@ -15,6 +15,7 @@ __all__ = [
     "MeshDescription",
     "axis_index",
     "check_flattened_name",
+    "check_known_axes",
     "concatenate",
     "slice_axes",
     "unflatten_axis",
@@ -37,35 +38,38 @@ class MeshDescription(NamedTuple):
     preserve_rank_order: bool = False
 
 
-def slice_axes(
-    mesh: MeshDescription, names: AxisNames, flattened: Mapping[str, AxisLayout]
-) -> MeshDescription:
-    """The submesh of the named axes.
+def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
+    """Check that a mesh has the axes it is sliced by, or may use flattened ones of these names.
+
+    Raises:
+        RuntimeError: the mesh has no names.
+        KeyError: an unknown name.
+    """
+    if not mesh.axis_names:
+        raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
+    valid = [*mesh.axis_names, *flattened]
+    if not set(names).issubset(valid):
+        raise KeyError(
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+        )
+
+
+def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshDescription:
+    """The submesh of some axes of a mesh.
 
     Args:
         mesh: the mesh that is sliced.
         names: axes asked for.
-        flattened: axes of flattened meshes that may be named as well.
+        layout: of these axes.
 
     Raises:
-        RuntimeError: a mesh without names, or axes that overlap.
-        KeyError: an unknown name, or names in another order than in the mesh.
+        KeyError: names in another order than in the mesh.
+        RuntimeError: axes that overlap.
     """
-    own = mesh.axis_names
-    if not own:
-        raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
-    if any(name not in own and name not in flattened for name in names):
-        raise KeyError(
-            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are "
-            f"{[*own, *flattened]}."
-        )
-    layout = Layout(
-        [mesh.layout[own.index(name)] if name in own else flattened[name] for name in names]
-    )
     if not layout.is_sorted():
         raise KeyError(
             f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
-            f"order; the axes of this mesh are, in order, {own}."
+            f"order; the axes of this mesh are, in order, {mesh.axis_names}."
         )
     if not layout.is_orthogonal():
         raise RuntimeError(

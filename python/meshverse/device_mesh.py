@@ -23,6 +23,7 @@ from .derivation import (
     MeshDescription,
     axis_index,
     check_flattened_name,
+    check_known_axes,
     concatenate,
     slice_axes,
     unflatten_axis,
@@ -160,25 +161,36 @@ class DeviceMesh(MeshBase):
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        mine: AxisNames = self._mesh_dim_names or ()
-        if mine and names == mine:
+        own: AxisNames = self._mesh_dim_names or ()
+        if own and names == own:
             return self
-        root = self._root()
-        flattened: Any = root._flatten_mapping if self == root else {}
-        description = slice_axes(
-            self._description, names, {name: mesh.layout[0] for name, mesh in flattened.items()}
-        )
-        sources = [(self, mine.index(n)) if n in mine else (flattened[n], 0) for n in names]
-        submesh = self._in_universe(self._universe, description, _joined_group_names(sources))
-        if any(mesh is not self for mesh, _ in sources):
-            warnings.warn(
-                "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need "
-                "to bookkeep the flattened mesh directly. ",
-                stacklevel=3,
-            )
-        elif isinstance(mesh_dim_names, (str, tuple)):
+        if not own or not set(names).issubset(own):
+            return self._slice_flattened(names)
+        indices = [own.index(name) for name in names]
+        description = slice_axes(self._description, names, self.layout.select(indices))
+        group_names = getattr(self, "_dim_group_names", None)
+        if group_names:  # None without groups, empty outside the mesh
+            group_names = [group_names[index] for index in indices]
+        submesh = self._in_universe(self._universe, description, group_names)
+        if isinstance(mesh_dim_names, (str, tuple)):
             self._slices[mesh_dim_names] = submesh
         return submesh
+
+    def _slice_flattened(self, names: AxisNames) -> DeviceMesh:
+        # A root mesh may also be sliced by the names of flattened meshes; torch is dropping that.
+        root = self._root()
+        flattened: Any = root._flatten_mapping if self == root else {}
+        check_known_axes(self._description, names, flattened)
+        own = self._mesh_dim_names or ()
+        sources = [(self, own.index(n)) if n in own else (flattened[n], 0) for n in names]
+        layout = Layout([mesh.layout[index] for mesh, index in sources])
+        description = slice_axes(self._description, names, layout)
+        warnings.warn(
+            "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
+            "bookkeep the flattened mesh directly. ",
+            stacklevel=4,
+        )
+        return self._in_universe(self._universe, description, _joined_group_names(sources))
 
     def flatten(
         self,

@@ -19,15 +19,24 @@ from .device_mesh import DeviceMesh
 
 __all__ = ["install", "installed", "uninstall"]
 
-_lock = threading.Lock()  # protects _installs
-_installs = 0
+_lock = threading.Lock()  # protects the two below
+_installed = False  # install() is in force
+_open_blocks = 0  # of installed()
 
 
 def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMesh:
     # Python calls __init__ of the class of what this returns, with the same arguments.
-    if cls is StockDeviceMesh and (_installs or isinstance(kwargs.get("_root_mesh"), DeviceMesh)):
+    if cls is StockDeviceMesh and _shall_be_ours(args, kwargs):
         return object.__new__(DeviceMesh)
     return object.__new__(cls)
+
+
+def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    root = kwargs.get("_root_mesh")
+    if root is not None:  # torch derives a mesh: it stays with its root's class
+        return isinstance(root, DeviceMesh)
+    # Without arguments it is no construction: copy or pickle fills in a stock mesh by itself.
+    return bool(args or kwargs) and (_installed or _open_blocks > 0)
 
 
 # Set once and left there: CPython cannot take a __new__ off a class again without breaking it.
@@ -39,27 +48,33 @@ compat.let_dynamo_know_subclasses()
 
 
 def install() -> None:
-    """Make every mesh built from now on ours, whatever names the program imported before."""
-    global _installs
+    """Make every mesh built from now on ours, whatever names the program imported before.
+
+    Meshes that exist already, and what derives from them, stay what they are.
+    """
+    global _installed
     with _lock:
-        _installs = 1
+        _installed = True
 
 
 def uninstall() -> None:
-    """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again."""
-    global _installs
+    """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again.
+
+    Blocks of `installed()` that are open stay in force to their end.
+    """
+    global _installed
     with _lock:
-        _installs = 0
+        _installed = False
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """`install()` inside the block; what was before it afterwards."""
-    global _installs
+    """Every mesh built inside the block is ours, in all threads. Blocks may nest and overlap."""
+    global _open_blocks
     with _lock:
-        before, _installs = _installs, 1
+        _open_blocks += 1
     try:
         yield
     finally:
         with _lock:
-            _installs = before
+            _open_blocks -= 1

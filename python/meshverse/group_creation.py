@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,7 +94,7 @@ def make_group(request: GroupRequest, world: World) -> Group:
     elif request.position is None:
         group, how = None, "made by its members"
     else:
-        group, how = _make_by_members(request, world), "made by its members"
+        group, how = _make_by_members(request, request.position, world), "made by its members"
     name = None if group is None else group.group_name
     return Group(request, name, how, created=group is not None)
 
@@ -123,15 +121,15 @@ def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     )
 
 
-def _make_by_members(request: GroupRequest, world: World) -> compat.ProcessGroup:
-    ranks, options = request.my_ranks(), request.options
-    identity = hashlib.blake2b(array("q", ranks), digest_size=16)
-    identity.update(f"{request.axis}|{options.key.digest}".encode())
+def _make_by_members(request: GroupRequest, position: int, world: World) -> compat.ProcessGroup:
+    options = request.options
+    groups = RankGroups(request.axis, request.rank_map)
+    identity = groups.fingerprint_of(position, salt=options.key.digest)
     return compat.create_by_members(
-        ranks,
+        request.my_ranks(),
         backend=options.backend,
         options=options.options,
         timeout=options.timeout,
-        name=world.new_name(identity.hexdigest()),
+        name=world.new_name(identity),
         description=f"mesh_{request.axis_name}",
     )

@@ -93,6 +93,17 @@ class MeshBase(StockDeviceMesh):
     def _root(self) -> Self:
         return cast("Self", self._get_root_mesh())
 
+    # Stock's are read off its own layout, whose form torch needs of few meshes.
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._description.layout)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of every axis."""
+        return self._description.layout.shape
+
     @property
     def universe(self) -> Universe:
         """The universe this mesh belongs to: its ranks, process groups and related meshes."""
