@@ -1,4 +1,4 @@
-"""`backend_override` in all its forms: what is asked for reaches the group, equal asks share one."""
+"""`backend_override` in all its forms: what is asked for reaches the group; equals share one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, init_device_mesh
-from torch._C._distributed_c10d import FakeProcessGroup
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -123,9 +124,7 @@ def test_equal_overrides_share_one_group_that_is_not_the_default(override: Calla
     mesh = _mesh()
     shape, universe = (2, 4), mesh.universe
     with groups_created(1):
-        one = init_device_mesh(
-            "cpu", shape, backend_override={1: override()}, universe=universe
-        )
+        one = init_device_mesh("cpu", shape, backend_override={1: override()}, universe=universe)
         two = mesh["tp"].flatten("alias", override())
     assert one.get_group(1) is two.get_group()
     assert one.get_group(1) is not mesh.get_group("tp")
@@ -136,7 +135,9 @@ def test_different_timeouts_do_not_share() -> None:
     mesh = _mesh()
     with groups_created(3):
         groups = {
-            mesh["tp"].flatten(f"alias_{seconds}", _options(raises=False, seconds=seconds)).get_group()
+            mesh["tp"]
+            .flatten(f"alias_{seconds}", _options(raises=False, seconds=seconds))
+            .get_group()
             for seconds in (5, 6, 7.5)
         }
     assert len(groups) == 3

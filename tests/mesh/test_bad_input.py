@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import groups_created, in_worlds
 from meshverse import DeviceMesh, init_device_mesh
@@ -96,7 +98,10 @@ _AS_STOCK = {
 @pytest.mark.parametrize("case", _AS_STOCK)
 def test_new_mesh_that_stock_refuses_too(case: str, family: Family) -> None:
     build, error, message = _AS_STOCK[case]
-    with groups_created(0), pytest.raises(error, match=message if family is OURS else None) as raised:
+    with (
+        groups_created(0),
+        pytest.raises(error, match=message if family is OURS else None) as raised,
+    ):
         build(family)
     assert raised.type is error
 
@@ -242,7 +247,10 @@ _DERIVED_AS_STOCK = {
 def test_derived_mesh_that_stock_refuses_too(case: str, family: Family) -> None:
     derive, error, message = _DERIVED_AS_STOCK[case]
     mesh = _init(family)
-    with groups_created(0), pytest.raises(error, match=message if family is OURS else None) as raised:
+    with (
+        groups_created(0),
+        pytest.raises(error, match=message if family is OURS else None) as raised,
+    ):
         derive(mesh)
     assert raised.type is error
 
@@ -307,10 +315,8 @@ def test_a_nameless_mesh_has_no_derived_meshes() -> None:
 )
 def test_the_callers_overrides_stay_as_they_are(overrides: dict) -> None:
     before = dict(overrides)
-    try:
+    with contextlib.suppress(RuntimeError, ValueError):
         _init(OURS, backend_override=overrides)
-    except (RuntimeError, ValueError):
-        pass
     assert overrides == before
 
 

@@ -1,19 +1,20 @@
-"""Which class torch's own names build: ours for what derives from ours, and for all if installed."""
+"""Which class torch's own names build: ours for what derives from ours, or for all meshes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 
-import meshverse
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as stock_init_device_mesh
+
+import meshverse
 from helpers.observation import OURS, STOCK, assert_same, observe
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import group_names
 from meshverse import DeviceMesh
-from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
-from torch.distributed.device_mesh import init_device_mesh as stock_init_device_mesh
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
 
@@ -158,5 +159,5 @@ def test_signatures_stay_readable() -> None:
 
 def test_stock_and_ours_do_not_mix() -> None:
     stock, ours = _stock_mesh(), _our_mesh()
-    with pytest.raises(RuntimeError, match="[Cc]annot concatenate"):
+    with pytest.raises(RuntimeError, match=r"[Cc]annot concatenate"):
         StockDeviceMesh._concatenate([stock, ours])

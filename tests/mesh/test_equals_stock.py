@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Outcome, assert_same, assert_same_outcome, attempt
 from helpers.operations import Operation, Slice, operations
 from helpers.versions import HAS_CANONICAL_LAYOUTS, needs_canonical_layouts
 from helpers.worlds import fake_world, live_groups
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 _MAX_OPERATIONS = 6
 
@@ -24,7 +25,6 @@ def test_new_meshes(spec: MeshSpec) -> None:
         assert_same(spec.build(STOCK), spec.build(OURS))
 
 
-@needs_canonical_layouts
 @given(mesh_specs(), mesh_specs())
 def test_equality_and_hash_of_new_meshes(spec: MeshSpec, other: MeshSpec) -> None:
     with fake_world(max(spec.world_size, other.world_size)):

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch.distributed as dist
-from helpers.recipe import Degrees, five_views
+
 from helpers.observation import OURS
+from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 

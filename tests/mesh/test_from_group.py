@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from helpers.observation import OURS, STOCK, Family, assert_same
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh

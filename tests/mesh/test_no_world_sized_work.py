@@ -9,8 +9,9 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers.recipe import Degrees, five_views
+
 from helpers.observation import OURS
+from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import AxisLayout, RankGroups, RankMap
@@ -20,8 +21,8 @@ _WORLD = 1 << 20
 _RANK = 777_777
 _SHAPE, _NAMES = (8, 128, 128, 8), ("pp", "dp", "cp", "tp")
 
-# Of the world's size, a tensor of ranks takes 4 MB, a list or tuple at least twice that. The largest
-# group here has 16,384 ranks, for which c10d needs 2 MB.
+# Of the world's size, a tensor of ranks takes 4 MB, a list or tuple at least twice that. The
+# largest group here has 16,384 ranks, for which c10d needs 2 MB.
 _LIMIT_BYTES = 4 * _WORLD
 _LIMIT_RANKS = _WORLD // 16
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from helpers.observation import OURS, observe
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created, start_fake_world
@@ -37,6 +38,7 @@ _ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {
     "torch.save": _save_and_load,
     "plain data": lambda mesh: load_mesh(save_mesh(mesh)),
 }
+
 
 def _backwards(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.concatenate([mesh["tp"], mesh["dp"]])
@@ -63,7 +65,7 @@ _MESHES: dict[str, Callable[[], DeviceMesh]] = {
 }
 
 
-# Meshes on groups from elsewhere come back equal and with these groups, but are objects of their own.
+# Meshes on groups from elsewhere come back equal and with these groups, but as new objects.
 _NOT_INTERNED = ("of a given group", "submesh")
 
 
@@ -173,5 +175,6 @@ def test_a_process_without_process_groups_loads_it(tmp_path: Path, world) -> Non
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.splitlines() == [
         f"{mesh} (1, 1) {mesh.mesh.tolist()} [4, 5, 6, 7]",
-        "DeviceMesh process groups not initialized!",
+        f"DeviceMesh process groups not initialized! {mesh} was made or loaded without them. "
+        "After init_process_group(), call mesh.bind() on all its ranks.",
     ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, assert_same, assert_same_outcome, attempt
 from helpers.operations import operations
 from helpers.versions import needs_stock_rank_order
 from helpers.worlds import fake_world, groups_created, in_worlds
-from hypothesis import given
-from hypothesis import strategies as st
 from meshverse import DeviceMesh
 
 _RANKS = [[6, 5], [4, 7], [1, 0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from helpers.observation import OURS, STOCK, assert_same
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created, in_worlds, live_groups

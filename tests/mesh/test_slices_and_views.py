@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh as stock_module
+
 from helpers.observation import OURS, STOCK, Family, assert_same, observe
 from helpers.worlds import FakeWorld, groups_created, in_worlds
 from meshverse import DeviceMesh, init_device_mesh
-from torch.distributed import device_mesh as stock_module
 
 pytestmark = pytest.mark.usefixtures("world")
 

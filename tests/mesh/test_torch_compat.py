@@ -6,6 +6,7 @@ import ast
 import inspect
 
 import pytest
+
 from meshverse import _torch_compat as compat
 
 _MODULES = {"c10d": compat.c10d, "stock_module": compat.stock_module}
@@ -38,7 +39,9 @@ def test_every_name_used_is_listed() -> None:
     listed = {(id(owner), name) for owner, name in compat._PRIVATE_NAMES}
     used = _private_names_used()
     assert len(used) > 5
-    missing = {f"{owner}.{name}" for owner, name in used if (id(_OWNERS[owner]), name) not in listed}
+    missing = {
+        f"{owner}.{name}" for owner, name in used if (id(_OWNERS[owner]), name) not in listed
+    }
     assert missing == set()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+
 from helpers.worlds import fake_world, group_names, groups_created, start_fake_world
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
@@ -47,7 +48,9 @@ def test_without_a_default_group_nothing_is_made() -> None:
     mesh = _mesh()
     dist.destroy_process_group()
     for ask in ("flatten", "unflatten"):
-        with pytest.raises(RuntimeError, match=r"there is none now.*Make the mesh again after init"):
+        with pytest.raises(
+            RuntimeError, match=r"there is none now.*Make the mesh again after init"
+        ):
             _NEW_GROUPS[ask](mesh)
 
 

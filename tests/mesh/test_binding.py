@@ -1,0 +1,97 @@
+"""Meshes that were loaded without process groups, and how they get some."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from helpers.worlds import fake_world
+
+import meshverse
+from meshverse import DeviceMesh, init_device_mesh
+
+
+@pytest.fixture
+def decoupled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DeviceMesh, "decouple_backend_at_save", True)
+    return
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def _copy_of(*meshes: DeviceMesh) -> tuple[DeviceMesh, ...]:
+    return pickle.loads(pickle.dumps(meshes))
+
+
+@pytest.mark.usefixtures("decoupled")
+def test_a_decoupled_mesh_is_apart_until_it_is_bound() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        loaded, loaded_tp = _copy_of(mesh, mesh["tp"])
+        assert loaded != mesh
+        assert mesh != loaded
+        assert loaded["tp"] is loaded_tp
+        assert hash(loaded) == hash(mesh)
+        assert loaded.get_coordinate() == mesh.get_coordinate()
+        assert loaded.mesh.equal(mesh.mesh)
+        with pytest.raises(RuntimeError, match=r"not initialized! .*dp=2, tp=4.* mesh\.bind\(\)"):
+            loaded.get_group("tp")
+        with pytest.raises(RuntimeError, match=r"loaded without process groups.*mesh\.bind\(\)"):
+            loaded.flatten("all")
+
+        assert loaded.bind() is loaded
+        assert loaded == mesh
+        assert loaded_tp == mesh["tp"], "what was loaded with it is bound with it"
+        assert loaded.universe is mesh.universe
+        assert loaded_tp.get_group() is mesh.get_group("tp")
+        assert loaded.flatten("all") is mesh.flatten("all")
+
+
+@pytest.mark.usefixtures("decoupled")
+def test_meshes_saved_one_by_one_are_in_one_universe_again() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        (loaded,), (loaded_tp,) = _copy_of(mesh), _copy_of(mesh["tp"])
+        assert loaded.universe is loaded_tp.universe
+        assert loaded["tp"] is loaded_tp
+
+
+def test_without_decoupling_a_loaded_mesh_is_the_live_one() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        assert _copy_of(mesh["tp"]) == (mesh["tp"],)
+
+
+def test_loaded_between_two_worlds_and_bound_in_the_second() -> None:
+    with fake_world(8, 3):
+        saved = pickle.dumps(_mesh()["tp"])
+    loaded: DeviceMesh = pickle.loads(saved)
+    assert loaded.get_coordinate() == (3,)
+    with pytest.raises(RuntimeError, match=r"after init_process_group\(\)"):
+        loaded.bind()
+    with fake_world(8, 5):
+        loaded.bind()
+        assert dist.get_process_group_ranks(loaded.get_group()) == [4, 5, 6, 7]
+        assert loaded.get_coordinate() == (1,), "that of this process's rank now"
+        assert loaded.mesh.tolist() == [4, 5, 6, 7]
+
+
+def test_bind_refuses_what_it_is_not_for() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        with pytest.raises(RuntimeError, match="already; bind.. is for meshes that were loaded"):
+            mesh.bind()
+
+
+@pytest.mark.usefixtures("decoupled")
+def test_bind_needs_the_same_ranks() -> None:
+    with fake_world(8, 3):
+        (loaded,) = _copy_of(_mesh())
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+        with pytest.raises(ValueError, match="identity of 8.*identity of 4"):
+            loaded.bind(other.universe)
+        assert loaded.bind(meshverse.Universe(loaded.universe.rank_map)) is loaded
