@@ -8,10 +8,11 @@ at import, so a torch that moved one of them fails there, with one sentence.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias, cast
 
@@ -42,7 +43,7 @@ __all__ = [
     "equals_stock",
     "from_torch_layout",
     "is_backend_options",
-    "let_dynamo_know_subclasses",
+    "let_compile_know",
     "members_only_hazard",
     "needs_own_world_group",
     "options_timeout",
@@ -380,22 +381,31 @@ def equals_stock(mesh: StockDeviceMesh, stock: Any, layout: _core.Layout) -> boo
 # --- tracing -------------------------------------------------------------------------------------
 
 
-def let_dynamo_know_subclasses() -> None:
-    """Make torch.compile treat subclasses of the stock mesh as meshes, as it does from 2.12 on.
+def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
+    """Make torch.compile treat a subclass of the stock mesh as a mesh, with a guard of its own.
 
-    From 2.12, meshes are opaque types, and those are looked up along the MRO. 2.11 asks for the
-    stock class itself, in one place; the import of Dynamo that takes 0.8 s is for 2.11 only.
+    From 2.12, meshes are opaque types, looked up along the MRO. The subclass gets an entry like
+    stock's, under stock's name in op schemas, but with this guard. 2.11 asks whether a value is of
+    the stock class itself, in one place; the import of Dynamo (0.8 s) is for 2.11 only.
+
+    Args:
+        mesh_class: our class.
+        guard: gives the values of a mesh that must stay equal for a compiled graph to be used.
     """
-    if type(StockDeviceMesh) is not type:  # a metaclass of torch's: an opaque type
+    if type(StockDeviceMesh) is type:  # 2.11: no opaque type
+        from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
+            DeviceMeshVariable,
+        )
+
+        DeviceMeshVariable.is_device_mesh = staticmethod(
+            lambda value: isinstance(value, StockDeviceMesh)
+        )
         return
-    from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
-        DeviceMeshVariable,
-    )
+    from torch._library import opaque_object
 
-    def is_device_mesh(value: object) -> bool:
-        return isinstance(value, StockDeviceMesh)
-
-    DeviceMeshVariable.is_device_mesh = staticmethod(is_device_mesh)
+    stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
+    known = opaque_object._OPAQUE_TYPES
+    known[mesh_class] = dataclasses.replace(known[StockDeviceMesh], guard_fn=guard)
 
 
 def real_mesh(value: object) -> Any:

@@ -44,7 +44,7 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
-compat.let_dynamo_know_subclasses()
+compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
 
 
 def install() -> None:

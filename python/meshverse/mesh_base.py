@@ -74,7 +74,7 @@ class MeshBase(StockDeviceMesh):
         names = self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
         overrides = (NO_OVERRIDE,) * len(self.layout)
         self._dim_group_names = self._group_names_for(self.layout, names, overrides)
-        for lazy in ("_coordinate_on_dim", "mesh"):  # may depend on this process's rank
+        for lazy in ("_coordinate_on_dim", "mesh", "compile_guard"):  # may depend on this process's rank
             self.__dict__.pop(lazy, None)
         universe.intern(self)
 
@@ -160,6 +160,22 @@ class MeshBase(StockDeviceMesh):
         with compat.untraced():
             return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
 
+    @cached_property
+    def compile_guard(self) -> tuple[object, ...]:
+        """What must stay equal for a compiled graph to be used: all that makes meshes equal.
+
+        Short strings, where stock's guard compares the tuple of all ranks at every call.
+        """
+        description = self._description
+        return (
+            self._universe.rank_map.fingerprint,
+            str(description.layout),
+            description.device_type,
+            description.axis_names,
+            description.preserve_rank_order,
+            self._thread_id,
+        )
+
     # --- comparison ----------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
@@ -179,5 +195,4 @@ class MeshBase(StockDeviceMesh):
     __hash__ = StockDeviceMesh.__hash__
 
     def _stable_hash(self) -> str:
-        identity = f"{self._universe.rank_map.fingerprint}|{self._thread_id}|{self._description}"
-        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(self.compile_guard).encode(), digest_size=16).hexdigest()
