@@ -80,6 +80,9 @@ IGNORED_OPTION_FIELDS = frozenset(
 # 2.15 gave DeviceMesh `preserve_rank_order`; before, stock sorts the ranks of every group.
 HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDeviceMesh).parameters
 
+# From 2.12 on, meshes are opaque types to torch.compile; before, DeviceMesh has no metaclass.
+MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
+
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_get_default_group"),
     (c10d, "_get_default_timeout"),
@@ -92,6 +95,7 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
     (StockDeviceMesh, "_get_root_mesh"),
+    *([(stock_module, "_register_distributed_opaque_types")] if MESHES_ARE_OPAQUE else []),
 )
 
 
@@ -392,7 +396,7 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
         mesh_class: our class.
         guard: gives the values of a mesh that must stay equal for a compiled graph to be used.
     """
-    if type(StockDeviceMesh) is type:  # 2.11: no opaque type
+    if not MESHES_ARE_OPAQUE:
         from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
             DeviceMeshVariable,
         )

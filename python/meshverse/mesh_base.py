@@ -74,7 +74,11 @@ class MeshBase(StockDeviceMesh):
         names = self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
         overrides = (NO_OVERRIDE,) * len(self.layout)
         self._dim_group_names = self._group_names_for(self.layout, names, overrides)
-        for lazy in ("_coordinate_on_dim", "mesh", "compile_guard"):  # may depend on this process's rank
+        for lazy in (
+            "_coordinate_on_dim",
+            "mesh",
+            "compile_guard",
+        ):  # may depend on this process's rank
             self.__dict__.pop(lazy, None)
         universe.intern(self)
 
