@@ -83,6 +83,7 @@ HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDevice
 # From 2.12 on, meshes are opaque types to torch.compile; before, DeviceMesh has no metaclass.
 MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
+# What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_get_default_group"),
     (c10d, "_get_default_timeout"),
@@ -95,17 +96,18 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
     (StockDeviceMesh, "_get_root_mesh"),
-    *([(stock_module, "_register_distributed_opaque_types")] if MESHES_ARE_OPAQUE else []),
 )
+_PRIVATE_NAMES_SINCE_2_12 = ((stock_module, "_register_distributed_opaque_types"),)
 
 
 def require_supported_torch() -> None:
     """Raise ImportError with one clear sentence if this torch lacks a name we rely on."""
     if not dist.is_available():
         raise ImportError("meshverse needs a torch built with torch.distributed; this one is not.")
+    names = _PRIVATE_NAMES + (_PRIVATE_NAMES_SINCE_2_12 if MESHES_ARE_OPAQUE else ())
     missing = [
         f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, name in _PRIVATE_NAMES
+        for owner, name in names
         if not hasattr(owner, name)
     ]
     if missing:

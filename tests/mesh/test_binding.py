@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from helpers.worlds import fake_world
 
 import meshverse
+from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 
 
@@ -83,7 +83,7 @@ def test_loaded_between_two_worlds_and_bound_in_the_second() -> None:
 def test_bind_refuses_what_it_is_not_for() -> None:
     with fake_world(8, 3):
         mesh = _mesh()
-        with pytest.raises(RuntimeError, match="already; bind.. is for meshes that were loaded"):
+        with pytest.raises(RuntimeError, match=r"already; bind\(\) is for meshes that were loaded"):
             mesh.bind()
 
 
@@ -92,6 +92,6 @@ def test_bind_needs_the_same_ranks() -> None:
     with fake_world(8, 3):
         (loaded,) = _copy_of(_mesh())
         other = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
-        with pytest.raises(ValueError, match="identity of 8.*identity of 4"):
+        with pytest.raises(ValueError, match=r"identity of 8.*identity of 4"):
             loaded.bind(other.universe)
         assert loaded.bind(meshverse.Universe(loaded.universe.rank_map)) is loaded

@@ -175,6 +175,8 @@ def test_a_process_without_process_groups_loads_it(tmp_path: Path, world) -> Non
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.splitlines() == [
         f"{mesh} (1, 1) {mesh.mesh.tolist()} [4, 5, 6, 7]",
-        f"DeviceMesh process groups not initialized! {mesh} was made or loaded without them. "
-        "After init_process_group(), call mesh.bind() on all its ranks.",
+        (
+            f"DeviceMesh process groups not initialized! {mesh} was made or loaded without them. "
+            "After init_process_group(), call mesh.bind() on all its ranks."
+        ),
     ]
