@@ -309,7 +309,7 @@ class DeviceMesh(MeshBase):
             RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
             KeyError: no such name.
         """
-        if not hasattr(self, "_dim_group_names"):
+        if not self.has_groups:
             raise RuntimeError(
                 f"DeviceMesh process groups not initialized! {self} was made or loaded without "
                 "them. After init_process_group(), call mesh.bind() on all its ranks."

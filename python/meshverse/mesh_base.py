@@ -63,6 +63,11 @@ class MeshBase(StockDeviceMesh):
         return cast("Self", universe.intern(mesh))
 
     @property
+    def has_groups(self) -> bool:
+        """Whether process groups were made for this mesh; they are empty outside of it."""
+        return hasattr(self, "_dim_group_names")
+
+    @property
     def intern_key(self) -> Hashable:
         """What makes this mesh itself within its universe: description and process groups."""
         group_names = getattr(self, "_dim_group_names", None)

@@ -235,28 +235,29 @@ class Universe:
         return self._meshes.setdefault(mesh.intern_key, mesh)
 
     def bind(self, target: Universe) -> None:
-        """Move the meshes of this universe, loaded without process groups, into another.
+        """Give the meshes here that have no process groups those of a universe, this or another.
 
-        Each gets the target's process groups: those it has, and new ones with default options for
+        They move into the target, onto the groups it has, and new ones with default options for
         axes it has none for. So all ranks of the meshes call this.
 
         Raises:
-            RuntimeError: the meshes of this universe have process groups already.
+            RuntimeError: no mesh here lacks process groups.
             ValueError: the target has other ranks.
         """
-        if self.world is not None:
-            raise RuntimeError(
-                f"The meshes of this universe of {self.rank_map} belong to a default process group "
-                "already; bind() is for meshes that were loaded without one."
-            )
         if target.rank_map != self.rank_map:
             raise ValueError(
                 f"Meshes over {self.rank_map} cannot be bound to a universe of {target.rank_map}: "
                 "the ranks must be the same, in the same order."
             )
-        for mesh in list(dict.fromkeys(self._meshes.values())):
+        bare = {key: mesh for key, mesh in self._meshes.items() if not mesh.has_groups}
+        if not bare:
+            raise RuntimeError(
+                f"The meshes of this universe of {self.rank_map} have their process groups already; "
+                "bind() is for meshes that were loaded or made without them."
+            )
+        for key, mesh in bare.items():
+            del self._meshes[key]
             mesh.join(target)
-        self._meshes.clear()
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:

@@ -80,6 +80,20 @@ def test_loaded_between_two_worlds_and_bound_in_the_second() -> None:
         assert loaded.mesh.tolist() == [4, 5, 6, 7]
 
 
+def test_loaded_before_its_universe_is_made() -> None:
+    with fake_world(8, 3):
+        saved = pickle.dumps(_mesh()["tp"])
+    with fake_world(8, 3):
+        loaded: DeviceMesh = pickle.loads(saved)
+        with pytest.raises(RuntimeError, match=r"not initialized! .*mesh\.bind\(\)"):
+            loaded.get_group()
+        loaded.bind()
+        assert dist.get_process_group_ranks(loaded.get_group()) == [0, 1, 2, 3]
+        root = loaded._get_root_mesh()
+        assert root.mesh_dim_names == ("dp", "tp")
+        assert root["tp"] is loaded, "its root is bound with it"
+
+
 def test_bind_refuses_what_it_is_not_for() -> None:
     with fake_world(8, 3):
         mesh = _mesh()
