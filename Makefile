@@ -14,8 +14,6 @@ LINTED_CPP    := $(shell find csrc -name '*.h' -o -name '*.cpp')
 SOURCES := pyproject.toml CMakeLists.txt \
            $(shell find csrc python -name __pycache__ -prune -o -not -name '*.so' -print)
 
-export PIP_DISABLE_PIP_VERSION_CHECK := 1
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -30,7 +28,7 @@ test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and instal
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
-demo: $(VENV)/.wheel ## show what Meshverse does, with torch and the wheel only
+demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is right
 	$(VENV)/bin/python examples/demo.py $(ARGS)
 
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch
@@ -87,7 +85,7 @@ $(VENV)/.torch: | $(VENV)/bin/python
 	$(VENV)/bin/python $(PIP) install torch==$(TORCH)
 	@touch $@
 
-$(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*
 	@touch $@
 

@@ -37,8 +37,8 @@ class RankGroups {
   // The global ranks of the group of `position`, in the order of the axis. O(group_size).
   std::vector<std::int64_t> ranks_of(std::int64_t position) const;
 
-  // What tells the group of `position` from any other, and its members agree on: its ranks, its axis
-  // and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
+  // What tells the group of `position` from any other, and its members agree on: its ranks, its
+  // axis and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
   // The global ranks of every group, shape (n_groups, group_size). O(world).

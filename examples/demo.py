@@ -1,9 +1,9 @@
-"""What Meshverse does, in two parts, with torch and Meshverse alone.
+"""What Meshverse does, in two parts.
 
-1. In a fake world of 10,240 ranks, build a trainer's five views of one world with stock torch and with
-   Meshverse, and compare time and process groups.
-2. Start 4 real gloo processes that train a small transformer with FSDP2 and tensor parallelism on a
-   Meshverse mesh, and compare their losses with one process that trains on the same batches.
+1. In a fake world of 10,240 ranks, build a trainer's five views of one world with stock torch and
+   with Meshverse, and compare time and process groups.
+2. Start 4 real gloo processes that train a small transformer with FSDP2 and tensor parallelism on
+   a Meshverse mesh, and compare their losses with one process that trains on the same batches.
 
 Exits with 0 only if both sides of each part agree.
 """
@@ -19,6 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor
+
 from trainer_views import Degrees, answers, count_process_groups, five_views
 from transformer import Recipe, parallelize, train
 from worlds import fake_world, in_fresh_process, run_ranks
@@ -40,7 +45,7 @@ class DemoError(Exception):
     """The two sides of a part do not agree."""
 
 
-# --- part 1: five views of one world ---------------------------------------------------------------
+# --- part 1: five views of one world ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,23 +98,22 @@ def show_views() -> None:
     )
     stock_s, ours_s = (statistics.median(one.seconds for one in side) for side in (stock, ours))
     stock_groups, our_groups = stock[0].process_groups, ours[0].process_groups
-    print_table(
-        [
-            ("", "stock torch", "Meshverse", "ratio"),
-            (
-                "time (median)",
-                f"{stock_s * 1e3:.1f} ms",
-                f"{ours_s * 1e3:.2f} ms",
-                f"{stock_s / ours_s:.0f}x",
-            ),
-            (
-                "process groups, as c10d counts",
-                str(stock_groups),
-                str(our_groups),
-                f"{stock_groups / our_groups:.1f}x",
-            ),
-        ]
+    table = Table("", "stock torch", "Meshverse", "ratio", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row(
+        "time (median)",
+        f"{stock_s * 1e3:.1f} ms",
+        f"{ours_s * 1e3:.2f} ms",
+        f"{stock_s / ours_s:.0f}x",
     )
+    table.add_row(
+        "process groups, as c10d counts",
+        str(stock_groups),
+        str(our_groups),
+        f"{stock_groups / our_groups:.1f}x",
+    )
+    Console().print(table)
 
 
 def check_same_answers(stock: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -125,7 +129,7 @@ def check_same_answers(stock: dict[str, Any], ours: dict[str, Any]) -> None:
                 )
 
 
-# --- part 2: training on real processes -------------------------------------------------------------
+# --- part 2: training on real processes ---------------------------------------------------------
 
 
 def train_rank(send: Callable[[Any], None]) -> None:
@@ -136,8 +140,9 @@ def train_rank(send: Callable[[Any], None]) -> None:
     model = RECIPE.make_model()
     parallelize(model, mesh)
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter.device_mesh, meshverse.DeviceMesh):
-            raise DemoError(f"{name} is on {parameter.device_mesh!r}, a mesh that is not ours")
+        mesh_of = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if not isinstance(mesh_of, meshverse.DeviceMesh):
+            raise DemoError(f"parameter {name} is on {mesh_of!r}, which is no mesh of Meshverse's")
     is_first = dist.get_rank() == 0
     train(RECIPE, model, lambda *step: send(step) if is_first else None, mesh)
     if is_first:
@@ -147,7 +152,7 @@ def train_rank(send: Callable[[Any], None]) -> None:
 def show_training() -> None:
     ranks = MESH_SHAPE[0] * MESH_SHAPE[1]
     axes = ", ".join(f"{axis}={n}" for axis, n in zip(MESH_AXES, MESH_SHAPE, strict=True))
-    print(f"\n2. Training a transformer on {ranks} gloo processes, FSDP2 + tensor parallel ({axes})")
+    print(f"\n2. Training on {ranks} gloo processes, FSDP2 + tensor parallel ({axes})")
 
     torch.set_num_threads(1)  # as the ranks, so that both sides sum in a similar order
     expected = train(RECIPE, RECIPE.make_model(), lambda step, loss: None)
@@ -164,8 +169,8 @@ def show_training() -> None:
             return
         step, loss = message
         losses.append(loss)
-        difference = relative_difference(loss, expected[step])
-        print(f"   {step + 1:>14}{expected[step]:>14.6f}{loss:>14.6f}{difference:>14.1e}", flush=True)
+        one, difference = expected[step], relative_difference(loss, expected[step])
+        print(f"   {step + 1:>14}{one:>14.6f}{loss:>14.6f}{difference:>14.1e}", flush=True)
 
     run_ranks(train_rank, processes=ranks, receive=receive, limit_s=LIMIT_S)
     check_same_losses(losses, expected)
@@ -193,14 +198,7 @@ def check_same_losses(losses: Sequence[float], expected: Sequence[float]) -> Non
     )
 
 
-# --- both -----------------------------------------------------------------------------------------
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-        print("   " + "   ".join([first.ljust(widths[0]), *cells]))
+# --- both ---------------------------------------------------------------------------------------
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """The meshes of a large trainer: five views of one world.
 
-A trainer that combines pipeline, data, context, tensor and expert parallelism looks at the same ranks
-in several ways: the data loader, the dense layers and the experts each split them differently. The
-demo, the benchmarks and the tests build their meshes from this one recipe.
+A trainer that combines pipeline, data, context, tensor and expert parallelism looks at the same
+ranks in several ways: the data loader, the dense layers and the experts each split them in their
+own way. The demo and the benchmarks build their meshes from this one recipe.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, 
     world = init_device_mesh("cpu", (d.world_size,), mesh_dim_names=("world",))
 
     def view(**axes: int) -> DeviceMesh:
-        return world._unflatten("world", tuple(axes.values()), tuple(axes))
+        # By index and in the private spelling, which stock has in every version.
+        return world._unflatten(0, tuple(axes.values()), tuple(axes))
 
     data = view(pp=d.pp, batch=batch, cp=d.cp, tp=d.tp)
     return {
@@ -71,9 +72,7 @@ def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, 
         "loss": data["batch", "cp"]._flatten("loss"),
         "dense": view(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=fsdp, tp=d.tp),
         "experts": view(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=efsdp, ep=d.ep),
-        "full": view(
-            pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp
-        ),
+        "full": view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp),
     }
 
 

@@ -108,14 +108,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens and the tokens that follow them, both of shape (batch, sequence), to their mean loss."""
+    """Tokens and those that follow them, both of shape (batch, sequence), to their mean loss."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.embedding = nn.Embedding(recipe.vocabulary, recipe.width)
-        self.blocks = nn.ModuleList(
-            Block(recipe.width, recipe.heads) for _ in range(recipe.blocks)
-        )
+        self.blocks = nn.ModuleList(Block(recipe.width, recipe.heads) for _ in range(recipe.blocks))
         self.norm = nn.LayerNorm(recipe.width)
         self.head = nn.Linear(recipe.width, recipe.vocabulary, bias=False)
 
@@ -140,19 +138,19 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
         },
     )
     for block in model.blocks:
-        gather = {"input_layouts": (sequence,), "desired_input_layouts": (whole,)}
+        gather = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
         parallelize_module(
             block,
             mesh["tp"],
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(**gather),
+                "attention": gather,
                 "attention.query": ColwiseParallel(),
                 "attention.key": ColwiseParallel(),
                 "attention.value": ColwiseParallel(),
                 "attention.out": RowwiseParallel(output_layouts=sequence),
                 "feed_forward_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(**gather),
+                "feed_forward": gather,
                 "feed_forward.up": ColwiseParallel(),
                 "feed_forward.down": RowwiseParallel(output_layouts=sequence),
             },

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from helpers.worlds import FakeWorld, fake_world
 from hypothesis import settings
+
+from helpers.worlds import FakeWorld, fake_world
 
 # Real work of uneven cost, so no deadline; the same examples each time where nobody can look.
 _COMMON = {"deadline": None, "print_blob": True, "derandomize": "CI" in os.environ}

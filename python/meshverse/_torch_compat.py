@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import threading
@@ -42,6 +43,7 @@ __all__ = [
     "default_timeout",
     "equals_stock",
     "from_torch_layout",
+    "hook_concatenate",
     "is_backend_options",
     "let_compile_know",
     "members_only_hazard",
@@ -51,6 +53,7 @@ __all__ = [
     "require_supported_torch",
     "resolve_group",
     "set_up_device",
+    "stock_concatenate",
     "thread_id",
     "to_torch_layout",
     "untraced",
@@ -363,6 +366,10 @@ def to_torch_layout(layout: _core.Layout, *, flattened: bool) -> TorchLayout:
     return _MeshLayout(sizes, tuple(reversed(strides)))
 
 
+# As it was before `hook_concatenate`.
+stock_concatenate = StockDeviceMesh._concatenate
+
+
 def from_torch_layout(layout: TorchLayout) -> _core.Layout:
     """Our form of a layout of torch's."""
     if _FlatLayout is not None:
@@ -412,6 +419,24 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
     stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
     known = opaque_object._OPAQUE_TYPES
     known[mesh_class] = dataclasses.replace(known[StockDeviceMesh], guard_fn=guard)
+
+
+def hook_concatenate(
+    mesh_class: type[StockDeviceMesh], ours: Callable[[Sequence[Any]], StockDeviceMesh]
+) -> None:
+    """Have `DeviceMesh._concatenate`, which FSDP2 calls by the stock name, use ours for our meshes.
+
+    Args:
+        mesh_class: our class.
+        ours: concatenates meshes of which the first is ours.
+    """
+
+    @functools.wraps(stock_concatenate)
+    def concatenate(device_mesh_list: list[StockDeviceMesh]) -> StockDeviceMesh:
+        is_ours = bool(device_mesh_list) and isinstance(device_mesh_list[0], mesh_class)
+        return (ours if is_ours else stock_concatenate)(device_mesh_list)
+
+    StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 
 
 def real_mesh(value: object) -> Any:

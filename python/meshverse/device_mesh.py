@@ -285,7 +285,7 @@ class DeviceMesh(MeshBase):
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
-            return StockDeviceMesh._concatenate(list(device_mesh_list))
+            return compat.stock_concatenate(list(device_mesh_list))
         first = meshes[0]
         for mesh in meshes:
             if mesh._universe.rank_map != first._universe.rank_map:

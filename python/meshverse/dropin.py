@@ -1,7 +1,7 @@
-"""The one hook on torch: which class `DeviceMesh(...)` builds when torch's own code says so.
+"""The hooks on torch: which class `DeviceMesh(...)` builds when torch's own code says so.
 
-Importing Meshverse sets it, so that what torch derives from one of our meshes (FSDP2 concatenates
-by the stock name) is ours too. `install()` widens it to every mesh built afterwards.
+Importing Meshverse sets them, so that what torch derives from one of our meshes (FSDP2 concatenates
+by the stock name) is ours too. `install()` widens that to every mesh built afterwards.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
+compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
 compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
 
 

@@ -125,8 +125,9 @@ def _make_by_members(request: GroupRequest, position: int, world: World) -> comp
     options = request.options
     groups = RankGroups(request.axis, request.rank_map)
     identity = groups.fingerprint_of(position, salt=options.key.digest)
+    ranks = groups.ranks_of(position)
     return compat.create_by_members(
-        request.my_ranks(),
+        ranks if request.keeps_order else sorted(ranks),
         backend=options.backend,
         options=options.options,
         timeout=options.timeout,

@@ -252,7 +252,7 @@ class Universe:
         bare = {key: mesh for key, mesh in self._meshes.items() if not mesh.has_groups}
         if not bare:
             raise RuntimeError(
-                f"The meshes of this universe of {self.rank_map} have their process groups already; "
+                f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."
             )
         for key, mesh in bare.items():

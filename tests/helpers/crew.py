@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 _PRELOADED = ["pytest", "numpy", "torch", "torch.distributed.tensor", "meshverse"]
+WORLD_TIMEOUT_SECONDS = 40  # of the default group's operations; unlike c10d's default
 _START_SECONDS = 90
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has
 
@@ -146,7 +147,7 @@ def _run_in_world(
         store=dist.FileStore(f"{folder}/store", world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=40),
+        timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS),
     )
     value = program(*arguments)
     dist.barrier()  # nobody leaves while others still talk to them

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from helpers.observation import Family
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+from helpers.observation import Family
+from helpers.versions import HAS_CANONICAL_LAYOUTS
 
 _MAX_AXES = 5
 _MAX_AXIS_SIZE = 4
@@ -22,12 +24,14 @@ _FORMS = {
     "numpy": lambda ranks, shape: np.reshape(ranks, shape),
     "int32 tensor": lambda ranks, shape: torch.tensor(ranks, dtype=torch.int32).reshape(shape),
     "int64 tensor": lambda ranks, shape: torch.tensor(ranks, dtype=torch.int64).reshape(shape),
-    "transposed tensor": lambda ranks, shape: (
-        torch.tensor(np.reshape(ranks, shape).T.copy(), dtype=torch.int64).permute(
-            *reversed(range(len(shape)))
-        )
-    ),
 }
+
+
+# Before 2.13, an axis of size 1 keeps whatever stride it has in the tensor.
+if HAS_CANONICAL_LAYOUTS:
+    _FORMS["transposed tensor"] = lambda ranks, shape: torch.tensor(
+        np.reshape(ranks, shape).T.copy(), dtype=torch.int64
+    ).permute(*reversed(range(len(shape))))
 
 
 @dataclass(frozen=True)

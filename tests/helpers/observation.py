@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import meshverse
 import torch.distributed as dist
-from helpers.versions import HAS_CANONICAL_LAYOUTS
 from torch.distributed import device_mesh as stock_module
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+import meshverse
+from helpers.versions import HAS_CANONICAL_LAYOUTS
 
 
 class Family(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from helpers.observation import Family
-from helpers.versions import UNFLATTENS_BY_NAME
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+from helpers.observation import Family
+from helpers.versions import UNFLATTENS_BY_NAME
 
 _NEW_NAMES = ("a", "b", "c", "d")
 _UNKNOWN = "nowhere"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helpers.observation import Family
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+from helpers.observation import Family
 
 
 @dataclass(frozen=True)

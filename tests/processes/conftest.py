@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from helpers.crew import Crew
 
 _HERE = Path(__file__).parent
