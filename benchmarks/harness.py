@@ -1,9 +1,13 @@
 """Paired measurement: two ways to do one thing, checked, interleaved in one run, and compared.
 
 Each repetition sets up and times both sides, each in a fake world of its own, in turn first and
-second; only the statement itself is timed, after one run to warm it, without garbage collection. The
-ratio reported is the median of the ratios of the repetitions, so what slows the machine for a while
-slows both sides.
+second. Only the statement itself is timed, after one run to warm it, without garbage collection.
+The ratio reported is the median of the ratios of the repetitions, so what slows the machine for a
+while slows both sides.
+
+The clock is the thread's processor time. Nothing that is timed here waits, so on a quiet machine
+it shows what a wall clock shows. On a busy one a wall clock would count the time of others, and
+more so for the slower side: its one run is interrupted where many of the faster one are not.
 """
 
 from __future__ import annotations
@@ -53,17 +57,24 @@ class Side:
         set_up: makes the action, within the world; not timed.
         world_size: ranks of the fake world.
         rank: the rank this process plays.
+        warm_up: makes an action that runs the same code, where `set_up` is not to warm itself.
     """
 
     label: str
     set_up: Callable[[], Action]
     world_size: int
     rank: int
+    warm_up: Callable[[], Action] | None = None
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What is to be reached: `at_least` so much faster than the baseline, or `at_most` so much slower."""
+    """What is to be reached.
+
+    Attributes:
+        at_least: so many times faster than the baseline; or
+        at_most: so many times its time.
+    """
 
     at_least: float | None = None
     at_most: float | None = None
@@ -160,13 +171,13 @@ def _time_ns(side: Side, loops: int) -> float:
     """Nanoseconds an operation takes. The world, with what the statement made, goes untimed."""
     gc.collect()
     with fake_world(side.world_size, side.rank):
-        # A first run of the same kind brings the code into the processor's caches: cold, a statement
-        # of microseconds takes ten times as long, whatever it does.
-        _timer(side.set_up()).timeit(1)
+        # A run of the same code brings it into the processor's caches: cold, a statement of
+        # microseconds takes ten times as long, whatever it does.
+        _timer((side.warm_up or side.set_up)()).timeit(1)
         action = side.set_up()
         return _timer(action).timeit(loops) / (loops * action.operations)
 
 
 def _timer(action: Action) -> timeit.Timer:
     # timeit puts the statement into a loop of its own, with no call around it to measure too.
-    return timeit.Timer(action.statement, timer=time.perf_counter_ns, globals=action.names)
+    return timeit.Timer(action.statement, timer=time.thread_time_ns, globals=action.names)

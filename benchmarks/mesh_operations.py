@@ -6,12 +6,22 @@ import itertools
 from typing import Any
 
 import torch.distributed as dist
-from harness import Action
 from torch.distributed import distributed_c10d as c10d
-from trainer_views import InitDeviceMesh, answers
 
-__all__ = ["compare_equal", "create", "create_own_groups", "flatten", "slice_again", "slice_first"]
-__all__ += ["unflatten_to_known_groups", "unflatten_to_new_groups"]
+from harness import Action
+from trainer_views import Degrees, InitDeviceMesh, answers, five_views
+
+__all__ = [
+    "build_views",
+    "compare_equal",
+    "create",
+    "create_own_groups",
+    "flatten",
+    "slice_again",
+    "slice_first",
+    "unflatten_to_known_groups",
+    "unflatten_to_new_groups",
+]
 
 Axes = dict[str, int]
 """Sizes of a mesh's axes by name, the rightmost varying fastest."""
@@ -31,17 +41,34 @@ def create(init: InitDeviceMesh, axes: Axes) -> Action:
     )
 
 
+def build_views(init: InitDeviceMesh, degrees: Degrees) -> Action:
+    """Build all views of a trainer, in a new world."""
+    names = {"five_views": five_views, "init": init, "degrees": degrees}
+
+    def answer() -> dict[str, Any]:
+        return {name: answers(view) for name, view in five_views(init, degrees).items()}
+
+    return Action("five_views(init, degrees)", names, answer)
+
+
 def create_own_groups(axis_ranks: list[list[int]]) -> Action:
     """Make process groups of these ranks by c10d's helper for the members of a group, nothing else.
 
     It is what any mesh must do at least: this rank's own group along each axis.
     """
     backend, store = c10d._world.pg_map[c10d._get_default_group()]
-    timeout, rank = c10d._get_default_timeout(backend), dist.get_rank()
+    timeout, rank = c10d._get_default_timeout(dist.Backend(backend)), dist.get_rank()
 
-    def make(ranks: list[int], name: str) -> Any:
+    def make(ranks: list[int], name: Any) -> Any:
         group, _ = c10d._new_process_group_helper(
-            len(ranks), ranks.index(rank), ranks, backend, store, name, timeout=timeout
+            len(ranks),
+            ranks.index(rank),
+            ranks,
+            backend,
+            store,
+            name,
+            timeout=timeout,
+            group_desc="mesh",
         )
         c10d._world.pg_group_ranks[group] = {one: index for index, one in enumerate(ranks)}
         return group
@@ -72,7 +99,7 @@ def slice_first(init: InitDeviceMesh, axes: Axes) -> Action:
     )
 
 
-def unflatten_to_new_groups(init: InitDeviceMesh, axes: Axes, split: str, into: Axes) -> Action:
+def unflatten_to_new_groups(init: InitDeviceMesh, axes: Axes, split: int, into: Axes) -> Action:
     """Split an axis; no axis like the new ones was there before."""
     mesh = _new_mesh(init, axes)
     arguments = (split, tuple(into.values()), tuple(into))
@@ -84,7 +111,7 @@ def unflatten_to_new_groups(init: InitDeviceMesh, axes: Axes, split: str, into: 
 
 
 def unflatten_to_known_groups(
-    init: InitDeviceMesh, axes: Axes, split: str, into: Axes, times: int
+    init: InitDeviceMesh, axes: Axes, split: int, into: Axes, times: int
 ) -> Action:
     """Split an axis as before, under other names: a new mesh on the same groups."""
     mesh = _new_mesh(init, axes)

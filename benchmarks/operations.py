@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.distributed import device_mesh as stock
+
 import mesh_operations as operations
 import meshverse
 from harness import Action, Bound, Comparison, Side, same_answer
 from reports import Quantity
-from torch.distributed import device_mesh as stock
 from trainer_views import Degrees, InitDeviceMesh, answers, count_process_groups, five_views
 from worlds import fake_world
 
@@ -23,6 +24,7 @@ _DEGREES = Degrees()
 _WORLD_SIZE = _DEGREES.world_size
 _RANK = 777
 _AXES = {"pp": 8, "dp": 8, "cp": 20, "tp": 8}
+_DATA_AXES = {"pp": 8, "batch": 160, "cp": 1, "tp": 8}
 _WORLD = {"world": _WORLD_SIZE}
 
 
@@ -53,12 +55,17 @@ def comparisons() -> list[Comparison]:
             100,
             operations.unflatten_to_new_groups,
             _WORLD,
-            "world",
+            0,
             _AXES,
         ),
         _unflatten_to_known_groups(),
-        _against_stock("flatten", 30, operations.flatten, _AXES, ("dp", "cp")),
+        _against_stock("flatten to a new group", 30, operations.flatten, _AXES, ("dp", "cp")),
+        # As a trainer does for its losses; without context parallelism, it is the group of `batch`.
+        _against_stock(
+            "flatten to a known group", 30, operations.flatten, _DATA_AXES, ("batch", "cp")
+        ),
         _against_stock("compare equal meshes", 150, operations.compare_equal, _AXES),
+        _against_stock("five views of one world", 100, operations.build_views, _DEGREES),
     ]
 
 
@@ -81,7 +88,7 @@ def _create_against_floor() -> Comparison:
 def _unflatten_to_known_groups() -> Comparison:
     def side(label: str, init: InitDeviceMesh, times: int) -> Side:
         unflatten = operations.unflatten_to_known_groups
-        return _side(label, partial(unflatten, init, _WORLD, "world", _AXES, times))
+        return _side(label, partial(unflatten, init, _WORLD, 0, _AXES, times))
 
     return Comparison(
         "unflatten to known groups",

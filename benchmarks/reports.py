@@ -12,8 +12,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import meshverse
 import torch
+
+import meshverse
 from harness import Result
 
 __all__ = ["Quantity", "Report"]
@@ -54,10 +55,6 @@ class Report:
     results: Sequence[Result]
     quantities: Sequence[Quantity]
 
-    @property
-    def is_met(self) -> bool:
-        return all(row.is_met for row in (*self.results, *self.quantities))
-
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / f"{self.name}.md").write_text(self.markdown())
@@ -65,8 +62,11 @@ class Report:
         self._save_plot(folder / f"{self.name}.svg")
 
     def markdown(self) -> str:
-        rows = [("operation", "baseline", "Meshverse", "ratio", "middle half", "reach", "met")]
-        rows += [_result_row(result) for result in self.results]
+        sides = (self._label("baseline"), self._label("subject"))
+        rows: list[tuple[str, ...]] = [
+            ("operation", *sides, "ratio", "middle half", "reach", "met")
+        ]
+        rows += [_result_row(result, sides) for result in self.results]
         rows += [_quantity_row(quantity) for quantity in self.quantities]
         table = [f"| {' | '.join(row)} |" for row in rows]
         table.insert(1, "|---" + "|---:" * 4 + "|---|---|")
@@ -102,19 +102,25 @@ class Report:
             "versions": f"Meshverse {meshverse.__version__}, torch {torch.__version__}, "
             f"Python {platform.python_version()}",
             "method": f"one rank of a fake world; {self.repetitions} repetitions of both sides in "
-            "turn; times and ratios are medians, the ratio that of the ratios of each repetition",
+            "turn; processor time; medians, the ratio's that of the repetitions' ratios",
         }
+
+    def _label(self, side: str) -> str:
+        """What all comparisons call their baseline or subject, or just that."""
+        labels = {getattr(result.comparison, side).label for result in self.results}
+        return labels.pop() if len(labels) == 1 else side
 
     def _save_plot(self, path: Path) -> None:
         from matplotlib import pyplot as plot
 
+        plot.rcParams["svg.fonttype"] = "none"  # text as text, not as outlines
         plot.rcParams["svg.hashsalt"] = self.name  # the same figures give the same file
         figure, axes = plot.subplots(figsize=(8, 0.6 * len(self.results) + 1))
         titles = [result.comparison.title for result in self.results]
         for offset, side in ((-0.2, "baseline_ns"), (0.2, "subject_ns")):
             times_us = [statistics.median(getattr(result, side)) / 1e3 for result in self.results]
             places = [index + offset for index in range(len(titles))]
-            label = "baseline" if side == "baseline_ns" else "Meshverse"
+            label = self._label(side.removesuffix("_ns"))
             bars = axes.barh(places, times_us, height=0.38, label=label)
             axes.bar_label(bars, [_time(time_us * 1e3) for time_us in times_us], padding=3)
         axes.set(xscale="log", xlabel="microseconds an operation", title=self.title)
@@ -126,12 +132,14 @@ class Report:
         plot.close(figure)
 
 
-def _result_row(result: Result) -> tuple[str, ...]:
+def _result_row(result: Result, headings: tuple[str, str]) -> tuple[str, ...]:
     comparison = result.comparison
+    baseline = comparison.baseline.label
+    whose = "" if baseline in headings else f" ({baseline})"
     low, _, high = statistics.quantiles(result.ratios, n=4)
     return (
         comparison.title,
-        f"{_time(statistics.median(result.baseline_ns))} ({comparison.baseline.label})",
+        _time(statistics.median(result.baseline_ns)) + whose,
         _time(statistics.median(result.subject_ns)),
         f"**{_ratio(result.ratio)}**",
         f"{_ratio(low)} to {_ratio(high)}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
