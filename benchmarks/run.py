@@ -12,10 +12,11 @@ sys.path.append(str(HERE.parent / "examples"))  # the trainer's recipe and the f
 
 import operations  # noqa: E402
 import scaling  # noqa: E402
+import training  # noqa: E402
 from harness import compare  # noqa: E402
 from reports import Report  # noqa: E402
 
-SUITES = {"operations": operations, "scaling": scaling}
+SUITES = {"operations": operations, "scaling": scaling, "training": training}
 
 
 def main() -> None:
@@ -36,9 +37,13 @@ def main() -> None:
 
 def run_suite(name: str, command: str, repetitions: int) -> Report:
     suite, results = SUITES[name], []
-    for comparison in suite.comparisons():
-        print(f"{name}: {comparison.title} ...", file=sys.stderr, flush=True)
-        results.append(compare(comparison, repetitions))
+    if hasattr(suite, "results"):  # measures in processes of its own
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results = suite.results(repetitions)
+    else:
+        for comparison in suite.comparisons():
+            print(f"{name}: {comparison.title} ...", file=sys.stderr, flush=True)
+            results.append(compare(comparison, repetitions))
     quantities = suite.quantities() if hasattr(suite, "quantities") else []
     return Report(name, suite.TITLE, command, repetitions, results, quantities)
 
