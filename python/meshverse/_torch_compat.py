@@ -34,6 +34,7 @@ __all__ = [
     "TorchLayout",
     "bound_to_device",
     "can_split",
+    "canonical_backend",
     "check_backend",
     "create_by_all",
     "create_by_members",
@@ -88,7 +89,6 @@ MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
 # What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
-    (c10d, "_get_default_group"),
     (c10d, "_get_default_timeout"),
     (c10d, "_new_process_group_helper"),
     (c10d, "_resolve_process_group"),
@@ -125,12 +125,17 @@ def require_supported_torch() -> None:
 
 def current_default_group() -> ProcessGroup | None:
     """The default process group of this thread, or None before `init_process_group`."""
-    return c10d._get_default_group() if dist.is_initialized() else None
+    return dist.GroupMember.WORLD
 
 
 def default_backend(group: ProcessGroup) -> str:
     """The backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
+
+
+def canonical_backend(backend: str) -> str:
+    """The backend as c10d spells it, in lower case."""
+    return str(dist.Backend(backend))
 
 
 def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
@@ -245,6 +250,7 @@ def needs_own_world_group(group: ProcessGroup) -> bool:
 
 def create_by_members(
     ranks: list[int],
+    default_group: ProcessGroup,
     *,
     backend: str,
     options: BackendOptions | None,
@@ -256,19 +262,19 @@ def create_by_members(
 
     Args:
         ranks: global ranks of the group, in group-rank order; mine among them.
+        default_group: the default process group, whose store the group uses.
         backend: backend string of the group.
         options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
         name: unique in the life of the default group, the same on all members.
         description: shown in c10d's logs.
     """
-    default_group = c10d._get_default_group()
     _, store = c10d._world.pg_map[default_group]
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(default_group.rank()),
         ranks,
-        dist.Backend(backend),
+        backend,
         store,
         name,  # type: ignore[arg-type]
         backend_options=options,

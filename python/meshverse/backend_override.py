@@ -130,7 +130,7 @@ class GroupOptions:
     def resolve(cls, override: Override, default_group: compat.ProcessGroup) -> GroupOptions:
         """Fill in what is not overridden: the default group's backend and timeout."""
         backend, options = override
-        backend = backend or compat.default_backend(default_group)
+        backend = compat.canonical_backend(backend or compat.default_backend(default_group))
         timeout = compat.options_timeout(options)
         if timeout is None:
             timeout = compat.default_timeout(backend, default_group)

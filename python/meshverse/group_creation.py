@@ -128,6 +128,7 @@ def _make_by_members(request: GroupRequest, position: int, world: World) -> comp
     ranks = groups.ranks_of(position)
     return compat.create_by_members(
         ranks if request.keeps_order else sorted(ranks),
+        world.default_group,
         backend=options.backend,
         options=options.options,
         timeout=options.timeout,

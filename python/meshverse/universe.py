@@ -67,6 +67,7 @@ class Universe:
         self.serial = next(_serials)
         self._groups = GroupCache()
         self._given_groups: list[Group] = []
+        self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
         _universes[self.serial] = self
 
@@ -123,18 +124,19 @@ class Universe:
                 "mesh.bind() on all its ranks, after init_process_group()."
             )
         _ = self.world.default_group  # raises if its life is over
-        if self._largest_rank >= self.world.size:
-            raise ValueError(
-                f"A mesh over {self.rank_map} names rank {self._largest_rank}, but the default "
-                f"process group has ranks 0 to {self.world.size - 1}. Build the mesh from ranks of "
-                "this world."
-            )
+        if not self._ranks_checked:
+            self._check_ranks(self.world.size)
         return self.world
 
-    @cached_property
-    def _largest_rank(self) -> int:
+    def _check_ranks(self, world_size: int) -> None:
         ranks = self.rank_map
-        return ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
+        largest = ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
+        if largest >= world_size:
+            raise ValueError(
+                f"A mesh over {ranks} names rank {largest}, but the default process group has "
+                f"ranks 0 to {world_size - 1}. Build the mesh from ranks of this world."
+            )
+        self._ranks_checked = True
 
     def _options(self, override: Override, world: World) -> GroupOptions:
         if override == NO_OVERRIDE:
