@@ -18,15 +18,11 @@ except ImportError as error:
         f"there. ({error})"
     ) from error
 
-from . import _torch_compat
-
-_torch_compat.require_supported_torch()
-
-from .device_mesh import DeviceMesh, init_device_mesh  # noqa: E402  (after the check of torch)
-from .dropin import install, installed, uninstall  # noqa: E402
-from .explain import Explanation, GroupExplanation  # noqa: E402
-from .saved_mesh import load_mesh, save_mesh  # noqa: E402
-from .universe import Universe  # noqa: E402
+from .device_mesh import DeviceMesh, init_device_mesh
+from .dropin import install, installed, uninstall
+from .explain import Explanation, GroupExplanation
+from .saved_mesh import load_mesh, save_mesh
+from .universe import Universe
 
 __version__ = _core.__version__
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from . import _core
 
 __all__ = [
+    "FLATTENED_ARE_APART",
     "HAS_PRESERVE_RANK_ORDER",
     "IGNORED_OPTION_FIELDS",
     "BackendOptions",
@@ -47,6 +48,7 @@ __all__ = [
     "hook_concatenate",
     "is_backend_options",
     "let_compile_know",
+    "live_options",
     "members_only_hazard",
     "needs_own_world_group",
     "options_timeout",
@@ -94,7 +96,6 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_resolve_process_group"),
     (c10d, "_world"),
     (stock_module, "_MeshLayout"),
-    (StockDeviceMesh, "_init_one_process_group"),
     (StockDeviceMesh, "_setup_world_group_and_device"),
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
@@ -118,6 +119,9 @@ def require_supported_torch() -> None:
             f"meshverse supports torch {_OLDEST} and newer, but torch {torch.__version__} lacks "
             f"{', '.join(missing)}. Install a supported torch, or a newer meshverse."
         )
+
+
+require_supported_torch()
 
 
 # --- the default process group -------------------------------------------------------------------
@@ -153,9 +157,7 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    devices = group._device_types
-    options = group._get_backend(devices[0]).options if devices else None
-    return getattr(options, "_timeout", None)  # the fake backend has no options
+    return options_timeout(live_options(group))  # the fake backend has no options
 
 
 def check_backend(backend: str) -> None:
@@ -220,6 +222,12 @@ def _uses_torchcomms() -> bool:
     return bool(getattr(torch.distributed.config, "use_torchcomms", False))
 
 
+def live_options(group: ProcessGroup) -> BackendOptions | None:
+    """The options the group's first backend was made with, if it has any."""
+    devices = group._device_types
+    return group._get_backend(devices[0]).options if devices else None
+
+
 def can_split(group: ProcessGroup, backend: str | None) -> bool:
     """Whether stock would split this default group for a new group of this backend."""
     device = torch.accelerator.current_accelerator()
@@ -232,7 +240,7 @@ def members_only_hazard(group: ProcessGroup, backend: str) -> str | None:
     """Why a group of this backend must be made by all ranks, or None if its members suffice."""
     if _uses_torchcomms():
         return "torchcomms"
-    if "mpi" in backend.split(","):
+    if "mpi" in (part.rpartition(":")[2] for part in backend.split(",")):
         return "MPI"
     if callable(getattr(group, "new_group", None)):
         return "the default group makes its own subgroups"
@@ -305,24 +313,49 @@ def create_by_split(
 
 
 def create_by_all(
-    axis: _core.AxisLayout,
-    rank_map: torch.Tensor,
+    all_ranks: list[list[int]],
     *,
-    axis_name: str,
-    backend: str | None,
+    backend: str,
     options: BackendOptions | None,
-    preserve_rank_order: bool,
+    timeout: timedelta | None,
+    keeps_order: bool,
+    description: str,
 ) -> ProcessGroup | None:
     """Create all groups of an axis as stock does, in a loop that every rank of the world runs.
 
+    Args:
+        all_ranks: global ranks of every group.
+        backend: backend string of the groups.
+        options: options object, or None.
+        timeout: of the groups' operations.
+        keeps_order: whether group ranks follow the order given, not ascending ranks.
+        description: shown in c10d's logs.
+
     Returns:
         My group, or None if this rank is in none of them.
+
+    Raises:
+        ValueError: the order is to be kept, and this torch sorts the ranks of a group.
     """
-    order = (preserve_rank_order,) if HAS_PRESERVE_RANK_ORDER else ()
-    name = StockDeviceMesh._init_one_process_group(
-        _to_torch_axis(axis), rank_map, axis_name, (backend, options), *order
-    )
-    return None if name is None else resolve_group(name)
+    order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
+    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"preserve_rank_order needs a newer torch than {torch.__version__} where all ranks "
+            "take part in making a group: this one sorts the ranks. Leave it out, or update torch."
+        )
+    mine = None
+    for ranks in all_ranks:
+        group = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            group_desc=description,
+            **order,
+        )
+        if isinstance(group, ProcessGroup):
+            mine = group
+    return mine
 
 
 # --- torch's layout classes ----------------------------------------------------------------------
@@ -330,6 +363,8 @@ def create_by_all(
 _MeshLayout: Any = stock_module._MeshLayout
 # 2.13 split the one layout class: `_FlatLayout` is an axis, `_MeshLayout` a tuple of axes.
 _FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
+# Before, a mesh made by flattening has another form, and is unequal to one made otherwise.
+FLATTENED_ARE_APART = _FlatLayout is None
 
 
 def _flat(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:

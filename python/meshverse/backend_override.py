@@ -117,6 +117,8 @@ class GroupOptions:
         options: my own copy of the options object, or None for the backend's defaults.
         timeout: of the group's operations; None where unknown.
         key: equal for equal backend, options, timeout and tag.
+        name_key: the key less the timeout, which c10d lets every rank choose by itself; so it may
+            not be in the name that all members have to agree on.
         override: what was asked for, as the user wrote it.
     """
 
@@ -124,6 +126,7 @@ class GroupOptions:
     options: compat.BackendOptions | None
     timeout: timedelta | None
     key: OptionsKey
+    name_key: OptionsKey
     override: Override
 
     @classmethod
@@ -134,18 +137,25 @@ class GroupOptions:
         timeout = compat.options_timeout(options)
         if timeout is None:
             timeout = compat.default_timeout(backend, default_group)
-        key = OptionsKey.of(backend, options, timeout=timeout, ignored=compat.IGNORED_OPTION_FIELDS)
-        return cls(backend, _own_copy(options), timeout, key, override)
+        # A split of the default group inherits its options where none are given.
+        said = options
+        if options is None and compat.can_split(default_group, override[0]):
+            said = compat.live_options(default_group)
+        ignored = compat.IGNORED_OPTION_FIELDS
+        key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
+        name_key = OptionsKey.of(backend, said, ignored=ignored)
+        return cls(backend, _own_copy(options), timeout, key, name_key, override)
 
     @classmethod
     def given(cls, group: compat.ProcessGroup) -> GroupOptions:
         """What is known of a group that the user made: its backend."""
         backend = compat.default_backend(group)
-        return cls(backend, None, None, OptionsKey.of(backend), NO_OVERRIDE)
+        key = OptionsKey.of(backend)
+        return cls(backend, None, None, key, key, NO_OVERRIDE)
 
     def with_tag(self, tag: str) -> GroupOptions:
         """The same options for a group of its own, shared only under the same tag."""
-        return replace(self, key=self.key.with_tag(tag))
+        return replace(self, key=self.key.with_tag(tag), name_key=self.name_key.with_tag(tag))
 
 
 def _own_copy(options: compat.BackendOptions | None) -> compat.BackendOptions | None:

@@ -30,12 +30,15 @@ class MeshDescription(NamedTuple):
         layout: the axis layouts, over positions of the universe's rank map.
         axis_names: one an axis, or None.
         preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
+        flattened: whether it was made by flattening, on a torch where that makes it unequal to
+            meshes made otherwise (before 2.13).
     """
 
     device_type: str
     layout: Layout
     axis_names: AxisNames | None
     preserve_rank_order: bool = False
+    flattened: bool = False
 
 
 def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
@@ -156,7 +159,7 @@ def unflatten_axis(
     layout = mesh.layout.splice(index, index + 1, new_axes)
     all_names = (*mesh.axis_names[:index], *names, *mesh.axis_names[index + 1 :])
     return new_axes, mesh._replace(
-        layout=layout, axis_names=check_axis_names(all_names, len(layout))
+        layout=layout, axis_names=check_axis_names(all_names, len(layout)), flattened=False
     )
 
 
@@ -181,4 +184,4 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
             f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
             "share positions."
         )
-    return meshes[0]._replace(layout=layout, axis_names=names)
+    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False)

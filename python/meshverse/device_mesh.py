@@ -225,7 +225,9 @@ class DeviceMesh(MeshBase):
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis)
         if known is None:
-            description = self._description._replace(layout=Layout([axis]), axis_names=(name,))
+            description = self._description._replace(
+                layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
+            )
             override = normalize_override(backend_override)
             group_names = self._group_names_for(description.layout, (name,), (override,))
             known = self._in_universe(self._universe, description, group_names)
@@ -294,6 +296,8 @@ class DeviceMesh(MeshBase):
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
                 )
+            if mesh._universe is not first._universe:  # its groups are looked up in the first's
+                first._universe.process_groups.update(mesh._universe.process_groups)
         description = concatenate([mesh._description for mesh in meshes])
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         return first._in_universe(first._universe, description, _joined_group_names(axes))
@@ -309,12 +313,18 @@ class DeviceMesh(MeshBase):
             RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
             KeyError: no such name.
         """
+        if not torch.compiler.is_compiling():  # which traces stock's method
+            self._check_groups()
+        return super().get_group(mesh_dim)
+
+    def _check_groups(self) -> None:
         if not self.has_groups:
             raise RuntimeError(
                 f"DeviceMesh process groups not initialized! {self} was made or loaded without "
                 "them. After init_process_group(), call mesh.bind() on all its ranks."
             )
-        return super().get_group(mesh_dim)
+        if self._universe.world is not None:
+            _ = self._universe.world.default_group  # raises if its life is over
 
     def bind(self, universe: Universe | None = None) -> DeviceMesh:
         """Give a mesh that was loaded without process groups those of a universe.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
 from .backend_override import GroupOptions
-from .rank_views import rank_views
 from .world import World
 
 __all__ = ["Group", "GroupRequest", "make_group"]
@@ -87,7 +86,7 @@ def make_group(request: GroupRequest, world: World) -> Group:
         return Group(request, group_name, "the default group", created=False)
 
     group: compat.ProcessGroup | None
-    if world.can_split(request.options.override[0]):
+    if world.can_split(request.options.override[0]) and not request.keeps_order:
         group, how = _split(request), "split off the default group"
     elif hazard := world.members_only_hazard(request.options.backend):
         group, how = _make_by_all(request), f"made by all ranks ({hazard})"
@@ -112,19 +111,19 @@ def _split(request: GroupRequest) -> compat.ProcessGroup | None:
 
 def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     return compat.create_by_all(
-        request.axis,
-        rank_views(request.rank_map).tensor,
-        axis_name=request.axis_name,
-        backend=request.options.override[0],
+        RankGroups(request.axis, request.rank_map).all().tolist(),
+        backend=request.options.backend,
         options=request.options.options,
-        preserve_rank_order=request.keeps_order,
+        timeout=request.options.timeout,
+        keeps_order=request.keeps_order,
+        description=f"mesh_{request.axis_name}",
     )
 
 
 def _make_by_members(request: GroupRequest, position: int, world: World) -> compat.ProcessGroup:
     options = request.options
     groups = RankGroups(request.axis, request.rank_map)
-    identity = groups.fingerprint_of(position, salt=options.key.digest)
+    identity = groups.fingerprint_of(position, salt=options.name_key.digest)
     ranks = groups.ranks_of(position)
     return compat.create_by_members(
         ranks if request.keeps_order else sorted(ranks),

@@ -63,6 +63,11 @@ class MeshBase(StockDeviceMesh):
         return cast("Self", universe.intern(mesh))
 
     @property
+    def description(self) -> MeshDescription:
+        """What this mesh is, apart from its universe and its process groups."""
+        return self._description
+
+    @property
     def has_groups(self) -> bool:
         """Whether process groups were made for this mesh; they are empty outside of it."""
         return hasattr(self, "_dim_group_names")
@@ -128,8 +133,7 @@ class MeshBase(StockDeviceMesh):
     # Class attributes of stock's that are annotated as writable; torch does not write these.
     @cached_property
     def _layout(self) -> compat.TorchLayout:  # type: ignore[override]
-        is_flattened = any(mesh is self for mesh in self._root()._flatten_mapping.values())
-        return compat.to_torch_layout(self.layout, flattened=is_flattened)
+        return compat.to_torch_layout(self.layout, flattened=self._description.flattened)
 
     @cached_property
     def _rank_map(self) -> torch.Tensor:  # type: ignore[override]

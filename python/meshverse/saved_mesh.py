@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from . import _torch_compat as compat
 from ._core import AxisLayout, Layout, RankMap
 from .derivation import MeshDescription
 from .device_mesh import DeviceMesh
@@ -79,6 +80,7 @@ def _describe(mesh: MeshBase) -> dict[str, Any]:
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],
         "names": mesh.mesh_dim_names,
         "preserve_rank_order": mesh._preserve_rank_order,
+        "flattened": mesh._description.flattened,
         # One an axis; none on a rank outside the mesh, and for a mesh without groups.
         "keys": [mesh.universe.key_digest(*pair) for pair in zip(mesh.layout, names, strict=False)],
     }
@@ -87,7 +89,11 @@ def _describe(mesh: MeshBase) -> dict[str, Any]:
 def _rebuild(saved: dict[str, Any], universe: Universe) -> DeviceMesh:
     layout = Layout([AxisLayout(sizes, strides) for sizes, strides in saved["axes"]])
     description = MeshDescription(
-        saved["device_type"], layout, saved["names"], saved["preserve_rank_order"]
+        saved["device_type"],
+        layout,
+        saved["names"],
+        saved["preserve_rank_order"],
+        saved["flattened"] and compat.FLATTENED_ARE_APART,
     )
     return DeviceMesh._in_universe(universe, description, _known_names(saved, layout, universe))
 

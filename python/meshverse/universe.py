@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -39,7 +38,7 @@ class Universe:
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         root: the first mesh made in this universe, which every other mesh here calls its root.
-        serial: number of this universe in the order this process made them.
+        serial: how many universes of these ranks were made in this world before.
     """
 
     def __init__(
@@ -64,12 +63,14 @@ class Universe:
         self.thread_id = None if self.world is None else self.world.thread_id
         self.process_groups: dict[str, compat.ProcessGroup] = {}
         self.root: MeshBase | None = None
-        self.serial = next(_serials)
+        ordinals = _ordinals if self.world is None else self.world.ordinals
+        ranks = rank_map.fingerprint
+        self.serial = ordinals[ranks] = ordinals.get(ranks, -1) + 1
         self._groups = GroupCache()
         self._given_groups: list[Group] = []
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
-        _universes[self.serial] = self
+        _universes.add(self)
 
     # --- ranks ----------------------------------------------------------------------------------
 
@@ -215,18 +216,17 @@ class Universe:
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
         """The group of an axis with this options key, if there is one already. O(groups)."""
-        for group in [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]:
-            request = group.request
-            if request.options.key.digest == key_digest and request.axis in (axis, axis.sorted()):
-                return group  # type: ignore[no-any-return]
-        return None
+        groups = self._groups_along(axis)
+        return next((g for g in groups if g.request.options.key.digest == key_digest), None)
 
     def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
         """Digest of the options key of the group with this name along an axis; None if unknown."""
-        for group in [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]:
-            if group.name == group_name and group.request.axis in (axis, axis.sorted()):
-                return group.request.options.key.digest  # type: ignore[no-any-return]
-        return None
+        groups = self._groups_along(axis)
+        return next((g.request.options.key.digest for g in groups if g.name == group_name), None)
+
+    def _groups_along(self, axis: AxisLayout) -> list[Group]:
+        groups = [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]
+        return [group for group in groups if group.request.axis in (axis, axis.sorted())]
 
     # --- meshes ---------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Universe:
         """Give the meshes here that have no process groups those of a universe, this or another.
 
         They move into the target, onto the groups it has, and new ones with default options for
-        axes it has none for. So all ranks of the meshes call this.
+        axes it has none for. So all ranks of the meshes call this, with the same meshes loaded.
 
         Raises:
             RuntimeError: no mesh here lacks process groups.
@@ -257,9 +257,10 @@ class Universe:
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."
             )
-        for key, mesh in bare.items():
-            del self._meshes[key]
+        # In an order that all ranks share, whatever order they loaded the meshes in.
+        for key, mesh in sorted(bare.items(), key=lambda item: str(item[1].description)):
             mesh.join(target)
+            del self._meshes[key]
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
@@ -267,7 +268,7 @@ class Universe:
         world = World.current()
         candidates = [
             universe
-            for universe in list(_universes.values())
+            for universe in list(_universes)
             if universe.rank_map == rank_map and universe.world is world
         ]
         exact = (universe for universe in candidates if universe.serial == serial)
@@ -277,6 +278,7 @@ class Universe:
         return f"Universe({self.rank_map}, {len(self._groups)} groups, {len(self._meshes)} meshes)"
 
 
-# Universes alive, by serial: a mesh that is loaded finds the one it was saved from here.
-_universes: weakref.WeakValueDictionary[int, Universe] = weakref.WeakValueDictionary()
-_serials = itertools.count()
+# Universes alive: a mesh that is loaded finds the one it was saved from here.
+_universes: weakref.WeakSet[Universe] = weakref.WeakSet()
+# Number of the last universe of each rank map, by fingerprint, where there was no world.
+_ordinals: dict[str, int] = {}

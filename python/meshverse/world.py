@@ -21,6 +21,7 @@ class World:
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
+        ordinals: number of the last universe of each rank map, by the map's fingerprint.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
     """
 
@@ -29,6 +30,7 @@ class World:
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
+        self.ordinals: dict[str, int] = {}
         self._names_made: dict[str, int] = {}
         self._names_lock = threading.Lock()  # protects _names_made
         self._can_split: dict[str | None, bool] = {}
