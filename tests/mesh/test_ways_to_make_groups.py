@@ -1,0 +1,67 @@
+"""When the members of a group may make it by themselves, and what happens when they may not."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from helpers.worlds import fake_world
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse import _torch_compat as compat
+
+_AXES = ("dp", "tp")
+
+
+@pytest.mark.parametrize("backend", ["mpi", "cpu:mpi,cuda:nccl", "cuda:nccl,cpu:mpi"])
+def test_mpi_needs_all_ranks(world, backend: str) -> None:
+    assert compat.members_only_hazard(dist.group.WORLD, backend) == "MPI"
+
+
+def test_members_suffice_otherwise(world) -> None:
+    for backend in ("gloo", "fake", "cpu:gloo,cuda:nccl"):
+        assert compat.members_only_hazard(dist.group.WORLD, backend) is None
+
+
+def test_the_barrier_variable_needs_all_ranks(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    hazard = compat.members_only_hazard(dist.group.WORLD, "gloo")
+    assert hazard == "TORCH_DIST_INIT_BARRIER=1"
+
+
+def test_a_mesh_of_an_ended_world_gives_no_group_of_the_next() -> None:
+    with fake_world(8, 3):
+        old = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    with fake_world(8, 3):
+        new = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+        assert new.get_group("tp").group_name == old._dim_group_names[1], "the names repeat"
+        with pytest.raises(RuntimeError, match=r"gone \(there is another one now\).*Make the mesh"):
+            old.get_group("tp")
+
+
+def test_concatenating_meshes_of_two_universes_keeps_all_groups_at_hand(world) -> None:
+    one, other = (init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES) for _ in range(2))
+    joined = DeviceMesh._concatenate([one["dp"], other["tp"]])
+    assert set(joined._dim_group_names) <= set(joined._pg_registry)
+    assert joined.get_group("tp") is other.get_group("tp")
+
+
+def test_a_loaded_mesh_finds_its_universe_whatever_other_meshes_were_made() -> None:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        first = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+        DeviceMesh("cpu", [0, 3], mesh_dim_names=("part",))
+        first._get_all_submeshes("dp")
+        second = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+        assert (first.universe.serial, second.universe.serial) == (0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_inherited_timeout_is_no_part_of_a_name(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    options = mesh.universe.world.default_options
+    assert options.key.timeout == timedelta(minutes=30)
+    assert options.name_key.timeout is None
