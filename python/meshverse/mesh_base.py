@@ -187,6 +187,7 @@ class MeshBase(StockDeviceMesh):
             description.axis_names,
             description.preserve_rank_order,
             self._thread_id,
+            self._universe.token is None,  # a decoupled mesh equals no other
         )
 
     # --- comparison ----------------------------------------------------------------------------

@@ -56,6 +56,8 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
     """
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
+    if type(ranks) is not torch.Tensor:  # one per simulated rank, all alike, in LocalTensor mode
+        return RankMap.from_ranks(ranks.tolist())
     with compat.untraced():
         return _rank_map_at(ranks.detach().to("cpu", torch.int64).contiguous())
 
