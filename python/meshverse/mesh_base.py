@@ -39,7 +39,7 @@ class MeshBase(StockDeviceMesh):
         self._universe = universe
         self._rank = universe.rank
         self._thread_id = universe.thread_id
-        self._root_mesh = universe.root
+        self._root_mesh = None if universe.root is self else universe.root
         self._pg_registry = universe.process_groups
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
@@ -84,11 +84,8 @@ class MeshBase(StockDeviceMesh):
         names = self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
         overrides = (NO_OVERRIDE,) * len(self.layout)
         self._dim_group_names = self._group_names_for(self.layout, names, overrides)
-        for lazy in (
-            "_coordinate_on_dim",
-            "mesh",
-            "compile_guard",
-        ):  # may depend on this process's rank
+        # What may have been read already, and depends on this process's rank or universe.
+        for lazy in ("_coordinate_on_dim", "mesh", "compile_guard"):
             self.__dict__.pop(lazy, None)
         universe.intern(self)
 
