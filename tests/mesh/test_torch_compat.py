@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
+from pathlib import Path
 
 import pytest
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat import private_names as compat
 
 _MODULES = {"c10d": compat.c10d, "stock_module": compat.stock_module}
 _OWNERS = {**_MODULES, "StockDeviceMesh": compat.StockDeviceMesh}
@@ -15,10 +15,11 @@ _OWNERS = {**_MODULES, "StockDeviceMesh": compat.StockDeviceMesh}
 
 def _private_names_used() -> set[tuple[str, str]]:
     """(owner, name) of every private attribute of a module or class of torch in the source."""
-    tree = ast.parse(inspect.getsource(compat))
+    sources = Path(compat.__file__).parent.glob("*.py")
     return {
         (node.value.id, node.attr)
-        for node in ast.walk(tree)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in _OWNERS

@@ -1,0 +1,77 @@
+"""Every torch-private name Meshverse relies on, with the versions it is for.
+
+No other file of the package touches a private name of torch. What is public is imported from torch
+where it is used. Importing this checks that this torch has all that is listed in `private_names`.
+"""
+
+from __future__ import annotations
+
+from .creation import create_by_all, create_by_members, create_by_split
+from .groups import (
+    IGNORED_OPTION_FIELDS,
+    bound_to_device,
+    can_split,
+    canonical_backend,
+    check_backend,
+    current_default_group,
+    default_backend,
+    default_timeout,
+    is_backend_options,
+    live_options,
+    members_only_hazard,
+    needs_own_world_group,
+    options_timeout,
+    resolve_group,
+    set_up_device,
+    thread_id,
+)
+from .layouts import (
+    FLATTENED_ARE_APART,
+    equals_stock,
+    from_torch_layout,
+    to_torch_layout,
+)
+from .private_names import (
+    HAS_PRESERVE_RANK_ORDER,
+    BackendOptions,
+    ProcessGroup,
+    StockDeviceMesh,
+    TorchLayout,
+)
+from .tracing import hook_concatenate, let_compile_know, real_mesh, stock_concatenate, untraced
+
+__all__ = [
+    "FLATTENED_ARE_APART",
+    "HAS_PRESERVE_RANK_ORDER",
+    "IGNORED_OPTION_FIELDS",
+    "BackendOptions",
+    "ProcessGroup",
+    "StockDeviceMesh",
+    "TorchLayout",
+    "bound_to_device",
+    "can_split",
+    "canonical_backend",
+    "check_backend",
+    "create_by_all",
+    "create_by_members",
+    "create_by_split",
+    "current_default_group",
+    "default_backend",
+    "default_timeout",
+    "equals_stock",
+    "from_torch_layout",
+    "hook_concatenate",
+    "is_backend_options",
+    "let_compile_know",
+    "live_options",
+    "members_only_hazard",
+    "needs_own_world_group",
+    "options_timeout",
+    "real_mesh",
+    "resolve_group",
+    "set_up_device",
+    "stock_concatenate",
+    "thread_id",
+    "to_torch_layout",
+    "untraced",
+]

@@ -1,0 +1,157 @@
+"""The default process group, and what process groups and their options say of themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d
+
+# Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
+# options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
+IGNORED_OPTION_FIELDS = frozenset(
+    {
+        "_timeout",
+        "backend",
+        "global_ranks_in_group",
+        "group_name",
+        "split_color",
+        "split_from",
+    }
+)
+
+
+# --- the default process group -------------------------------------------------------------------
+
+
+def current_default_group() -> ProcessGroup | None:
+    """The default process group of this thread, or None before `init_process_group`."""
+    return dist.GroupMember.WORLD
+
+
+def default_backend(group: ProcessGroup) -> str:
+    """The backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    return str(c10d._world.pg_map[group][0])
+
+
+def canonical_backend(backend: str) -> str:
+    """The backend as c10d spells it, in lower case."""
+    return str(dist.Backend(backend))
+
+
+def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
+    """What a group of this backend gets when no timeout is asked for.
+
+    The timeout the user gave `init_process_group`, if it is not c10d's default there; stock forgets
+    it. Otherwise c10d's default for the backend.
+    """
+    usual = c10d._get_default_timeout
+    default_name = default_backend(default_group)
+    given = _timeout_of(default_group)
+    if given is not None and given != usual(dist.Backend(default_name)):
+        return given
+    return usual(dist.Backend(backend))
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    return options_timeout(live_options(group))  # the fake backend has no options
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError if c10d knows no such backend, before anything is created.
+
+    Args:
+        backend: a name ("gloo") or a list for devices ("cpu:gloo,cuda:nccl").
+    """
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
+            raise ValueError(
+                f"Unknown backend {name!r} in {backend!r}: torch.distributed knows {known}. "
+                "Use one of these, or register yours with torch.distributed.Backend."
+                "register_backend first."
+            )
+
+
+def thread_id() -> int | None:
+    """This thread's id under torch's threaded test backend, whose ranks are threads; else None."""
+    threaded = dist.is_initialized() and dist.get_backend() == "threaded"
+    return threading.get_ident() if threaded else None
+
+
+def set_up_device(mesh: StockDeviceMesh) -> None:
+    """Start the default group if there is none, and choose this rank's device, as stock does.
+
+    Raises:
+        RuntimeError: the mesh is larger than the world.
+    """
+    mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
+
+
+def resolve_group(name: str) -> ProcessGroup:
+    """The live process group registered under this name; RuntimeError if there is none."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def is_backend_options(value: object) -> bool:
+    """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
+    return isinstance(value, torch._C._distributed_c10d.Backend.Options)
+
+
+def options_timeout(options: BackendOptions | None) -> timedelta | None:
+    """The timeout an options object carries, or None if it carries none."""
+    return getattr(options, "_timeout", None)
+
+
+# --- how a group comes to be ---------------------------------------------------------------------
+
+
+def bound_to_device(group: ProcessGroup) -> bool:
+    """Whether the group was initialised eagerly, with its device bound (`device_id=`)."""
+    return getattr(group, "bound_device_id", None) is not None
+
+
+def _uses_torchcomms() -> bool:
+    return bool(getattr(torch.distributed.config, "use_torchcomms", False))
+
+
+def live_options(group: ProcessGroup) -> BackendOptions | None:
+    """The options the group's first backend was made with, if it has any."""
+    devices = group._device_types
+    return group._get_backend(devices[0]).options if devices else None
+
+
+def can_split(group: ProcessGroup, backend: str | None) -> bool:
+    """Whether stock would split this default group for a new group of this backend."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not bound_to_device(group) or not torch.accelerator.is_available():
+        return False
+    return backend is None or bool(group._get_backend(device).name() == backend)
+
+
+def members_only_hazard(group: ProcessGroup, backend: str) -> str | None:
+    """Why a group of this backend must be made by all ranks, or None if its members suffice."""
+    if _uses_torchcomms():
+        return "torchcomms"
+    if "mpi" in (part.rpartition(":")[2] for part in backend.split(",")):
+        return "MPI"
+    if callable(getattr(group, "new_group", None)):
+        return "the default group makes its own subgroups"
+    if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
+        return "TORCH_DIST_INIT_BARRIER=1"
+    if bound_to_device(group):
+        return "the default group is bound to a device and the backend differs"
+    return None
+
+
+def needs_own_world_group(group: ProcessGroup) -> bool:
+    """Whether stock makes a new group for an axis over the whole world, rather than reuse it."""
+    return torch.cuda.is_available() and dist.get_backend(group) == "gloo"

@@ -1,0 +1,76 @@
+"""torch's layout classes, whose form depends on the version, to and from ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshverse import _core
+
+from .private_names import HAS_PRESERVE_RANK_ORDER, StockDeviceMesh, TorchLayout, stock_module
+
+_MeshLayout: Any = stock_module._MeshLayout
+# 2.13 split the one layout class: `_FlatLayout` is an axis, `_MeshLayout` a tuple of axes.
+_FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
+# Before, a mesh made by flattening has another form, and is unequal to one made otherwise.
+FLATTENED_ARE_APART = _FlatLayout is None
+
+
+def _flat(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    # Ours are canonical already, so the constructor's own coalescing (10 us an axis) is skipped.
+    axis = object.__new__(_FlatLayout)
+    object.__setattr__(axis, "shape", sizes)
+    object.__setattr__(axis, "stride", strides)
+    return axis
+
+
+def _unnested(values: tuple[int, ...], one_point: int) -> int | tuple[int, ...]:
+    return one_point if not values else values[0] if len(values) == 1 else values
+
+
+def _to_torch_axis(axis: _core.AxisLayout) -> Any:
+    if _FlatLayout is not None:
+        return _flat(axis.sizes, axis.strides)
+    return _MeshLayout(_unnested(axis.sizes, 1), _unnested(axis.strides, 1))
+
+
+def to_torch_layout(layout: _core.Layout, *, flattened: bool) -> TorchLayout:
+    """torch's form of a layout, equal to the one stock torch builds for the same mesh.
+
+    Args:
+        layout: ours.
+        flattened: whether the mesh was made by flattening; 2.11 and 2.12 write those differently.
+    """
+    if _FlatLayout is not None:
+        return _MeshLayout([_flat(axis.sizes, axis.strides) for axis in layout])
+    if flattened and len(layout[0].sizes) < 2:
+        return _to_torch_axis(layout[0])
+    # 2.11 and 2.12 keep the stride of a size-1 axis, which ours do not: we give the stride it has
+    # in a root mesh, row-major over what follows.
+    strides: list[int | tuple[int, ...]] = []
+    following = 1
+    for axis in reversed(layout.axes):
+        strides.append(_unnested(axis.strides, following))
+        following = axis.sizes[0] * axis.strides[0] if axis.sizes else following
+    sizes = tuple(_unnested(axis.sizes, 1) for axis in layout)
+    return _MeshLayout(sizes, tuple(reversed(strides)))
+
+
+def from_torch_layout(layout: TorchLayout) -> _core.Layout:
+    """Our form of a layout of torch's."""
+    if _FlatLayout is not None:
+        return _core.Layout([_core.AxisLayout(axis.shape, axis.stride) for axis in layout])
+    axes = [layout[i] for i in range(len(layout))]
+    flat = [list(axis.sizes_and_strides) for axis in axes]
+    return _core.Layout(
+        [_core.AxisLayout([m[0] for m in modes], [m[1] for m in modes]) for modes in flat]
+    )
+
+
+def equals_stock(mesh: StockDeviceMesh, stock: Any, layout: _core.Layout) -> bool:
+    """Whether a mesh of ours, with this layout, is the same as a stock mesh. O(world)."""
+    fields = ["_flatten_rank_map", "_device_type", "_mesh_dim_names", "_thread_id"]
+    if HAS_PRESERVE_RANK_ORDER:
+        fields.append("_preserve_rank_order")
+    return from_torch_layout(stock._layout) == layout and all(
+        getattr(mesh, field) == getattr(stock, field) for field in fields
+    )

@@ -1,0 +1,80 @@
+"""Which versions of torch are supported, and every private name of torch that we rely on.
+
+Each name was checked on torch 2.11 to 2.15. `require_supported_torch` runs at import, before the
+rest of this package uses one, so a torch that moved one fails there, with one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh as stock_module
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+__all__ = [
+    "HAS_PRESERVE_RANK_ORDER",
+    "MESHES_ARE_OPAQUE",
+    "BackendOptions",
+    "ProcessGroup",
+    "StockDeviceMesh",
+    "TorchLayout",
+    "c10d",
+    "require_supported_torch",
+    "stock_module",
+]
+
+ProcessGroup: TypeAlias = dist.ProcessGroup
+BackendOptions: TypeAlias = Any
+"""An options object of some backend, such as `ProcessGroupNCCL.Options`; read by reflection."""
+TorchLayout: TypeAlias = Any
+"""torch's own layout of a mesh: `_MeshLayout`, whose form depends on the version."""
+
+_OLDEST = "2.11"
+
+
+# 2.15 gave DeviceMesh `preserve_rank_order`; before, stock sorts the ranks of every group.
+HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDeviceMesh).parameters
+
+# From 2.12 on, meshes are opaque types to torch.compile; before, DeviceMesh has no metaclass.
+MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
+
+# What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
+_PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
+    (c10d, "_get_default_timeout"),
+    (c10d, "_new_process_group_helper"),
+    (c10d, "_resolve_process_group"),
+    (c10d, "_world"),
+    (stock_module, "_MeshLayout"),
+    (StockDeviceMesh, "_setup_world_group_and_device"),
+    (StockDeviceMesh, "_concatenate"),
+    (StockDeviceMesh, "_create_flatten_mesh"),
+    (StockDeviceMesh, "_get_root_mesh"),
+)
+_PRIVATE_NAMES_SINCE_2_12 = ((stock_module, "_register_distributed_opaque_types"),)
+
+
+def require_supported_torch() -> None:
+    """Raise ImportError with one clear sentence if this torch lacks a name we rely on."""
+    if not dist.is_available():
+        raise ImportError("meshverse needs a torch built with torch.distributed; this one is not.")
+    names = _PRIVATE_NAMES + (_PRIVATE_NAMES_SINCE_2_12 if MESHES_ARE_OPAQUE else ())
+    missing = [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, name in names
+        if not hasattr(owner, name)
+    ]
+    if missing:
+        raise ImportError(
+            f"meshverse supports torch {_OLDEST} and newer, but torch {torch.__version__} lacks "
+            f"{', '.join(missing)}. Install a supported torch, or a newer meshverse."
+        )
+
+
+require_supported_torch()
+
+
+require_supported_torch()

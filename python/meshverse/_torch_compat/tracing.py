@@ -1,0 +1,79 @@
+"""torch.compile's and torch's own view of our meshes, and shelter from its modes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .private_names import MESHES_ARE_OPAQUE, StockDeviceMesh, stock_module
+
+# As it was before `hook_concatenate`.
+stock_concatenate = StockDeviceMesh._concatenate
+
+
+def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
+    """Make torch.compile treat a subclass of the stock mesh as a mesh, with a guard of its own.
+
+    From 2.12, meshes are opaque types, looked up along the MRO. The subclass gets an entry like
+    stock's, under stock's name in op schemas, but with this guard. 2.11 asks whether a value is of
+    the stock class itself, in one place; the import of Dynamo (0.8 s) is for 2.11 only.
+
+    Args:
+        mesh_class: our class.
+        guard: gives the values of a mesh that must stay equal for a compiled graph to be used.
+    """
+    if not MESHES_ARE_OPAQUE:
+        from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
+            DeviceMeshVariable,
+        )
+
+        DeviceMeshVariable.is_device_mesh = staticmethod(
+            lambda value: isinstance(value, StockDeviceMesh)
+        )
+        return
+    from torch._library import opaque_object
+
+    stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
+    known = opaque_object._OPAQUE_TYPES
+    known[mesh_class] = dataclasses.replace(known[StockDeviceMesh], guard_fn=guard)
+
+
+def hook_concatenate(
+    mesh_class: type[StockDeviceMesh], ours: Callable[[Sequence[Any]], StockDeviceMesh]
+) -> None:
+    """Have `DeviceMesh._concatenate`, which FSDP2 calls by the stock name, use ours for our meshes.
+
+    Args:
+        mesh_class: our class.
+        ours: concatenates meshes of which the first is ours.
+    """
+
+    @functools.wraps(stock_concatenate)
+    def concatenate(device_mesh_list: list[StockDeviceMesh]) -> StockDeviceMesh:
+        is_ours = bool(device_mesh_list) and isinstance(device_mesh_list[0], mesh_class)
+        return (ours if is_ours else stock_concatenate)(device_mesh_list)
+
+    StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
+
+
+def real_mesh(value: object) -> Any:
+    """The mesh inside one of torch.compile's stand-ins (`FakeScriptObject`), or the value."""
+    return getattr(value, "real_obj", value)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Make real CPU tensors inside, whatever fake or proxy mode or default device is active."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with (
+        torch._subclasses.fake_tensor.unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+        torch.device("cpu"),
+    ):
+        yield
