@@ -1,6 +1,7 @@
 // One entry for every (axis layout, options key), computed once however many threads ask.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -43,7 +44,8 @@ struct GroupCacheCounts {
 };
 
 // Nothing is ever evicted: making a group is collective, so a rank that forgot one by itself would
-// make it again alone and hang. Nothing is kept of a failure, for the same reason.
+// make it again alone and hang. Entries go only when they are told to (`remove`, `clear`). Nothing
+// is kept of a failure, for the same reason.
 //
 // `Entry` is a handle that copies cheaply, without calling back. `WhileWaiting` lives as long as a
 // wait for another thread, and is destroyed after the cache's lock is released: it is the place to
@@ -106,6 +108,18 @@ class GroupCache {
   std::size_t size() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return created_.size();
+  }
+
+  // Forgets the entry of `key`; false where there is none, or it is still being made.
+  bool remove(const GroupKey& key) {
+    std::shared_ptr<Slot> slot;  // destroyed after the lock is released, as in clear()
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = slots_.find(key);
+    if (found == slots_.end() || found->second->state != State::kReady) return false;
+    slot = found->second;
+    slots_.erase(found);
+    created_.erase(std::find(created_.begin(), created_.end(), slot));
+    return true;
   }
 
   // Forgets every entry. One that is being made meanwhile goes to its maker, and is not kept.

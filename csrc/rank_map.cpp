@@ -160,6 +160,13 @@ std::optional<std::int64_t> RankMap::position_of(std::int64_t rank) const {
   return holds ? std::optional<std::int64_t>(position) : std::nullopt;
 }
 
+RankMap::Ptr RankMap::sorted() const {
+  if (is_identity()) return identity(size_);
+  Integers ranks = ranks_;
+  std::sort(ranks.begin(), ranks.end());
+  return from_ranks(std::move(ranks));
+}
+
 RankArray RankMap::ranks() const {
   std::int64_t largest = size_ - 1;
   if (!is_identity()) largest = *std::max_element(ranks_.begin(), ranks_.end());

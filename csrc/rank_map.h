@@ -36,6 +36,9 @@ class RankMap {
   // The position that holds this global rank, if any. O(1) for the identity, else O(log size).
   std::optional<std::int64_t> position_of(std::int64_t rank) const;
 
+  // The same ranks in ascending order: what maps over one set of ranks have in common.
+  Ptr sorted() const;
+
   // Every rank by position, as int32; std::invalid_argument where one does not fit.
   RankArray ranks() const;
 

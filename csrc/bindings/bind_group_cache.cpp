@@ -87,6 +87,13 @@ Raises:
           },
           "axis"_a, "key"_a, "The entry of ``(axis, key)``, or None where there is none yet.")
       .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
+      .def(
+          "remove",
+          [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key) {
+            return self.remove({axis, key});
+          },
+          "axis"_a, "key"_a,
+          "Forget the entry of ``(axis, key)``; False where there is none that is finished.")
       .def("clear", &PyGroupCache::clear, "Forget every entry.")
       .def("__len__", &PyGroupCache::size)
       .def_property_readonly("requests", counter(&GroupCacheCounts::requests),

@@ -18,9 +18,11 @@ except ImportError as error:
         f"there. ({error})"
     ) from error
 
-from .device_mesh import DeviceMesh, init_device_mesh
+from .device_mesh import DeviceMesh
 from .dropin import install, installed, uninstall
 from .explain import Explanation, GroupExplanation
+from .init_mesh import init_device_mesh
+from .isolation import isolate
 from .saved_mesh import load_mesh, save_mesh
 from .universe import Universe
 
@@ -35,6 +37,7 @@ __all__ = [
     "init_device_mesh",
     "install",
     "installed",
+    "isolate",
     "load_mesh",
     "save_mesh",
     "uninstall",

@@ -1,24 +1,21 @@
-"""What a user asks of a process group, in every form stock accepts, as one canonical value."""
+"""What a user asks of single axes, by index or name, as one canonical value an axis."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 from . import _torch_compat as compat
-from ._core import OptionsKey
+from .isolation import check_tag, current_tag, join_tags
 
 __all__ = [
     "NO_OVERRIDE",
     "BackendOverride",
-    "GroupOptions",
     "Override",
     "SingleOverride",
     "normalize_override",
     "normalize_overrides",
+    "normalize_tags",
 ]
 
 Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
@@ -89,91 +86,58 @@ def normalize_overrides(
                 f"but got {len(pairs)} and {ndim}."
             )
         return pairs
+    return tuple(
+        normalize_override(value)
+        for value in _by_axis(overrides, axis_names, ndim, argument="backend_override")
+    )
+
+
+def normalize_tags(
+    isolate: str | Mapping[int | str, str] | None, axis_names: Sequence[str] | None, ndim: int
+) -> tuple[str, ...]:
+    """The isolation tag of every axis, in axis order: its own inside that of the `isolate` blocks.
+
+    Args:
+        isolate: one tag for all axes, or tags by axis index or name, or None.
+        axis_names: names of the axes, if they have any.
+        ndim: number of axes.
+
+    Raises:
+        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
+        TypeError, ValueError: a value is no tag.
+    """
+    around = current_tag()
+    if isolate is None:
+        return (around,) * ndim
+    if isinstance(isolate, str):
+        return (join_tags(around, check_tag(isolate)),) * ndim
+    if not isinstance(isolate, Mapping):
+        raise TypeError(
+            f"isolate={isolate!r} of type {type(isolate).__name__}: give one tag for all axes, or "
+            "a mapping from axis name or index to a tag."
+        )
+    tags = _by_axis(isolate, axis_names, ndim, argument="isolate")
+    return tuple(around if tag is None else join_tags(around, check_tag(tag)) for tag in tags)
+
+
+def _by_axis(
+    values: Mapping[int | str, Any], axis_names: Sequence[str] | None, ndim: int, *, argument: str
+) -> list[Any]:
+    """One value an axis, None where the mapping says nothing of it. Messages as stock's."""
     names = tuple(axis_names or ())
-    invalid = [key for key in overrides if key not in names and key not in range(ndim)]
+    invalid = [key for key in values if key not in names and key not in range(ndim)]
     if invalid:
         raise RuntimeError(
-            f"Found invalid keys in backend_override: got {invalid}, expected integers in range "
+            f"Found invalid keys in {argument}: got {invalid}, expected integers in range "
             f"[0, {ndim}) or one of {names}"
         )
     for index, name in enumerate(names):
-        if index in overrides and name in overrides:
+        if index in values and name in values:
             raise RuntimeError(
-                f"Found redundant dim index {index} and name {name} in backend_override: "
+                f"Found redundant dim index {index} and name {name} in {argument}: "
                 "give the axis once, by its index or by its name."
             )
-    by_axis: list[Any] = [overrides.get(index) for index in range(ndim)]
+    by_axis = [values.get(index) for index in range(ndim)]
     for index, name in enumerate(names):
-        by_axis[index] = overrides.get(name, by_axis[index])
-    return tuple(normalize_override(value) for value in by_axis)
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What one process group shall be: an override with every default filled in.
-
-    Attributes:
-        backend: backend string of the group.
-        options: my own copy of the options object, or None for the backend's defaults.
-        timeout: of the group's operations; None where unknown.
-        key: equal for equal backend, options, timeout and tag.
-        name_key: the key less the timeout, which c10d lets every rank choose by itself; so it may
-            not be in the name that all members have to agree on.
-        override: what was asked for, as the user wrote it.
-    """
-
-    backend: str
-    options: compat.BackendOptions | None
-    timeout: timedelta | None
-    key: OptionsKey
-    name_key: OptionsKey
-    override: Override
-
-    @classmethod
-    def resolve(cls, override: Override, default_group: compat.ProcessGroup) -> GroupOptions:
-        """Fill in what is not overridden: the default group's backend and timeout."""
-        backend, options = override
-        backend = compat.canonical_backend(backend or compat.default_backend(default_group))
-        timeout = compat.options_timeout(options)
-        if timeout is None:
-            timeout = compat.default_timeout(backend, default_group)
-        # A split of the default group inherits its options where none are given.
-        said = options
-        if options is None and compat.can_split(default_group, override[0]):
-            said = compat.live_options(default_group)
-        ignored = compat.IGNORED_OPTION_FIELDS
-        key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
-        name_key = OptionsKey.of(backend, said, ignored=ignored)
-        return cls(backend, _own_copy(options), timeout, key, name_key, override)
-
-    @classmethod
-    def given(cls, group: compat.ProcessGroup) -> GroupOptions:
-        """What is known of a group that the user made: its backend."""
-        backend = compat.default_backend(group)
-        key = OptionsKey.of(backend)
-        return cls(backend, None, None, key, key, NO_OVERRIDE)
-
-    def with_tag(self, tag: str) -> GroupOptions:
-        """The same options for a group of its own, shared only under the same tag."""
-        return replace(self, key=self.key.with_tag(tag), name_key=self.name_key.with_tag(tag))
-
-
-def _own_copy(options: compat.BackendOptions | None) -> compat.BackendOptions | None:
-    """A copy that later changes of the original do not reach, nor c10d's changes the original.
-
-    By fields where the type cannot be copied (most of c10d's before 2.15). A type that can neither
-    be copied nor made without arguments is handed on as it is.
-    """
-    try:
-        return copy.deepcopy(options)
-    except TypeError:
-        kind: Any = type(options)
-    try:
-        mine = kind()
-    except TypeError:
-        return options
-    for name in dir(kind):
-        field = getattr(kind, name)
-        if isinstance(field, property) and field.fset is not None:
-            setattr(mine, name, getattr(options, name))
-    return mine
+        by_axis[index] = values.get(name, by_axis[index])
+    return by_axis

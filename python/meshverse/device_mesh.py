@@ -1,9 +1,10 @@
-"""`DeviceMesh` and `init_device_mesh`: stock's, computed by arithmetic over one universe."""
+"""`DeviceMesh`: stock's, computed by arithmetic over one universe."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,6 +19,7 @@ from .backend_override import (
     SingleOverride,
     normalize_override,
     normalize_overrides,
+    normalize_tags,
 )
 from .derivation import (
     MeshDescription,
@@ -28,12 +30,13 @@ from .derivation import (
     slice_axes,
     unflatten_axis,
 )
+from .isolation import current_tag
+from .isolation import isolate as isolated
 from .mesh_base import MeshBase
 from .mesh_input import (
     ArrayLike,
     AxisNames,
     check_axis_names,
-    check_device_type,
     check_layout,
     read_groups,
     read_mesh,
@@ -42,7 +45,7 @@ from .mesh_input import (
 from .universe import Universe
 from .world import World
 
-__all__ = ["DeviceMesh", "init_device_mesh"]
+__all__ = ["DeviceMesh"]
 
 
 class DeviceMesh(MeshBase):
@@ -59,7 +62,10 @@ class DeviceMesh(MeshBase):
         backend_override: one (backend, options) pair an axis, or a mapping from axis index or
             name as for `init_device_mesh`.
         preserve_rank_order: group ranks follow the order of `mesh` instead of ascending ranks.
-        universe: an existing universe with the same ranks to build this mesh in.
+        universe: a universe with the same ranks to build this mesh in; its timeout and options are
+            those of the groups.
+        isolate: tags for groups of their own: one for all axes, or by axis index or name; see
+            `meshverse.isolate`.
 
     Raises:
         ValueError: repeated or negative ranks, a rank outside the world, a bad override.
@@ -82,6 +88,7 @@ class DeviceMesh(MeshBase):
         backend_override: BackendOverride | Sequence[Override] | None = None,
         preserve_rank_order: bool = False,
         universe: Universe | None = None,
+        isolate: str | Mapping[int | str, str] | None = None,
         _init_backend: bool = True,
         _rank: int | None = None,
         _layout: compat.TorchLayout | None = None,
@@ -104,6 +111,8 @@ class DeviceMesh(MeshBase):
             MeshDescription(device_type, layout, names, preserve_rank_order),
             rank_map,
             overrides=normalize_overrides(backend_override, names, len(layout)),
+            tags=normalize_tags(isolate, names, len(layout)),
+            call="DeviceMesh",
             universe=universe,
             init_backend=_init_backend and device_type != "xla",  # XLA has no groups, as in stock
             rank=_rank,
@@ -115,7 +124,10 @@ class DeviceMesh(MeshBase):
         rank_map: RankMap,
         *,
         overrides: Sequence[Override],
-        universe: Universe | None,
+        tags: Sequence[str],
+        call: str,
+        universe: Universe | None = None,
+        make_universe: Callable[..., Universe] = Universe,
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
@@ -123,11 +135,13 @@ class DeviceMesh(MeshBase):
         self._describe(description)
         if init_backend:
             self._set_up_world()
-        universe = universe or Universe(rank_map, rank=rank)
+        universe = universe or make_universe(rank_map, rank=rank)
         self._enter(universe)
+        names = None
         if init_backend:
-            names = description.axis_names or [f"dim_{i}" for i in range(len(description.layout))]
-            self._dim_group_names = self._group_names_for(description.layout, names, overrides)
+            labels = self._labels()
+            names = self._group_names_for(description.layout, labels, overrides, tags, call=call)
+        self._take_group_names(names)
         universe.intern(self)
 
     def _set_up_world(self) -> None:
@@ -153,7 +167,7 @@ class DeviceMesh(MeshBase):
         """
         if torch.compiler.is_compiling():
             return super().__getitem__(mesh_dim_names)  # type: ignore[index,return-value]
-        if isinstance(mesh_dim_names, (str, tuple)):  # a list has no hash
+        if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
             known = self._slices.get(mesh_dim_names)
             if known is not None:
                 return known  # type: ignore[return-value]
@@ -162,17 +176,19 @@ class DeviceMesh(MeshBase):
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         own: AxisNames = self._mesh_dim_names or ()
-        if own and names == own:
+        tag = current_tag()
+        if own and names == own and not tag:
             return self
         if not own or not set(names).issubset(own):
             return self._slice_flattened(names)
         indices = [own.index(name) for name in names]
         description = slice_axes(self._description, names, self.layout.select(indices))
-        group_names = getattr(self, "_dim_group_names", None)
+        group_names: Sequence[str] | None = self.group_names
         if group_names:  # None without groups, empty outside the mesh
             group_names = [group_names[index] for index in indices]
+        group_names = self._isolated(description.layout, names, group_names)
         submesh = self._in_universe(self._universe, description, group_names)
-        if isinstance(mesh_dim_names, (str, tuple)):
+        if isinstance(mesh_dim_names, (str, tuple)) and not tag:
             self._slices[mesh_dim_names] = submesh
         return submesh
 
@@ -190,18 +206,23 @@ class DeviceMesh(MeshBase):
             "bookkeep the flattened mesh directly. ",
             stacklevel=4,
         )
-        return self._in_universe(self._universe, description, _joined_group_names(sources))
+        group_names = self._isolated(layout, names, _joined_group_names(sources))
+        return self._in_universe(self._universe, description, group_names)
 
     def flatten(
         self,
         mesh_dim_name: str | None = None,
         backend_override: SingleOverride | None = None,
+        *,
+        isolate: str | None = None,
     ) -> DeviceMesh:
         """A one-axis mesh over all ranks of this one, in the same order.
 
         Args:
             mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
             backend_override: of its group, if it shall differ from the default.
+            isolate: tag for a group of its own; see `meshverse.isolate`. Torch keeps flattened
+                meshes by name: one that is known under this name already is given as it is.
 
         Raises:
             RuntimeError: this mesh has no names.
@@ -209,7 +230,8 @@ class DeviceMesh(MeshBase):
         """
         override = normalize_override(backend_override)
         wanted: Any = None if override == NO_OVERRIDE else override
-        return cast("DeviceMesh", self._flatten(mesh_dim_name, wanted))
+        with contextlib.nullcontext() if isolate is None else isolated(isolate):
+            return cast("DeviceMesh", self._flatten(mesh_dim_name, wanted))
 
     def _create_flatten_mesh(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
@@ -229,7 +251,9 @@ class DeviceMesh(MeshBase):
                 layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
             )
             override = normalize_override(backend_override)
-            group_names = self._group_names_for(description.layout, (name,), (override,))
+            group_names = self._group_names_for(
+                description.layout, (name,), (override,), (current_tag(),), call="flatten"
+            )
             known = self._in_universe(self._universe, description, group_names)
             root._flatten_mapping[name] = known
         return known
@@ -240,6 +264,8 @@ class DeviceMesh(MeshBase):
         mesh_sizes: Sequence[int],
         mesh_dim_names: Sequence[str],
         backend_override: BackendOverride | None = None,
+        *,
+        isolate: str | Mapping[int | str, str] | None = None,
     ) -> DeviceMesh:
         """The same ranks with one axis split into several, the rightmost varying fastest.
 
@@ -248,12 +274,14 @@ class DeviceMesh(MeshBase):
             mesh_sizes: sizes of the new axes; their product is the size of the axis.
             mesh_dim_names: names of the new axes.
             backend_override: by name or index of the new axes, where a group shall differ.
+            isolate: tags for groups of their own: one for all the new axes, or by name or index of
+                the new axes; see `meshverse.isolate`.
 
         Raises:
             ValueError: no such axis, or sizes that do not multiply out to it.
             RuntimeError: another number of names than sizes, or a name that is taken.
         """
-        return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
+        return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override, isolate)
 
     def _unflatten(  # type: ignore[override]
         self,
@@ -261,13 +289,15 @@ class DeviceMesh(MeshBase):
         mesh_sizes: Sequence[int],
         mesh_dim_names: Sequence[str],
         backend_override: BackendOverride | None = None,
+        isolate: str | Mapping[int | str, str] | None = None,
     ) -> DeviceMesh:
         index = axis_index(self._description, dim)
         new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
         overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        group_names: list[str] | None = getattr(self, "_dim_group_names", None)
+        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes))
+        group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
-            new = self._group_names_for(new_axes, mesh_dim_names, overrides)
+            new = self._group_names_for(new_axes, mesh_dim_names, overrides, tags, call="unflatten")
             group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
         return self._in_universe(self._universe, description, group_names)
 
@@ -300,7 +330,11 @@ class DeviceMesh(MeshBase):
                 first._universe.process_groups.update(mesh._universe.process_groups)
         description = concatenate([mesh._description for mesh in meshes])
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
-        return first._in_universe(first._universe, description, _joined_group_names(axes))
+        group_names: Sequence[str] | None = _joined_group_names(axes)
+        if current_tag():
+            labels = [label for mesh in meshes for label in mesh._labels()]
+            group_names = first._isolated(description.layout, labels, group_names)
+        return first._in_universe(first._universe, description, group_names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
         """The process group along one axis, mine.
@@ -319,12 +353,8 @@ class DeviceMesh(MeshBase):
 
     def _check_groups(self) -> None:
         if not self.has_groups:
-            raise RuntimeError(
-                f"DeviceMesh process groups not initialized! {self} was made or loaded without "
-                "them. After init_process_group(), call mesh.bind() on all its ranks."
-            )
-        if self._universe.world is not None:
-            _ = self._universe.world.default_group  # raises if its life is over
+            self._refuse_groups()
+        self._universe.check_live()
 
     def bind(self, universe: Universe | None = None) -> DeviceMesh:
         """Give a mesh that was loaded without process groups those of a universe.
@@ -365,7 +395,8 @@ class DeviceMesh(MeshBase):
                 _init_backend=False,
                 _rank=universe.rank,
             )
-            submesh._dim_group_names = [self._dim_group_names[index]] if group_index == mine else []
+            own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
+            submesh._take_group_names(own)
             submeshes.append(submesh)
         return submeshes
 
@@ -391,11 +422,12 @@ class DeviceMesh(MeshBase):
         """
         groups, ranks = read_groups(group, mesh, mesh_dim_names)
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
-        names = result._mesh_dim_names or [f"dim_{index}" for index in range(len(groups))]
-        result._dim_group_names = [
-            result._universe.adopt_group(axis, name, given)
-            for axis, name, given in zip(result.layout, names, groups, strict=True)
-        ]
+        result._take_group_names(
+            [
+                result._universe.adopt_group(axis, name, given)
+                for axis, name, given in zip(result.layout, result._labels(), groups, strict=True)
+            ]
+        )
         result._universe.intern(result)
         return result
 
@@ -404,60 +436,7 @@ def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | N
     """Group names of axes of several meshes: None if one has no groups, [] outside the mesh."""
     joined: list[str] = []
     for mesh, index in axes:
-        names = getattr(mesh, "_dim_group_names", None)
-        if names is None:
+        if not mesh.has_groups:
             return None
-        joined.extend(names[index : index + 1])
+        joined.extend((mesh.group_names or ())[index : index + 1])
     return joined
-
-
-def init_device_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    *,
-    mesh_dim_names: Sequence[str] | None = None,
-    backend_override: BackendOverride | None = None,
-    preserve_rank_order: bool = False,
-    universe: Universe | None = None,
-) -> DeviceMesh:
-    """A mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
-
-    Starts the default process group if there is none, as stock does.
-
-    Args:
-        device_type: "cpu", "cuda", ... without an index.
-        mesh_shape: size of each axis.
-        mesh_dim_names: one name an axis, each once.
-        backend_override: by axis name or index: a backend name, an options object, or both as a
-            pair. Axes that are not named get the default group's backend.
-        preserve_rank_order: group ranks follow the order of the axes instead of ascending ranks.
-        universe: build the mesh in this universe, on its ranks and process groups.
-
-    Raises:
-        RuntimeError: names that repeat or do not match the shape; a device type with an index; an
-            override for an axis that is not there; a mesh larger than the world.
-        ValueError: a size below 1, an unknown backend, or another number of ranks than the
-            universe has.
-
-    Example:
-        >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
-        >>> mesh["tp"] is mesh["tp"]  # doctest: +SKIP
-        True
-    """
-    check_device_type(device_type)
-    layout = Layout.from_shape(tuple(mesh_shape))
-    names = check_axis_names(mesh_dim_names, len(layout))
-    rank_map = RankMap.identity(layout.size) if universe is None else universe.rank_map
-    if rank_map.size != layout.size:
-        raise ValueError(
-            f"mesh_shape {tuple(mesh_shape)} has {layout.size} ranks, but the universe to build it "
-            f"in has {rank_map.size}: {rank_map}. The sizes must multiply out to it."
-        )
-    mesh = object.__new__(DeviceMesh)
-    mesh._build(
-        MeshDescription(device_type, layout, names, preserve_rank_order),
-        rank_map,
-        overrides=normalize_overrides(backend_override, names, len(layout)),
-        universe=universe,
-    )
-    return mesh

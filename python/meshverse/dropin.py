@@ -10,12 +10,13 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
 from .device_mesh import DeviceMesh
+from .universe import share_world_wide
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -48,24 +49,39 @@ compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
 compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
 
 
-def install() -> None:
+def install(share: Literal["mesh", "world"] = "mesh") -> None:
     """Make every mesh built from now on ours, whatever names the program imported before.
 
     Meshes that exist already, and what derives from them, stay what they are.
+
+    Args:
+        share: who shares process groups. "mesh": a root mesh with all that derives from it, as
+            ever. "world": all root meshes built from now on in this process, by either name, with
+            one another: one group for every list of ranks, backend, options and isolation tag.
+            Fewer communicators, but meshes that a program made apart to overlap their
+            communication then queue behind each other; give those an `isolate` tag.
+
+    Raises:
+        ValueError: `share` is neither.
     """
+    if share not in ("mesh", "world"):
+        raise ValueError(f"install(share={share!r}): give 'mesh' or 'world'.")
     global _installed
     with _lock:
         _installed = True
+        share_world_wide(share == "world")
 
 
 def uninstall() -> None:
     """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again.
 
-    Blocks of `installed()` that are open stay in force to their end.
+    Root meshes built from now on share no process groups. Blocks of `installed()` that are open
+    stay in force to their end.
     """
     global _installed
     with _lock:
         _installed = False
+        share_world_wide(False)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 - The axis covers the default group, with default options: the default group itself, as stock.
 - The default group is bound to a device and the backend is the same: one split of it.
-- Otherwise: made by its members only.
+- Otherwise: made by its members only, at once or when it is first used.
 - Where that is not safe: stock's loop over all groups, on all ranks.
 """
 
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
-from .backend_override import GroupOptions
+from .group_options import GroupOptions
 from .world import World
 
-__all__ = ["Group", "GroupRequest", "make_group"]
+__all__ = ["Group", "GroupRequest", "make_group", "make_prepared", "prepare_group"]
 
 
 class GroupRequest(NamedTuple):
@@ -56,7 +56,8 @@ class Group:
         request: what was asked for, by the axis that asked first.
         name: c10d's name of my group; None on a rank that is in no group of the axis.
         how: how it came to be, in words.
-        created: whether a group was made for it (the default group was there before).
+        created: whether a group was made for it here.
+        borrowed: whether it is not Meshverse's: the default group, or one the user gave.
         requests: how often it was asked for, by axis name.
     """
 
@@ -64,6 +65,7 @@ class Group:
     name: str | None
     how: str
     created: bool
+    borrowed: bool = False
     requests: dict[str, int] = field(default_factory=dict)
 
     def count_request(self, axis_name: str) -> None:
@@ -77,25 +79,59 @@ def make_group(request: GroupRequest, world: World) -> Group:
     Raises:
         Whatever c10d raises; nothing is kept then.
     """
-    if (
-        request.axis.size == world.size
-        and request.options.key == world.default_options.key
-        and not compat.needs_own_world_group(world.default_group)
-    ):
+    if _is_default_group(request, world):
         group_name = world.default_group.group_name
-        return Group(request, group_name, "the default group", created=False)
+        return Group(request, group_name, "the default group", created=False, borrowed=True)
 
     group: compat.ProcessGroup | None
-    if world.can_split(request.options.override[0]) and not request.keeps_order:
+    if _is_split(request, world):
         group, how = _split(request), "split off the default group"
     elif hazard := world.members_only_hazard(request.options.backend):
         group, how = _make_by_all(request), f"made by all ranks ({hazard})"
     elif request.position is None:
         group, how = None, "made by its members"
     else:
-        group, how = _make_by_members(request, request.position, world), "made by its members"
-    name = None if group is None else group.group_name
-    return Group(request, name, how, created=group is not None)
+        group, how = _make_by_members(request, _new_name(request, world), world), _BY_MEMBERS
+    if group is None:
+        return Group(request, None, how, created=False)
+    return Group(request, group.group_name, how, created=True)
+
+
+_BY_MEMBERS = "made by its members"
+
+
+def prepare_group(request: GroupRequest, world: World) -> Group | None:
+    """My group of an axis with its name fixed, to be made by `make_prepared` when it is first used.
+
+    None where it has to be made at once: all ranks take part, or there is nothing to make.
+    """
+    if (
+        _is_default_group(request, world)
+        or _is_split(request, world)
+        or world.members_only_hazard(request.options.backend)
+        or request.position is None
+    ):
+        return None
+    return Group(request, _new_name(request, world), "not made yet (lazy)", created=False)
+
+
+def make_prepared(group: Group, world: World) -> None:
+    """Make a group that `prepare_group` has named; its other members do so too."""
+    assert group.name is not None
+    _make_by_members(group.request, group.name, world)
+    group.how, group.created = f"{_BY_MEMBERS} at first use", True
+
+
+def _is_default_group(request: GroupRequest, world: World) -> bool:
+    return (
+        request.axis.size == world.size
+        and request.options.key == world.default_options.key
+        and not compat.needs_own_world_group(world.default_group)
+    )
+
+
+def _is_split(request: GroupRequest, world: World) -> bool:
+    return world.can_split(request.options.override[0]) and not request.keeps_order
 
 
 def _split(request: GroupRequest) -> compat.ProcessGroup | None:
@@ -103,7 +139,7 @@ def _split(request: GroupRequest) -> compat.ProcessGroup | None:
     ranks = request.my_ranks() or RankGroups(request.axis, request.rank_map).ranks_of(0)
     return compat.create_by_split(
         ranks,
-        options=request.options.options,
+        options=request.options.options_to_give_away(),
         timeout=request.options.timeout,
         description=f"mesh_{request.axis_name}",
     )
@@ -113,24 +149,28 @@ def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     return compat.create_by_all(
         RankGroups(request.axis, request.rank_map).all().tolist(),
         backend=request.options.backend,
-        options=request.options.options,
+        options=request.options.options_to_give_away(),
         timeout=request.options.timeout,
         keeps_order=request.keeps_order,
         description=f"mesh_{request.axis_name}",
     )
 
 
-def _make_by_members(request: GroupRequest, position: int, world: World) -> compat.ProcessGroup:
-    options = request.options
+def _new_name(request: GroupRequest, world: World) -> str:
+    assert request.position is not None
     groups = RankGroups(request.axis, request.rank_map)
-    identity = groups.fingerprint_of(position, salt=options.name_key.digest)
-    ranks = groups.ranks_of(position)
+    identity = groups.fingerprint_of(request.position, salt=request.options.name_key.digest)
+    return world.new_name(identity)
+
+
+def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
+    options = request.options
     return compat.create_by_members(
-        ranks if request.keeps_order else sorted(ranks),
+        request.my_ranks(),
         world.default_group,
         backend=options.backend,
-        options=options.options,
+        options=options.options_to_give_away(),
         timeout=options.timeout,
-        name=world.new_name(identity),
+        name=name,
         description=f"mesh_{request.axis_name}",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -15,6 +15,8 @@ from . import _torch_compat as compat
 from ._core import Layout
 from .backend_override import NO_OVERRIDE, Override
 from .derivation import MeshDescription
+from .group_names import GuardedNames, MissingGroups
+from .isolation import current_tag
 from .universe import Universe
 
 __all__ = ["MeshBase"]
@@ -26,7 +28,7 @@ class MeshBase(StockDeviceMesh):
     It has no constructor: a subclass calls `_describe`, then `_enter`.
     """
 
-    _dim_group_names: list[str]  # type: ignore[assignment]  # absent on a mesh without groups
+    _dim_group_names: list[str]  # type: ignore[assignment]  # read and written by torch too
 
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
@@ -58,9 +60,27 @@ class MeshBase(StockDeviceMesh):
         mesh = object.__new__(cls)
         mesh._describe(description)
         mesh._enter(universe)
-        if group_names is not None:
-            mesh._dim_group_names = list(group_names)
+        mesh._take_group_names(group_names)
         return cast("Self", universe.intern(mesh))
+
+    def _take_group_names(self, group_names: Sequence[str] | None) -> None:
+        """Have these process groups, one an axis; or none at all."""
+        self._dim_group_names = (
+            MissingGroups(len(self.layout), self._refuse_groups)
+            if group_names is None
+            else self._universe.names_for_torch(group_names)
+        )
+
+    def _refuse_groups(self, _: str = "") -> None:
+        raise RuntimeError(
+            f"DeviceMesh process groups not initialized! {self} was made or loaded without "
+            "them. After init_process_group(), call mesh.bind() on all its ranks."
+        )
+
+    def guard_group_names(self, before_use: Callable[[str], object]) -> None:
+        """Call this from now on whenever torch asks for the name of one of the groups."""
+        if self.has_groups:
+            self._dim_group_names = GuardedNames(self._dim_group_names, before_use)
 
     @property
     def description(self) -> MeshDescription:
@@ -70,35 +90,62 @@ class MeshBase(StockDeviceMesh):
     @property
     def has_groups(self) -> bool:
         """Whether process groups were made for this mesh; they are empty outside of it."""
-        return hasattr(self, "_dim_group_names")
+        return not isinstance(self._dim_group_names, MissingGroups)
+
+    @property
+    def group_names(self) -> tuple[str, ...] | None:
+        """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
+        return tuple(self._dim_group_names) if self.has_groups else None
 
     @property
     def intern_key(self) -> Hashable:
         """What makes this mesh itself within its universe: description and process groups."""
-        group_names = getattr(self, "_dim_group_names", None)
-        return self._description, None if group_names is None else tuple(group_names)
+        return self._description, self.group_names
 
     def join(self, universe: Universe) -> None:
         """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
         self._enter(universe)
-        names = self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
-        overrides = (NO_OVERRIDE,) * len(self.layout)
-        self._dim_group_names = self._group_names_for(self.layout, names, overrides)
+        overrides, tags = (NO_OVERRIDE,) * self.ndim, (current_tag(),) * self.ndim
+        self._take_group_names(
+            self._group_names_for(self.layout, self._labels(), overrides, tags, call="bind")
+        )
         # What may have been read already, and depends on this process's rank or universe.
         for lazy in ("_coordinate_on_dim", "mesh", "compile_guard"):
             self.__dict__.pop(lazy, None)
         universe.intern(self)
 
+    def _labels(self) -> Sequence[str]:
+        """What to call the axes in messages: their names, or numbers where they have none."""
+        return self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
+
     def _group_names_for(
-        self, axes: Layout, names: Sequence[str], overrides: Sequence[Override]
+        self,
+        axes: Layout,
+        names: Sequence[str],
+        overrides: Sequence[Override],
+        tags: Sequence[str],
+        *,
+        call: str,
     ) -> list[str]:
         """Names of my groups along these axes, made where needed; none outside the rank map."""
         groups = self._universe.groups_for(
             axes,
+            call=call,
             axis_names=names,
             overrides=overrides,
+            tags=tags,
             preserve_rank_order=self._preserve_rank_order,
         )
+        return [group.name for group in groups if group.name is not None]
+
+    def _isolated(
+        self, layout: Layout, names: Sequence[str], group_names: Sequence[str] | None
+    ) -> Sequence[str] | None:
+        """These groups, or where an `isolate` block is open, groups like them under its tag."""
+        tag = current_tag()
+        if not tag or group_names is None:
+            return group_names
+        groups = self._universe.tagged_groups(layout, names, group_names, tag)
         return [group.name for group in groups if group.name is not None]
 
     def _root(self) -> Self:

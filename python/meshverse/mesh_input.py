@@ -23,6 +23,7 @@ __all__ = [
     "check_layout",
     "read_groups",
     "read_mesh",
+    "read_rank_map",
     "read_ranks",
 ]
 
@@ -46,6 +47,15 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
     if ranks.numel() == 0:
         raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
     return Layout.from_shape(tuple(ranks.shape)), _rank_map_at(ranks)
+
+
+def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
+    """The rank map of n ranks 0, 1, ..., or of what lists global ranks, in its order.
+
+    Raises:
+        ValueError: no ranks, repeated or negative ranks, or values that are no integers.
+    """
+    return RankMap.identity(ranks) if isinstance(ranks, int) else read_mesh(ranks)[1]
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:

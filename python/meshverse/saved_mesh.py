@@ -74,7 +74,7 @@ _decoupled: weakref.WeakValueDictionary[tuple[RankMap, int], Universe] = (
 
 
 def _describe(mesh: MeshBase) -> dict[str, Any]:
-    names: list[str] = getattr(mesh, "_dim_group_names", [])
+    names = mesh.group_names or ()
     return {
         "device_type": mesh.device_type,
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],

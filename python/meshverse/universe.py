@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from . import _torch_compat as compat
-from ._core import AxisLayout, GroupCache, Layout, RankMap
-from .backend_override import NO_OVERRIDE, GroupOptions, Override
-from .explain import Explanation, GroupExplanation
-from .group_creation import Group, GroupRequest, make_group
+from ._core import AxisLayout, Layout, RankMap
+from .backend_override import Override
+from .consistency import check_by_default
+from .explain import Explanation, explain
+from .group_creation import Group
+from .group_names import GuardedNames
+from .group_options import Defaults
+from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
+from .universe_groups import UniverseGroups
 from .world import World
 
 if TYPE_CHECKING:
     from .mesh_base import MeshBase
 
-__all__ = ["Universe"]
+__all__ = ["Universe", "share_world_wide"]
 
 
 class Universe:
@@ -31,6 +38,20 @@ class Universe:
     whichever mesh they occur. Made with a root mesh; pass it to `init_device_mesh(universe=...)` to
     build further meshes on the same groups.
 
+    Args:
+        ranks: global ranks by position: a number n for 0, 1, ... n-1, or a tensor or sequence, in
+            the order in which a mesh lists them.
+        timeout: of every group's operations, unless an axis's own options say another; by default
+            that of the default group.
+        options: options object for the groups of the default group's backend, where an axis has
+            none of its own. Its timeout counts if it is not that of a fresh object.
+        lazy: make a group when it is first used, by its members, instead of with its mesh.
+        check_consistency: compare with the other ranks each call that makes groups; by default
+            unless the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
+        rank: this process's global rank; by default that of the default process group.
+        decoupled: whether its meshes have nothing to do with the current default group, and equal
+            no others, until they are bound.
+
     Attributes:
         rank_map: position -> global rank.
         rank: this process's global rank.
@@ -39,35 +60,52 @@ class Universe:
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         root: the first mesh made in this universe, which every other mesh here calls its root.
         serial: how many universes of these ranks were made in this world before.
+
+    Raises:
+        ValueError: ranks that repeat or are negative; a timeout that is not positive.
+        TypeError: a timeout that is no timedelta, or options that are no options object.
     """
 
     def __init__(
-        self, rank_map: RankMap, *, rank: int | None = None, decoupled: bool = False
+        self,
+        ranks: RankMap | int | torch.Tensor | ArrayLike,
+        *,
+        timeout: timedelta | None = None,
+        options: compat.BackendOptions | None = None,
+        lazy: bool = False,
+        check_consistency: bool | None = None,
+        rank: int | None = None,
+        decoupled: bool = False,
     ) -> None:
-        """Describe the ranks. Creates no process group.
-
-        Args:
-            rank_map: position -> global rank.
-            rank: this process's global rank; by default that of the default process group.
-            decoupled: whether its meshes have nothing to do with the current default group, and
-                equal no others, until they are bound.
-        """
+        self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
+        defaults = Defaults.of(timeout, options)
+        if check_consistency is None:
+            check_consistency = check_by_default()
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
-        self.rank_map = rank_map
         self.rank = rank
-        self.position = rank_map.position_of(rank)
+        self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.process_groups: dict[str, compat.ProcessGroup] = {}
         self.root: MeshBase | None = None
-        ordinals = _ordinals if self.world is None else self.world.ordinals
-        ranks = rank_map.fingerprint
-        self.serial = ordinals[ranks] = ordinals.get(ranks, -1) + 1
-        self._groups = GroupCache()
-        self._given_groups: list[Group] = []
+        self.serial = _next_serial(self.rank_map, self.world)
+        self._groups: UniverseGroups | None = None
+        self.process_groups: dict[str, compat.ProcessGroup] = {}
+        if self.world is not None:
+            self._groups = UniverseGroups(
+                self.rank_map,
+                self.position,
+                self.world,
+                defaults=defaults,
+                lazy=lazy,
+                check_consistency=check_consistency,
+                share_world=_shares_world_wide,
+            )
+            self.process_groups = self._groups.handles
+        self._lazy = lazy
+        self._ended: str | None = None  # how: "destroyed" or "aborted"
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
         _universes.add(self)
@@ -90,8 +128,10 @@ class Universe:
         self,
         axes: Layout,
         *,
+        call: str,
         axis_names: Sequence[str],
         overrides: Sequence[Override],
+        tags: Sequence[str],
         preserve_rank_order: bool = False,
     ) -> list[Group]:
         """My group along each axis: the known one, or a new one that its members make together.
@@ -100,34 +140,57 @@ class Universe:
 
         Args:
             axes: axis layouts over positions.
+            call: what the user called, for messages.
             axis_names: one an axis, for `explain()` and c10d's descriptions.
             overrides: one an axis.
+            tags: isolation tags, one an axis; "" for none.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
 
         Returns:
             One group an axis. On a rank outside the rank map, groups without a name.
 
         Raises:
-            RuntimeError: the default process group is not the one this universe was made with.
+            RuntimeError: the universe was destroyed; the default process group is not the one it
+                was made with; or other ranks are building other meshes.
             ValueError: a rank is outside the default group, or an options key cannot be made.
         """
-        world = self._live_world()
-        options = [self._options(override, world) for override in overrides]
-        return [
-            self._group(axis, name, wanted, preserve_rank_order, world)
-            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
-        ]
+        return self._live_groups().request(
+            axes,
+            call=call,
+            axis_names=axis_names,
+            overrides=overrides,
+            tags=tags,
+            preserve_rank_order=preserve_rank_order,
+        )
 
-    def _live_world(self) -> World:
-        if self.world is None:
+    def tagged_groups(
+        self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
+    ) -> list[Group]:
+        """Groups like those of these names along these axes, under another isolation tag."""
+        return self._live_groups().request_tagged(axes, axis_names, group_names, tag)
+
+    def check_live(self) -> None:
+        """Raise RuntimeError, saying why, unless the process groups here can be used."""
+        self._live_groups()
+
+    def _live_groups(self) -> UniverseGroups:
+        if self._groups is None or self.world is None:
             raise RuntimeError(
                 f"This mesh over {self.rank_map} was loaded without process groups. Call "
                 "mesh.bind() on all its ranks, after init_process_group()."
             )
+        if self._ended is not None:
+            raise RuntimeError(self._why_ended())
         _ = self.world.default_group  # raises if its life is over
         if not self._ranks_checked:
             self._check_ranks(self.world.size)
-        return self.world
+        return self._groups
+
+    def _why_ended(self) -> str:
+        return (
+            f"The universe of {self.rank_map} was {self._ended}, and its process groups with it. "
+            "Make the mesh again: init_device_mesh() without universe= makes a new universe."
+        )
 
     def _check_ranks(self, world_size: int) -> None:
         ranks = self.rank_map
@@ -139,94 +202,71 @@ class Universe:
             )
         self._ranks_checked = True
 
-    def _options(self, override: Override, world: World) -> GroupOptions:
-        if override == NO_OVERRIDE:
-            return world.default_options
-        return GroupOptions.resolve(override, world.default_group)
-
-    def _group(
-        self,
-        axis: AxisLayout,
-        axis_name: str,
-        options: GroupOptions,
-        preserve_rank_order: bool,
-        world: World,
-    ) -> Group:
-        # Whether the order matters is decided from what all ranks share, never from my own group:
-        # members of one group must agree on its key.
-        ascending = axis.is_sorted()
-        keeps_order = preserve_rank_order and not (ascending and self.rank_map.is_identity)
-        if keeps_order:
-            options = options.with_tag("preserve_rank_order")
-        elif not ascending:
-            axis = axis.sorted()
-
-        def make() -> Group:
-            request = GroupRequest(
-                axis, self.rank_map, self.position, options, axis_name, keeps_order
-            )
-            made = make_group(request, world)
-            if made.name is not None:
-                self.process_groups[made.name] = compat.resolve_group(made.name)
-            return made
-
-        group: Group = self._groups.get_or_create(axis, options.key, make)
-        group.count_request(axis_name)
-        return group
-
     def adopt_group(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made, for one mesh; it is listed but not shared.
 
         Returns:
             The group's c10d name.
         """
-        options = GroupOptions.given(group)
-        request = GroupRequest(axis, self.rank_map, self.position, options, axis_name)
-        given = Group(request, group.group_name, "given by the user", created=False)
-        given.count_request(axis_name)
-        self._given_groups.append(given)
-        self.process_groups[group.group_name] = group
-        return group.group_name
+        return self._live_groups().adopt(axis, axis_name, group)
 
-    def explain(self) -> Explanation:
+    def names_for_torch(self, group_names: Sequence[str]) -> list[str]:
+        """Group names as torch reads them off a mesh: of lazy groups, asking for one makes it."""
+        if self._lazy and self._groups is not None:
+            return GuardedNames(group_names, self._groups.make_pending)
+        return list(group_names)
+
+    def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
         """Which groups exist, for which axes, how each came to be, and how often it was asked for.
 
-        `print(universe.explain())` shows a table; `.to_dict()` gives the same as data.
+        `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
+        data.
+
+        Args:
+            communicator_bytes: device memory of one communicator by backend name, where you know
+                it better than `meshverse.communicator_memory`.
         """
-        cached: list[Group] = [entry for _, _, entry in self._groups.entries()]
-        groups = cached + self._given_groups
-        return Explanation(
-            rank_map=str(self.rank_map),
-            rank=self.rank,
-            requested=sum(sum(group.requests.values()) for group in groups),
-            created=sum(group.created for group in groups),
-            groups=tuple(
-                GroupExplanation(
-                    name=group.name,
-                    layout=str(group.request.axis),
-                    ranks=tuple(group.request.my_ranks()),
-                    options=str(group.request.options.key),
-                    how=group.how,
-                    created=group.created,
-                    requests=dict(group.requests),
-                )
-                for group in groups
-            ),
-        )
+        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes)
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
         """The group of an axis with this options key, if there is one already. O(groups)."""
-        groups = self._groups_along(axis)
-        return next((g for g in groups if g.request.options.key.digest == key_digest), None)
+        along = self._groups.along(axis) if self._groups is not None else ()
+        return next((g for g in along if g.request.options.key.digest == key_digest), None)
 
     def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
         """Digest of the options key of the group with this name along an axis; None if unknown."""
-        groups = self._groups_along(axis)
-        return next((g.request.options.key.digest for g in groups if g.name == group_name), None)
+        along = self._groups.along(axis) if self._groups is not None else ()
+        return next((g.request.options.key.digest for g in along if g.name == group_name), None)
 
-    def _groups_along(self, axis: AxisLayout) -> list[Group]:
-        groups = [*(entry for _, _, entry in self._groups.entries()), *self._given_groups]
-        return [group for group in groups if group.request.axis in (axis, axis.sorted())]
+    # --- the end --------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Free the process groups that were made here, and nothing else. All ranks call it.
+
+        The default group, groups the user gave, and groups that another universe uses too stay.
+        The meshes here can still be held, printed, sliced and compared; use of their groups raises
+        RuntimeError. A second call does nothing.
+        """
+        self._end("destroyed", abort=False)
+
+    def abort(self) -> None:
+        """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
+
+        For ranks that are left waiting when another one has died; they need not all call it.
+        """
+        self._end("aborted", abort=True)
+
+    def _end(self, how: str, *, abort: bool) -> None:
+        if self._ended is not None or self._groups is None:
+            return
+        self._ended = how
+        self._groups.free(abort=abort)
+
+        def refuse(_: str) -> None:
+            raise RuntimeError(self._why_ended())
+
+        for mesh in self._meshes.values():
+            mesh.guard_group_names(refuse)
 
     # --- meshes ---------------------------------------------------------------------------------
 
@@ -269,16 +309,32 @@ class Universe:
         candidates = [
             universe
             for universe in list(_universes)
-            if universe.rank_map == rank_map and universe.world is world
+            if universe.rank_map == rank_map and universe.world is world and universe._ended is None
         ]
         exact = (universe for universe in candidates if universe.serial == serial)
         return next(exact, min(candidates, key=lambda universe: universe.serial, default=None))
 
     def __repr__(self) -> str:
-        return f"Universe({self.rank_map}, {len(self._groups)} groups, {len(self._meshes)} meshes)"
+        groups = 0 if self._groups is None else len(self._groups)
+        state = "" if self._ended is None else f", {self._ended}"
+        return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
 
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
 _universes: weakref.WeakSet[Universe] = weakref.WeakSet()
 # Number of the last universe of each rank map, by fingerprint, where there was no world.
-_ordinals: dict[str, int] = {}
+_serials: dict[str, int] = {}
+_shares_world_wide = False  # of universes made from now on, in all threads
+
+
+def share_world_wide(share: bool) -> None:
+    """Whether universes made from now on share their process groups across the whole process."""
+    global _shares_world_wide
+    _shares_world_wide = share
+
+
+def _next_serial(rank_map: RankMap, world: World | None) -> int:
+    if world is not None:
+        return world.next_ordinal(f"universe {rank_map.fingerprint}")
+    _serials[rank_map.fingerprint] = serial = _serials.get(rank_map.fingerprint, -1) + 1
+    return serial

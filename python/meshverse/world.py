@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from collections import Counter
 from functools import cached_property
+from typing import Any
 
 from . import _torch_compat as compat
-from .backend_override import NO_OVERRIDE, GroupOptions
+from ._core import GroupCache
+from .backend_override import NO_OVERRIDE
+from .group_options import GroupOptions
 
 __all__ = ["World"]
 
@@ -16,23 +21,31 @@ class World:
     """The default process group, from `init_process_group` to its end, as this rank sees it.
 
     Holds the default group weakly: when torch lets go of it, the world is over. Ranks that are
-    threads have a default group, and so a world, each.
+    threads have a default group, and so a world, each. A forked process has none of its parent's.
 
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
-        ordinals: number of the last universe of each rank map, by the map's fingerprint.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
+        registries: of process groups by c10d name, one a universe; emptied when the world ends, so
+            that meshes that live on keep no ended group, with its threads and memory, alive.
+        pending: lazy groups that are still to be made, by c10d name.
+        shared_groups: groups that all universes of this world share, where they share.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
-        self._default_group = weakref.ref(default_group)
+        registries: list[dict[str, compat.ProcessGroup]] = []
+        self.registries = registries
+        self._default_group = weakref.ref(default_group, lambda _: _empty(registries))
+        self._process_id = os.getpid()
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
-        self.ordinals: dict[str, int] = {}
-        self._names_made: dict[str, int] = {}
-        self._names_lock = threading.Lock()  # protects _names_made
+        self.pending: dict[str, Any] = {}
+        self.shared_groups = GroupCache()
+        self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
+        self._ordinals: dict[str, int] = {}
+        self._ordinals_lock = threading.Lock()  # protects _ordinals
         self._can_split: dict[str | None, bool] = {}
         self._hazards: dict[str, str | None] = {}
         self._device_types_set_up: set[str] = set()
@@ -50,17 +63,43 @@ class World:
             return world
 
     @property
+    def is_over(self) -> bool:
+        """Whether this world's process groups are gone, with its default group or by a fork."""
+        group = self._default_group()
+        return (
+            group is None
+            or group is not compat.current_default_group()
+            or self._process_id != os.getpid()
+        )
+
+    @property
     def default_group(self) -> compat.ProcessGroup:
         """The default process group; RuntimeError if it is not this world's any more."""
-        group, current = self._default_group(), compat.current_default_group()
-        if group is None or group is not current:
-            state = "there is none" if current is None else "there is another one"
-            raise RuntimeError(
-                f"The default process group of {self.size} ranks that this mesh was made with is "
-                f"gone ({state} now), and its process groups with it. Make the mesh again after "
-                "init_process_group()."
-            )
+        group = self._default_group()
+        if group is None or self.is_over:
+            raise RuntimeError(self._why_over())
         return group
+
+    def _why_over(self) -> str:
+        if self._process_id != os.getpid():
+            return (
+                f"This mesh was made in process {self._process_id}, of which this one "
+                f"({os.getpid()}) is a fork: process groups do not survive a fork. Here it can be "
+                "held, sliced and compared; use its groups in the process that made it, or start "
+                "this one by spawn or forkserver and make the mesh in it."
+            )
+        current = compat.current_default_group()
+        state = "there is none" if current is None else "there is another one"
+        return (
+            f"The default process group of {self.size} ranks that this mesh was made with is "
+            f"gone ({state} now), and its process groups with it. Make the mesh again after "
+            "init_process_group()."
+        )
+
+    @cached_property
+    def store(self) -> Any | None:
+        """The default group's store; None where there is none that ranks could meet in."""
+        return compat.store_of(self.default_group)
 
     @cached_property
     def default_options(self) -> GroupOptions:
@@ -79,22 +118,43 @@ class World:
             self._hazards[backend] = compat.members_only_hazard(self.default_group, backend)
         return self._hazards[backend]
 
+    def next_ordinal(self, kind: str) -> int:
+        """How often this was asked for this kind of thing before in this world: 0, 1, 2, ..."""
+        with self._ordinals_lock:
+            ordinal = self._ordinals.get(kind, 0)
+            self._ordinals[kind] = ordinal + 1
+        return ordinal
+
     def new_name(self, identity: str) -> str:
         """A group name: what the group is, and how often this very group was made in this world.
 
         All members of the group, and nobody else, have exactly that in common; so they agree on the
         name, whatever other groups each of them made before.
         """
-        with self._names_lock:
-            count = self._names_made.get(identity, 0)
-            self._names_made[identity] = count + 1
-        return f"meshverse-{identity}-{count}"
+        return f"meshverse-{identity}-{self.next_ordinal(identity)}"
+
+    def retain(self, group_name: str) -> None:
+        """Note that one more universe uses a group that Meshverse made."""
+        self._users[group_name] += 1
+
+    def release(self, group_name: str) -> bool:
+        """Note that one universe less uses a group; whether that was the last one."""
+        self._users[group_name] -= 1
+        if self._users[group_name] > 0:
+            return False
+        del self._users[group_name]
+        return True
 
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as stock does, once for each device type."""
         if device_type not in self._device_types_set_up:
             compat.set_up_device(mesh)
             self._device_types_set_up.add(device_type)
+
+
+def _empty(registries: list[dict[str, compat.ProcessGroup]]) -> None:
+    for registry in registries:
+        registry.clear()
 
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()

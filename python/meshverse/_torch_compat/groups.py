@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,31 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
     mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
 
 
+def store_of(default_group: ProcessGroup) -> Any | None:
+    """The store ranks meet in to make groups; None for MPI and for the fake backend."""
+    if "fake" in default_backend(default_group):  # whose store implements nothing
+        return None
+    return c10d._world.pg_map[default_group][1]
+
+
+def creation_blocks(backend: str) -> bool:
+    """Whether making a group of this backend waits for its members, rather than its first use."""
+    parts = {part.rpartition(":")[2] for part in backend.split(",")}
+    return not parts <= {"nccl", "fake", "threaded"}
+
+
+def end_group(name: str, *, abort: bool) -> None:
+    """Free the group of this name, if c10d still knows it.
+
+    Args:
+        name: c10d's.
+        abort: end what is going on in it, where the backend can, instead of waiting for it.
+    """
+    group = next((group for group, known in c10d._world.pg_names.items() if known == name), None)
+    if group is not None:
+        (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
+
+
 def resolve_group(name: str) -> ProcessGroup:
     """The live process group registered under this name; RuntimeError if there is none."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
@@ -109,6 +135,18 @@ def is_backend_options(value: object) -> bool:
 def options_timeout(options: BackendOptions | None) -> timedelta | None:
     """The timeout an options object carries, or None if it carries none."""
     return getattr(options, "_timeout", None)
+
+
+def said_timeout(options: BackendOptions | None) -> timedelta | None:
+    """The timeout an options object was given, or None if it is that of a fresh one of its type."""
+    timeout = options_timeout(options)
+    if options is None:
+        return None
+    try:
+        usual = options_timeout(type(options)())
+    except TypeError:  # the type takes arguments
+        return timeout
+    return None if timeout == usual else timeout
 
 
 # --- how a group comes to be ---------------------------------------------------------------------

@@ -44,6 +44,7 @@ MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
 # What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
+    (c10d, "_abort_process_group"),
     (c10d, "_get_default_timeout"),
     (c10d, "_new_process_group_helper"),
     (c10d, "_resolve_process_group"),

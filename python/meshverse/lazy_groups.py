@@ -1,0 +1,53 @@
+"""Process groups that are named when they are asked for, and made when they are first used."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from . import _torch_compat as compat
+from .group_creation import Group, make_prepared
+from .rendezvous import meet
+from .world import World
+
+__all__ = ["is_pending", "make_pending", "postpone"]
+
+
+@dataclass(eq=False)
+class _Pending:
+    group: Group
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the group is made
+
+
+def postpone(group: Group, world: World) -> None:
+    """Leave a group that `prepare_group` has named to be made by `make_pending`."""
+    assert group.name is not None
+    world.pending[group.name] = _Pending(group)
+
+
+def is_pending(name: str, world: World) -> bool:
+    """Whether the group of this name is still to be made."""
+    return name in world.pending
+
+
+def make_pending(name: str, world: World) -> None:
+    """Make the group of this name now, if it is still to be made; its other members do so too.
+
+    Raises:
+        RuntimeError: the world is over; or making it waits for its members, and they did not come
+            in time, or wait for one another in other groups.
+    """
+    pending = world.pending.get(name)
+    if pending is None:
+        return
+    _ = world.default_group  # raises if its life is over
+    with pending.lock:
+        if name not in world.pending:  # another thread made it meanwhile
+            return
+        request = pending.group.request
+        if compat.creation_blocks(request.options.backend):
+            label = f"axis {request.axis_name!r} of layout {request.axis}"
+            ranks, timeout = request.my_ranks(), request.options.timeout
+            meet(world.store, name, label, ranks, world.rank, timeout)
+        make_prepared(pending.group, world)
+        del world.pending[name]

@@ -1,0 +1,239 @@
+"""The process groups of one universe: each made once, counted, and freed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from . import _torch_compat as compat
+from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
+from .backend_override import NO_OVERRIDE, Override
+from .consistency import ConsistencyCheck
+from .group_creation import Group, GroupRequest, make_group, prepare_group
+from .group_options import Defaults, GroupOptions
+from .lazy_groups import is_pending, make_pending, postpone
+from .world import World
+
+__all__ = ["UniverseGroups"]
+
+
+class UniverseGroups:
+    """What a universe knows of its process groups.
+
+    Args:
+        rank_map: position -> global rank.
+        position: this rank's, or None if it is outside.
+        world: the life of the default group they are made in.
+        defaults: what they inherit where an axis says nothing else.
+        lazy: make a group when it is first used.
+        check_consistency: compare with the other ranks what is about to be made.
+        share_world: use the groups of other such universes of this world too.
+
+    Attributes:
+        handles: my live process groups by c10d name.
+    """
+
+    def __init__(
+        self,
+        rank_map: RankMap,
+        position: int | None,
+        world: World,
+        *,
+        defaults: Defaults,
+        lazy: bool,
+        check_consistency: bool,
+        share_world: bool,
+    ) -> None:
+        self._rank_map = rank_map
+        self._position = position
+        self._world = world
+        self._defaults = defaults
+        self._lazy = lazy
+        self._share_world = share_world
+        self._check = ConsistencyCheck(rank_map, world) if check_consistency else None
+        self._cache = GroupCache()
+        self._given: list[Group] = []
+        self.handles: dict[str, compat.ProcessGroup] = {}
+        world.registries.append(self.handles)
+
+    # --- asking for groups ----------------------------------------------------------------------
+
+    def request(
+        self,
+        axes: Layout,
+        *,
+        call: str,
+        axis_names: Sequence[str],
+        overrides: Sequence[Override],
+        tags: Sequence[str],
+        preserve_rank_order: bool,
+    ) -> list[Group]:
+        """My group along each axis: the known one, or a new one; see `Universe.groups_for`."""
+        options = [
+            self._options(override).with_tag(tag)
+            for override, tag in zip(overrides, tags, strict=True)
+        ]
+        requests = [
+            self._request_of(axis, name, wanted, preserve_rank_order)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+        ]
+        return self._get_or_make(requests, call)
+
+    def request_tagged(
+        self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
+    ) -> list[Group]:
+        """Groups like those of these names along these axes, under another isolation tag."""
+        requests = []
+        for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
+            like = self._like(axis, axis_name, group_names[index] if group_names else None)
+            options = like.options.with_tag(tag)
+            requests.append(like._replace(axis_name=axis_name, options=options))
+        return self._get_or_make(requests, "isolate")
+
+    def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
+        # A group without a name is that of a rank outside the rank map; one that is not known here
+        # is of a mesh concatenated from another universe.
+        along = self.along(axis)
+        named = [group for group in along if group_name is None or group.name == group_name]
+        if named:
+            return named[0].request
+        return self._request_of(axis, axis_name, self._options(NO_OVERRIDE), False)
+
+    def _options(self, override: Override) -> GroupOptions:
+        if override == NO_OVERRIDE and self._defaults.are_torchs:
+            return self._world.default_options
+        return GroupOptions.resolve(override, self._world.default_group, self._defaults)
+
+    def _request_of(
+        self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool
+    ) -> GroupRequest:
+        # Whether the order matters is decided from what all ranks share, never from my own group:
+        # members of one group must agree on its key.
+        ascending = axis.is_sorted()
+        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_identity)
+        if keeps_order:
+            options = options.in_mesh_order()
+        elif not ascending:
+            axis = axis.sorted()
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)
+
+    def _get_or_make(self, requests: Sequence[GroupRequest], call: str) -> list[Group]:
+        if self._check is not None and self._position is not None:
+            known = (self._cache.get(r.axis, r.options.key) for r in requests)
+            if any(group is None for group in known):
+                self._check.compare(call, requests)
+        groups = []
+        for request in requests:
+            make = lambda request=request: self._make(request)  # noqa: E731
+            group: Group = self._cache.get_or_create(request.axis, request.options.key, make)
+            group.count_request(request.axis_name)
+            groups.append(group)
+        return groups
+
+    # --- making them ----------------------------------------------------------------------------
+
+    def _make(self, request: GroupRequest) -> Group:
+        if self._share_world and request.position is not None:
+            group = self._share(request)
+        else:
+            group = self._make_own(request)
+        if group.name is not None and not group.borrowed:
+            self._world.retain(group.name)
+        return group
+
+    def _make_own(self, request: GroupRequest) -> Group:
+        group = prepare_group(request, self._world) if self._lazy else None
+        if group is not None:
+            postpone(group, self._world)
+            return group
+        group = make_group(request, self._world)
+        self._take_in(group)
+        return group
+
+    def _share(self, request: GroupRequest) -> Group:
+        # Positions and layouts mean something within one universe only, ranks everywhere.
+        shared: Group = self._world.shared_groups.get_or_create(
+            *_shared_key(request), lambda: self._make_own(request)
+        )
+        if shared.request is request:
+            return shared
+        group = Group(
+            request,
+            shared.name,
+            "shared with another mesh",
+            created=False,
+            borrowed=shared.borrowed,
+        )
+        self._take_in(group)
+        return group
+
+    def _take_in(self, group: Group) -> None:
+        if group.name is not None and not is_pending(group.name, self._world):
+            self.handles[group.name] = compat.resolve_group(group.name)
+
+    def make_pending(self, name: str) -> None:
+        """Make the lazy group of this name now, if it is still to be made."""
+        if is_pending(name, self._world):
+            make_pending(name, self._world)
+            self.handles[name] = compat.resolve_group(name)
+
+    def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
+        """Take in a process group the user made; it is listed but neither shared nor freed.
+
+        Returns:
+            The group's c10d name.
+        """
+        options = GroupOptions.given(group)
+        request = GroupRequest(axis, self._rank_map, self._position, options, axis_name)
+        name = group.group_name
+        given = Group(request, name, "given by the user", created=False, borrowed=True)
+        given.count_request(axis_name)
+        self._given.append(given)
+        self.handles[name] = group
+        return name
+
+    # --- looking at them ------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Group]:
+        """Every group, in the order they were first asked for."""
+        yield from (entry for _, _, entry in self._cache.entries())
+        yield from self._given
+
+    def __len__(self) -> int:
+        return len(self._cache) + len(self._given)
+
+    def along(self, axis: AxisLayout) -> list[Group]:
+        """The groups along an axis, whatever their options."""
+        return [group for group in self if group.request.axis in (axis, axis.sorted())]
+
+    # --- the end of them ------------------------------------------------------------------------
+
+    def free(self, *, abort: bool) -> None:
+        """Free what was made for this universe and no other uses; last made, first freed.
+
+        Args:
+            abort: end what is going on in them, where the backend can, instead of waiting for it.
+        """
+        world = self._world
+        for group in reversed(list(self)):
+            if group.borrowed or group.name is None or not world.release(group.name):
+                continue
+            if self._share_world:
+                world.shared_groups.remove(*_shared_key(group.request))
+            if world.pending.pop(group.name, None) is None and not world.is_over:
+                for registry in world.registries:  # of meshes concatenated across universes, too
+                    registry.pop(group.name, None)
+                compat.end_group(group.name, abort=abort)
+        if self._check is not None and not world.is_over:
+            self._check.forget()
+        self._cache.clear()
+        self._given.clear()
+        self.handles.clear()
+        world.registries[:] = [each for each in world.registries if each is not self.handles]
+
+
+def _shared_key(request: GroupRequest) -> tuple[AxisLayout, OptionsKey]:
+    """What a group is wherever it is asked for: its ranks in order, and its options."""
+    ranks = request.my_ranks()
+    key = request.options.key
+    tag = f"{key.tag}; ranks {RankMap.from_ranks(ranks).fingerprint}"
+    return AxisLayout(len(ranks)), key.with_tag(tag)
