@@ -21,7 +21,7 @@ except ImportError as error:
 from .device_mesh import DeviceMesh
 from .dropin import install, installed, uninstall
 from .explain import Explanation, GroupExplanation
-from .init_mesh import init_device_mesh
+from .init_mesh import MeshPart, init_device_mesh, init_mesh_partition
 from .isolation import isolate
 from .saved_mesh import load_mesh, save_mesh
 from .universe import Universe
@@ -32,9 +32,11 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "GroupExplanation",
+    "MeshPart",
     "Universe",
     "__version__",
     "init_device_mesh",
+    "init_mesh_partition",
     "install",
     "installed",
     "isolate",

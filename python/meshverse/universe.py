@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from .group_options import Defaults
 from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
 from .universe_groups import UniverseGroups
+from .warm_up import WarmedUp, warm_up
 from .world import World
 
 if TYPE_CHECKING:
@@ -215,6 +216,31 @@ class Universe:
         if self._lazy and self._groups is not None:
             return GuardedNames(group_names, self._groups.make_pending)
         return list(group_names)
+
+    def warm_up(
+        self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
+    ) -> list[WarmedUp]:
+        """Make lazy groups now and connect every group, by one small all-reduce on each.
+
+        The first step then does not pay for it, and ranks that use the groups in different orders
+        do not wait for one another. All ranks of the universe call this with the same names.
+
+        Args:
+            axis_names: of axes whose groups are wanted, by any name they were asked for; by
+                default all groups.
+            show_progress: draw a bar on the terminal (needs rich). The log tells in any case.
+
+        Returns:
+            What was warmed up and the seconds it took, in the order in which it was done.
+
+        Raises:
+            KeyError: no group was asked for by one of the names.
+            RuntimeError: the universe has no mesh or no process groups.
+        """
+        groups = self._live_groups()
+        if self.root is None:
+            raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
+        return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
 
     def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
         """Which groups exist, for which axes, how each came to be, and how often it was asked for.

@@ -36,7 +36,8 @@ class World:
     def __init__(self, default_group: compat.ProcessGroup) -> None:
         registries: list[dict[str, compat.ProcessGroup]] = []
         self.registries = registries
-        self._default_group = weakref.ref(default_group, lambda _: _empty(registries))
+        self._default_group = weakref.ref(default_group)
+        weakref.finalize(compat.lifetime_of(default_group), _empty, registries).atexit = False
         self._process_id = os.getpid()
         self.rank = default_group.rank()
         self.size = default_group.size()
@@ -96,7 +97,7 @@ class World:
             "init_process_group()."
         )
 
-    @cached_property
+    @property
     def store(self) -> Any | None:
         """The default group's store; None where there is none that ranks could meet in."""
         return compat.store_of(self.default_group)

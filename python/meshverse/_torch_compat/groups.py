@@ -101,6 +101,15 @@ def store_of(default_group: ProcessGroup) -> Any | None:
     return c10d._world.pg_map[default_group][1]
 
 
+def lifetime_of(default_group: ProcessGroup) -> object:
+    """An object that c10d lets go of when it destroys this default group.
+
+    The group itself may be held by others, such as meshes that have an axis over the whole world.
+    """
+    store: object | None = c10d._world.pg_map[default_group][1]
+    return default_group if store is None else store  # MPI has no store
+
+
 def creation_blocks(backend: str) -> bool:
     """Whether making a group of this backend waits for its members, rather than its first use."""
     parts = {part.rpartition(":")[2] for part in backend.split(",")}
@@ -115,8 +124,14 @@ def end_group(name: str, *, abort: bool) -> None:
         abort: end what is going on in it, where the backend can, instead of waiting for it.
     """
     group = next((group for group, known in c10d._world.pg_names.items() if known == name), None)
-    if group is not None:
-        (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
+    if group is None:
+        return
+    tag = c10d._world.pg_to_tag.get(group)
+    (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
+    # c10d keeps the tag of the group, with an empty list, for ever (2.11 to 2.15).
+    tags = c10d._world.tags_to_pg
+    if tag in tags and not tags[tag]:
+        del tags[tag]
 
 
 def resolve_group(name: str) -> ProcessGroup:

@@ -1,0 +1,151 @@
+"""A universe's timeout and options reach every group made in it, now and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from helpers.worlds import groups_created
+from meshverse import DeviceMesh, Universe, init_device_mesh
+
+pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
+
+_AXES = ("dp", "tp")
+_MINUTE = timedelta(minutes=1)
+
+
+def _options(*, raises: bool = True, seconds: float | None = None) -> Any:
+    """Options of the fake backend. `raises` can be seen: the group's collectives raise."""
+    options = FakeProcessGroup.Options()
+    options.error_on_collective = raises
+    if seconds is not None:
+        options._timeout = timedelta(seconds=seconds)
+    return options
+
+
+def _raises(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _mesh(**extra: Any) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, **extra)
+
+
+_DERIVED: dict[str, Callable[[DeviceMesh], DeviceMesh]] = {
+    "the mesh": lambda mesh: mesh["tp"],
+    "flattened": lambda mesh: mesh.flatten("all"),
+    "unflattened": lambda mesh: mesh.unflatten("tp", (2, 2), ("a", "b"))["a"],
+    "unflattened from flattened": lambda mesh: mesh.flatten("all").unflatten(
+        "all", (4, 2), ("a", "b")
+    )["a"],
+    "a further mesh": lambda mesh: init_device_mesh(
+        "cpu", (4, 2), mesh_dim_names=("a", "b"), universe=mesh.universe
+    )["a"],
+    "isolated": lambda mesh: mesh.unflatten("tp", (2, 2), ("a", "b"), isolate="mine")["a"],
+}
+
+
+def _timeout(mesh: DeviceMesh) -> timedelta | None:
+    """What the options key of a one-axis mesh's group says, which is what c10d was given."""
+    name = mesh.get_group().group_name
+    (group,) = (g for g in mesh.universe._groups if g.name == name)
+    return group.request.options.key.timeout
+
+
+@pytest.mark.parametrize("derived", _DERIVED)
+def test_timeout_and_options_reach(derived: str) -> None:
+    mesh = _DERIVED[derived](_mesh(timeout=_MINUTE, options=_options()))
+    assert _timeout(mesh) == _MINUTE
+    assert _raises(mesh.get_group())
+    assert not _raises(dist.group.WORLD)
+
+
+def test_an_axis_may_say_another() -> None:
+    mesh = _mesh(
+        timeout=_MINUTE,
+        options=_options(),
+        backend_override={"tp": _options(raises=False), "dp": _options(seconds=7)},
+    )
+    assert _timeout(mesh["tp"]) == _MINUTE  # a fresh object says no timeout
+    assert not _raises(mesh.get_group("tp"))
+    assert _timeout(mesh["dp"]) == timedelta(seconds=7)
+
+
+def test_options_may_carry_the_timeout_and_the_argument_wins() -> None:
+    assert _timeout(_mesh(options=_options(seconds=7))["tp"]) == timedelta(seconds=7)
+    assert _timeout(_mesh(options=_options(seconds=7), timeout=_MINUTE)["tp"]) == _MINUTE
+
+
+def test_options_are_for_groups_of_their_backend_only() -> None:
+    mesh = _mesh(options=_options(), backend_override={"tp": "cpu:fake"})
+    assert not _raises(mesh.get_group("tp"))
+    assert _raises(mesh.get_group("dp"))
+
+
+def test_the_defaults_written_out_share_a_group_with_none() -> None:
+    mesh = _mesh(timeout=_MINUTE, options=_options())
+    with groups_created(0):
+        for override in ("fake", _options(), ("fake", None), ("fake", _options(seconds=60))):
+            view = init_device_mesh(
+                "cpu", (2, 4), backend_override={1: override}, universe=mesh.universe
+            )
+            assert view.get_group(1) is mesh.get_group("tp")
+    with groups_created(1):
+        init_device_mesh(
+            "cpu", (2, 4), backend_override={1: _options(raises=False)}, universe=mesh.universe
+        )
+
+
+def test_the_defaults_of_the_world_written_out_are_the_defaults() -> None:
+    with groups_created(0):
+        mesh = init_device_mesh(
+            "cpu", (8,), mesh_dim_names=("world",), timeout=timedelta(minutes=30), options=None
+        )
+    assert mesh.get_group() is dist.group.WORLD
+    with groups_created(1):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",), timeout=_MINUTE)
+    assert mesh.get_group() is not dist.group.WORLD
+
+
+def test_options_changed_after_use_change_nothing() -> None:
+    options = _options()
+    mesh = _mesh(options=options)
+    options.error_on_collective = False
+    assert _raises(mesh.flatten("all").get_group())
+    assert options._timeout == _options()._timeout, "c10d wrote to the user's object"
+
+
+def test_a_universe_made_beforehand_has_them_too() -> None:
+    universe = Universe(range(8), timeout=_MINUTE)
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=_AXES, universe=universe)
+    assert _timeout(mesh["dp"]) == _MINUTE
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"timeout": 5}, TypeError, r"timeout=5 of type int: give a datetime\.timedelta"),
+        ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
+        ({"timeout": timedelta(seconds=-1)}, ValueError, "longer than zero"),
+        ({"options": "fake"}, TypeError, "options='fake' of type str: give an options object"),
+    ],
+)
+def test_what_is_none_is_refused_and_makes_nothing(given, error, message: str) -> None:
+    with groups_created(0), pytest.raises(error, match=message):
+        _mesh(**given)
+
+
+def test_what_belongs_to_a_universe_is_not_for_one_that_is_there() -> None:
+    universe = _mesh().universe
+    with pytest.raises(ValueError, match="timeout, lazy belong to a universe"):
+        _mesh(universe=universe, timeout=_MINUTE, lazy=True)

@@ -1,0 +1,243 @@
+"""The end of universes, worlds and processes: all is given back, and nothing stale is used."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.all_reduce import reached_by
+from helpers.crew import Crew
+from helpers.worlds import group_names
+from meshverse import DeviceMesh, init_device_mesh
+
+_AXES = ("dp", "tp")
+
+
+def _held() -> dict[str, int]:
+    """Threads, descriptors and process groups of this process."""
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(group_names()),
+    }
+
+
+def _mesh(**extra: Any) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, **extra)
+
+
+def _use(mesh: DeviceMesh) -> list[int]:
+    assert sum(reached_by(mesh.get_group("dp"))) == 2
+    assert sum(reached_by(mesh.flatten("all").get_group())) == 4
+    return reached_by(mesh.get_group("tp"))
+
+
+def _destroy(way: str) -> dict[str, Any]:
+    others = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    own = dist.new_group([0, 1, 2, 3])
+    given = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("given",))
+    before = _held()
+    mesh = _mesh()
+    _use(mesh)
+    during = _held()
+    getattr(mesh.universe, way)()
+    getattr(mesh.universe, way)()  # again: nothing happens
+    dist.barrier()
+    after = _held()
+    assert sum(_use(others)) == 2
+    given.universe.destroy()
+    assert sum(reached_by(own)) == 4
+    return {"before": before, "during": during, "after": after, "printed": repr(mesh["tp"])}
+
+
+@pytest.mark.parametrize("way", ["destroy", "abort"])
+def test_what_was_made_is_given_back_and_nothing_else(crew: Crew, way: str) -> None:
+    for seen in crew.run(_destroy, 4, way):
+        assert seen["after"] == seen["before"]
+        assert seen["during"]["groups"] == seen["before"]["groups"] + 2
+        for what in ("threads", "descriptors"):
+            assert seen["during"][what] > seen["before"][what]
+        assert seen["printed"] == "DeviceMesh((tp=2), 'cpu', stride=(1,))"
+
+
+def _many_cycles(cycles: int) -> dict[str, Any]:
+    def cycle() -> None:
+        mesh = _mesh()
+        mesh.flatten("all")
+        dist.barrier()  # as with c10d's groups, nobody leaves while others still connect
+        mesh.universe.destroy()
+
+    for _ in range(20):
+        cycle()
+    before, memory = _held(), _resident_bytes()
+    for _ in range(cycles):
+        cycle()
+    dist.barrier()
+    return {"before": before, "after": _held(), "grown": _resident_bytes() - memory}
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_cycles_of_making_and_destroying_leave_nothing_behind(crew: Crew) -> None:
+    for seen in crew.run(_many_cycles, 4, 150, timeout=100):
+        assert seen["after"] == seen["before"]
+        assert seen["grown"] < 150 * 40_000
+
+
+def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
+    rank, seen, meshes = dist.get_rank(), [], []
+    dist.destroy_process_group()
+    for number in range(3):
+        store = dist.FileStore(f"{folder}/{number}", 4)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        mesh = _mesh()
+        _use(mesh)
+        meshes.append(mesh)  # held, as a trainer may, beyond its world
+        dist.barrier()
+        dist.destroy_process_group()
+        seen.append(_held())
+    for mesh in meshes:
+        with pytest.raises(RuntimeError, match=r"is gone \(there is none now\)"):
+            mesh.get_group("tp")
+        mesh.universe.destroy()  # nothing is left to free
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/x", 4), rank=rank, world_size=4)
+    return seen
+
+
+def test_meshes_of_ended_worlds_keep_nothing_alive(crew: Crew) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in crew.run(_worlds_one_after_another, 4, folder):
+            assert seen[0] == seen[1] == seen[2]
+
+
+def _fork() -> list[str]:
+    mesh = _mesh()
+    reached_by(mesh.get_group("tp"))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = ["nothing"]
+        try:
+            said = [repr(mesh["dp"]), str(mesh == _copy(mesh))]
+            for use in (lambda: mesh.get_group("tp"), lambda: mesh.flatten("all")):
+                try:
+                    use()
+                except RuntimeError as error:
+                    said.append(str(error))
+        finally:
+            os.write(write, "\n".join(said).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        said = answer.read().splitlines()
+    os.waitpid(child, 0)
+    assert sum(reached_by(mesh.get_group("tp"))) == 2
+    return said
+
+
+def _copy(mesh: DeviceMesh) -> DeviceMesh:
+    import copy
+
+    return copy.deepcopy(mesh)
+
+
+def test_a_forked_process_may_hold_a_mesh_but_not_use_its_groups(crew: Crew) -> None:
+    for printed, equal, *errors in crew.run(_fork, 4):
+        assert printed == "DeviceMesh((dp=2), 'cpu', stride=(2,))"
+        assert equal == "True"
+        assert len(errors) == 2
+        assert all("do not survive a fork" in error and "spawn" in error for error in errors)
+
+
+# --- a rank that is killed while groups are being made -------------------------------------------
+
+
+def _survive(rank: int, folder: str, answers: Any) -> None:
+    timeout = timedelta(seconds=3)
+    _start_world(f"{folder}/first", rank, 3)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, message = time.monotonic(), "no error"
+    try:
+        init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, timeout=timeout, options=None)
+    except RuntimeError as error:
+        message = str(error)
+    seconds = time.monotonic() - start
+    dist.destroy_process_group()
+    _start_world(f"{folder}/second", rank, 2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=_AXES, timeout=timeout)
+    answers.put((rank, message, seconds, reached_by(mesh.get_group("dp"))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _start_world(file: str, rank: int, size: int) -> None:
+    store = dist.FileStore(file, size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20)
+    )
+
+
+def test_ranks_that_are_left_get_an_error_in_time_and_can_begin_anew() -> None:
+    context = get_context("forkserver")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_survive, args=(r, folder, answers)) for r in range(3)]
+        for process in ranks:
+            process.start()
+        seen = sorted(answers.get(timeout=90) for _ in range(2))
+        for process in ranks:
+            process.join(30)
+    assert ranks[2].exitcode == -signal.SIGKILL
+    for rank, (told, message, seconds, reached) in enumerate(seen):
+        assert told == rank
+        assert message != "no error"
+        assert seconds < 3 + 5
+        assert reached == [1, 1]
+
+
+def test_use_after_destroy(crew: Crew) -> None:
+    for errors in crew.run(_use_after_destroy, 4):
+        assert len(errors) == 6
+        assert all("was destroyed, and its process groups with it" in error for error in errors)
+        assert all("Make the mesh again" in error for error in errors)
+
+
+def _use_after_destroy() -> list[str]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh()
+    tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)])
+    mesh.universe.destroy()
+    errors = []
+    for use in (
+        lambda: mesh.get_group("tp"),
+        lambda: mesh["tp"].get_group(),
+        lambda: mesh.flatten("all"),
+        lambda: mesh.unflatten("tp", (2, 1), ("a", "b")),
+        lambda: init_device_mesh("cpu", (4,), universe=mesh.universe),
+        tensor.full_tensor,
+    ):
+        try:
+            use()
+        except RuntimeError as error:
+            errors.append(str(error))
+    again = _mesh()
+    assert again == mesh
+    assert sum(_use(again)) == 2
+    return errors
