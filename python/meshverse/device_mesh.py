@@ -347,9 +347,19 @@ class DeviceMesh(MeshBase):
             RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
             KeyError: no such name.
         """
-        if not torch.compiler.is_compiling():  # which traces stock's method
-            self._check_groups()
-        return super().get_group(mesh_dim)
+        if torch.compiler.is_compiling():  # which traces stock's method
+            return super().get_group(mesh_dim)
+        self._check_groups()
+        try:
+            return super().get_group(mesh_dim)
+        except IndexError:
+            if self.group_names:
+                raise
+            rank, ranks = self._universe.rank, self._universe.rank_map
+            raise IndexError(
+                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
+                "get_coordinate() is None on such a rank."
+            ) from None
 
     def _check_groups(self) -> None:
         if not self.has_groups:

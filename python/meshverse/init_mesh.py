@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from typing_extensions import Required
 
 from . import _torch_compat as compat
 from ._core import Layout, RankMap
@@ -19,7 +18,7 @@ from .group_options import Defaults
 from .mesh_input import check_axis_names, check_device_type, read_rank_map
 from .universe import Universe
 
-__all__ = ["MeshPart", "init_device_mesh", "init_mesh_partition"]
+__all__ = ["init_device_mesh", "plan_mesh"]
 
 
 def init_device_mesh(
@@ -74,6 +73,43 @@ def init_device_mesh(
         >>> mesh["tp"] is mesh["tp"]  # doctest: +SKIP
         True
     """
+    mesh, build = plan_mesh(
+        device_type,
+        mesh_shape,
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        preserve_rank_order=preserve_rank_order,
+        ranks=ranks,
+        timeout=timeout,
+        options=options,
+        isolate=isolate,
+        lazy=lazy,
+        check_consistency=check_consistency,
+        universe=universe,
+    )
+    build()
+    return mesh
+
+
+def plan_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
+    preserve_rank_order: bool = False,
+    ranks: Sequence[int] | torch.Tensor | None = None,
+    timeout: timedelta | None = None,
+    options: compat.BackendOptions | None = None,
+    isolate: str | Mapping[int | str, str] | None = None,
+    lazy: bool = False,
+    check_consistency: bool | None = None,
+    universe: Universe | None = None,
+) -> tuple[DeviceMesh, Callable[[], None]]:
+    """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
+
+    Checks all that can be checked without the other ranks, and changes nothing.
+    """
     check_device_type(device_type)
     layout = Layout.from_shape(tuple(mesh_shape))
     names = check_axis_names(mesh_dim_names, len(layout))
@@ -92,7 +128,8 @@ def init_device_mesh(
         )
     Defaults.of(timeout, options)  # before the default process group is started
     mesh = object.__new__(DeviceMesh)
-    mesh._build(
+    build = partial(
+        mesh._build,
         MeshDescription(device_type, layout, names, preserve_rank_order),
         rank_map,
         overrides=normalize_overrides(backend_override, names, len(layout)),
@@ -101,82 +138,7 @@ def init_device_mesh(
         universe=universe,
         make_universe=partial(Universe, **given),
     )
-    return mesh
-
-
-class MeshPart(TypedDict, total=False):
-    """One part of a partition: arguments of `init_device_mesh` that are its own."""
-
-    mesh_shape: Required[Sequence[int]]
-    mesh_dim_names: Sequence[str]
-    ranks: Sequence[int]
-    backend_override: BackendOverride
-    preserve_rank_order: bool
-    timeout: timedelta
-    options: compat.BackendOptions
-
-
-def init_mesh_partition(
-    device_type: str, parts: Mapping[str, MeshPart], **common: Any
-) -> dict[str, DeviceMesh]:
-    """Meshes over disjoint parts of the world, such as an actor and a reference model.
-
-    Each part has a shape and a universe of its own. All ranks call this, or only those of the
-    parts; ranks outside a part get a mesh of it that they can hold, print and slice. Everything is
-    checked before the first group is made.
-
-    Args:
-        device_type: "cpu", "cuda", ... without an index.
-        parts: by name, the arguments of `init_device_mesh` for each. `ranks` are given for all
-            parts, or for none: then each part takes the ranks that follow those of the one before.
-        common: arguments of `init_device_mesh` for all parts.
-
-    Raises:
-        ValueError: two parts have a rank in common; `ranks` given for some parts only; and as
-            `init_device_mesh`.
-
-    Example:
-        >>> meshes = init_mesh_partition(  # doctest: +SKIP
-        ...     "cuda",
-        ...     {
-        ...         "actor": {"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")},
-        ...         "reference": {"mesh_shape": (4,), "mesh_dim_names": ("tp",)},
-        ...     },
-        ... )
-        >>> meshes["reference"].mesh.tolist()  # doctest: +SKIP
-        [8, 9, 10, 11]
-    """
-    placed = [name for name, part in parts.items() if "ranks" in part]
-    if placed and len(placed) < len(parts):
-        raise ValueError(
-            f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
-            "all parts, or for none."
-        )
-    ranks: dict[str, Sequence[int]] = {}
-    first = 0
-    for name, part in parts.items():
-        size = Layout.from_shape(tuple(part["mesh_shape"])).size
-        ranks[name] = part.get("ranks", range(first, first + size))
-        first += size
-        _rank_map_for(Layout.from_shape(tuple(part["mesh_shape"])), ranks[name], None)
-    _check_disjoint(ranks)
-    return {
-        name: init_device_mesh(device_type, **{**common, **part, "ranks": ranks[name]})
-        for name, part in parts.items()
-    }
-
-
-def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:
-    owners: dict[int, str] = {}
-    for name, ranks in parts.items():
-        for rank in ranks:
-            if owners.setdefault(rank, name) != name:
-                common = sorted(set(parts[owners[rank]]) & set(ranks))
-                raise ValueError(
-                    f"Parts {owners[rank]!r} and {name!r} of a partition have ranks {common} in "
-                    "common: a rank belongs to one part. Use separate calls of init_device_mesh "
-                    "for meshes that overlap."
-                )
+    return mesh, build
 
 
 def _rank_map_for(

@@ -54,6 +54,7 @@ class Meeting:
 
     def hold(self, timeout: timedelta) -> None:
         """Come, wait for the others, and go; see `meet`."""
+        self._store.set(self._told(self._rank), "")
         members = ",".join(map(str, self._ranks))
         self._store.set(self._wait_of(self._rank), f"{self._name} {members} {self._label}")
         if self._store.add(self._here, 1) == len(self._ranks):
@@ -76,18 +77,25 @@ class Meeting:
             if now - looked > _LOOK_AROUND_SECONDS:
                 looked, seen = now, self._circle()
                 if seen is not None and seen == circle:
-                    raise RuntimeError(self._why_never(seen))
+                    self._tell_all(seen)
                 circle = seen
+                if told := self._read(self._told(self._rank)):
+                    raise RuntimeError(told)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _wait_of(self, rank: int) -> str:
         return f"{self._prefix}/waits/{rank}"
 
+    def _told(self, rank: int) -> str:
+        return f"{self._prefix}/told/{rank}"
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def _waiting_for(self, rank: int) -> tuple[str, list[int], str] | None:
         """What a rank waits for, if it does: group name, members, label."""
-        key = self._wait_of(rank)
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        text = self._read(self._wait_of(rank))
         if not text:
             return None
         name, members, label = text.split(" ", 2)
@@ -124,6 +132,12 @@ class Meeting:
             f"ranks {list(self._ranks)}; {', '.join(elsewhere) or 'they never came'}. All members "
             "of a lazy group must use it; mesh.universe.warm_up() makes groups ahead of time."
         )
+
+    def _tell_all(self, circle: list[int]) -> None:
+        # Whoever sees the circle first leaves it, so the others would not see it any more.
+        message = self._why_never(circle)
+        for rank in circle:
+            self._store.set(self._told(rank), message)
 
     def _why_never(self, circle: list[int]) -> str:
         waits = {rank: self._waiting_for(rank) for rank in circle}
