@@ -166,7 +166,7 @@ class DeviceMesh(MeshBase):
             KeyError: an unknown name, or names in another order than in the mesh.
         """
         if torch.compiler.is_compiling():
-            return super().__getitem__(mesh_dim_names)  # type: ignore[index,return-value]
+            return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
             known = self._slices.get(mesh_dim_names)
             if known is not None:
@@ -348,10 +348,10 @@ class DeviceMesh(MeshBase):
             KeyError: no such name.
         """
         if torch.compiler.is_compiling():  # which traces stock's method
-            return super().get_group(mesh_dim)
+            return StockDeviceMesh.get_group(self, mesh_dim)
         self._check_groups()
         try:
-            return super().get_group(mesh_dim)
+            return StockDeviceMesh.get_group(self, mesh_dim)
         except IndexError:
             if self.group_names:
                 raise

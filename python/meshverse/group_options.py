@@ -158,4 +158,7 @@ def _copy_of(options: compat.BackendOptions | None) -> compat.BackendOptions | N
         field = getattr(kind, name)
         if isinstance(field, property) and field.fset is not None:
             setattr(mine, name, getattr(options, name))
+    # What a subclass written in Python has besides, as options of out-of-tree backends may.
+    for name, value in getattr(options, "__dict__", {}).items():
+        setattr(mine, name, copy.deepcopy(value))
     return mine

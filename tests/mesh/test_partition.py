@@ -58,7 +58,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"a": _part(6), "b": _part(2, backend_override={"dp": "nxcl"})},
         "Unknown backend 'nxcl'",
     ),
-    "too large for the world": ({"a": _part(4), "b": _part(5)}, r"Part 'b' of a partition names rank 8.*ranks 0 to 7"),
+    "too large for the world": (
+        {"a": _part(4), "b": _part(5)},
+        r"Part 'b' of a partition names rank 8.*ranks 0 to 7",
+    ),
 }
 
 

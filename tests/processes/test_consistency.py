@@ -164,9 +164,7 @@ def _histories_of_their_own() -> list[int]:
 
 def _timeouts_of_their_own() -> list[int]:
     seconds = 20 + dist.get_rank()
-    mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=_AXES, timeout=timedelta(seconds=seconds)
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, timeout=timedelta(seconds=seconds))
     return reached_by(mesh.get_group("dp"))
 
 

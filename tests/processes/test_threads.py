@@ -1,0 +1,105 @@
+"""Meshes built by several threads of every rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helpers.all_reduce import reached_by
+from helpers.crew import Crew
+from helpers.worlds import group_names
+from meshverse import DeviceMesh, init_device_mesh, isolate
+
+_AXES = ("dp", "tp")
+
+
+def _in_threads(*programs: Callable[[], Any]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    start = threading.Barrier(len(programs))
+
+    def run(number: int) -> None:
+        start.wait(30)
+        try:
+            answers[number] = programs[number]()
+        except RuntimeError as error:
+            answers[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(programs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    return [answers[number] for number in range(len(programs))]
+
+
+def _views_of_one_universe() -> tuple[int, list[list[int]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    before = group_names()
+
+    def flat() -> DeviceMesh:
+        return mesh.flatten("all", isolate="all")
+
+    def view() -> DeviceMesh:
+        return mesh.unflatten("tp", (2, 1), ("a", "b"), isolate="view")["a"]
+
+    def same() -> DeviceMesh:
+        return mesh.unflatten("tp", (2,), ("a",), isolate="view")["a"]
+
+    made = _in_threads(*[flat, view, same, view, same, flat])
+    new = len(group_names() - before)
+    assert made[1].get_group() is made[2].get_group()
+    return new, [reached_by(made[number].get_group()) for number in (0, 1)]
+
+
+def test_threads_share_what_they_make_in_one_universe(crew: Crew) -> None:
+    for rank, (new, (flat, view)) in enumerate(crew.run(_views_of_one_universe, 4)):
+        assert new == 3  # of all ranks, of two, and of one
+        assert flat == [1, 1, 1, 1]
+        assert view == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _roots_under_tags() -> list[float]:
+    """Two threads of every rank train on meshes of their own, at the same time."""
+
+    def program(tag: str, value: float) -> Callable[[], float]:
+        def run() -> float:
+            with isolate(tag):
+                mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+            total = torch.tensor(value)
+            for _ in range(20):
+                dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group())
+                total /= 4
+            return total.item()
+
+        return run
+
+    return _in_threads(program("one", 1.0), program("two", 2.0))
+
+
+def test_threads_under_tags_of_their_own_do_not_mix(crew: Crew) -> None:
+    assert crew.run(_roots_under_tags, 4) == [[1.0, 2.0]] * 4
+
+
+def _main_goes_on_after_threads() -> list[int]:
+    """A thread takes a call on some ranks that the main thread makes on others: no false alarm."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+
+    def flat() -> DeviceMesh:
+        return mesh.flatten("all", isolate="mine")
+
+    if dist.get_rank() % 2:
+        _in_threads(flat)
+    else:
+        flat()
+    view = mesh.unflatten("tp", (2, 1), ("a", "b"), isolate="view")
+    return reached_by(view.get_group("a"))
+
+
+def test_calls_of_threads_raise_no_false_alarm(crew: Crew) -> None:
+    for rank, reached in enumerate(crew.run(_main_goes_on_after_threads, 4)):
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
