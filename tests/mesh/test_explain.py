@@ -7,10 +7,13 @@ import json
 import pytest
 import torch.distributed as dist
 
-from helpers.observation import OURS
+from helpers.observation import OURS, STOCK, Family
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
+from meshverse.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.universe import _universes
+from meshverse.world import World
 
 
 @pytest.fixture
@@ -90,3 +93,69 @@ def test_a_trainers_universe() -> None:
         assert groups == live_groups()
     assert (told.requested, told.created, told.shared) == (19, 6, 13)
     assert told.groups[0].how == "the default group"
+
+
+# --- what was avoided ----------------------------------------------------------------------------
+
+
+def _groups_of_the_same_steps(family: Family) -> int:
+    """How many groups c10d has more after a root mesh, two views and a flattened mesh."""
+    before = len(live_groups())
+    mesh = family.init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    view = mesh._unflatten(0, (2, 4), ("dp", "tp"))
+    mesh._unflatten(0, (2, 4), ("a", "b"))
+    view._flatten("all")
+    view["tp"]._flatten("alias")
+    return len(live_groups()) - before
+
+
+def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
+    stock = _groups_of_the_same_steps(STOCK)
+    ours = _groups_of_the_same_steps(OURS)
+    (universe,) = (u for u in _universes if u.world is World.current())
+    told = universe.explain()
+    assert told.created == ours == 2
+    assert told.created + told.avoided == stock == 5
+    assert told.requested == told.created + told.shared
+
+
+def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
+    mesh.get_group("tp")
+    told = mesh.universe.explain()
+    assert (told.requested, told.created, told.avoided) == (2, 1, 1)
+
+
+def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
+    mesh = init_device_mesh("cpu", (1, 8), mesh_dim_names=("one", "all"), isolate={"all": "own"})
+    mesh.unflatten("all", (8,), ("view",), isolate="own")
+    mesh.unflatten("one", (1,), ("alone",))
+    assert mesh.universe.explain().avoided == 2
+    assert mesh.universe.explain().saved_bytes == 0  # the fake backend has no buffers
+    assert mesh.universe.explain({"fake": 5 << 20}).saved_bytes == 5 << 20  # none for one rank
+    assert "1 shared" not in str(mesh.universe.explain({"fake": 5 << 20}))
+    assert "(about 5 MiB of device memory)" in str(mesh.universe.explain({"fake": 5 << 20}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "expected"),
+    [
+        ("nccl", 8, COMMUNICATOR_BYTES["nccl"]),
+        ("nccl", 1, 0),
+        ("cpu:gloo,cuda:nccl", 8, COMMUNICATOR_BYTES["nccl"]),
+        ("gloo", 8, 0),
+        ("ring", 8, None),
+        ("cpu:gloo,cuda:ring", 8, None),
+    ],
+)
+def test_estimates(backend: str, size: int, expected: int | None) -> None:
+    assert estimate_bytes(backend, size, COMMUNICATOR_BYTES) == expected
+    assert 100 << 20 < COMMUNICATOR_BYTES["nccl"] < 200 << 20
+
+
+def test_json_is_the_data(mesh) -> None:
+    told = mesh.universe.explain()
+    data = json.loads(told.to_json())
+    assert data == json.loads(json.dumps(told.to_dict()))
+    assert (data["avoided"], data["saved_bytes"]) == (0, 0)
+    assert data["groups"][0]["backend"] == "fake"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from helpers.all_reduce import reached_by
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
@@ -57,6 +60,38 @@ def test_timeouts_reach_their_groups_and_the_others_inherit_the_worlds(crew: Cre
             "etp": WORLD_TIMEOUT_SECONDS,
             "dp": WORLD_TIMEOUT_SECONDS,
         }
+
+
+def _timeouts_in_force() -> dict[str, float]:
+    """Seconds after which a collective that the other ranks never join ends with an error."""
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=_AXES, timeout=timedelta(seconds=1.5), options=_options(9)
+    )
+    groups = {
+        "the mesh": mesh.get_group("dp"),
+        "flattened": mesh.flatten("all").get_group(),
+        "unflattened": mesh["dp", "tp"]
+        .flatten("all")
+        .unflatten("all", (4, 1), ("a", "b"), isolate="own")
+        .get_group("a"),
+    }
+    seconds = {}
+    for name, group in groups.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+                dist.all_reduce(torch.ones(1), group=group)
+            seconds[name] = time.monotonic() - start
+    dist.barrier()
+    return seconds
+
+
+def test_the_universes_timeout_is_in_force_on_derived_groups(crew: Crew) -> None:
+    mine, *others = crew.run(_timeouts_in_force, 4)
+    assert others == [{}, {}, {}]
+    assert set(mine) == {"the mesh", "flattened", "unflattened"}
+    assert all(1.4 < seconds < 6 for seconds in mine.values()), mine
 
 
 def _other_backend() -> tuple[list[str], list[list[int]]]:

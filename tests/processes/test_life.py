@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
@@ -133,12 +136,8 @@ def _fork() -> list[str]:
     if child == 0:
         said = ["nothing"]
         try:
-            said = [repr(mesh["dp"]), str(mesh == _copy(mesh))]
-            for use in (lambda: mesh.get_group("tp"), lambda: mesh.flatten("all")):
-                try:
-                    use()
-                except RuntimeError as error:
-                    said.append(str(error))
+            uses = (lambda: mesh.get_group("tp"), lambda: mesh.flatten("all"))
+            said = [repr(mesh["dp"]), str(mesh == copy.deepcopy(mesh)), *map(_error_of, uses)]
         finally:
             os.write(write, "\n".join(said).encode())
             os._exit(0)
@@ -150,10 +149,12 @@ def _fork() -> list[str]:
     return said
 
 
-def _copy(mesh: DeviceMesh) -> DeviceMesh:
-    import copy
-
-    return copy.deepcopy(mesh)
+def _error_of(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def test_a_forked_process_may_hold_a_mesh_but_not_use_its_groups(crew: Crew) -> None:
@@ -219,24 +220,18 @@ def test_use_after_destroy(crew: Crew) -> None:
 
 
 def _use_after_destroy() -> list[str]:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = _mesh()
     tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)])
     mesh.universe.destroy()
-    errors = []
-    for use in (
+    uses = (
         lambda: mesh.get_group("tp"),
         lambda: mesh["tp"].get_group(),
         lambda: mesh.flatten("all"),
         lambda: mesh.unflatten("tp", (2, 1), ("a", "b")),
         lambda: init_device_mesh("cpu", (4,), universe=mesh.universe),
         tensor.full_tensor,
-    ):
-        try:
-            use()
-        except RuntimeError as error:
-            errors.append(str(error))
+    )
+    errors = [_error_of(use) for use in uses]
     again = _mesh()
     assert again == mesh
     assert sum(_use(again)) == 2
