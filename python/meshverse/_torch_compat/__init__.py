@@ -38,7 +38,14 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
-from .tracing import hook_concatenate, let_compile_know, real_mesh, stock_concatenate, untraced
+from .tracing import (
+    has_no_values,
+    hook_concatenate,
+    let_compile_know,
+    real_mesh,
+    stock_concatenate,
+    untraced,
+)
 
 __all__ = [
     "FLATTENED_ARE_APART",
@@ -60,6 +67,7 @@ __all__ = [
     "default_timeout",
     "equals_stock",
     "from_torch_layout",
+    "has_no_values",
     "hook_concatenate",
     "is_backend_options",
     "let_compile_know",

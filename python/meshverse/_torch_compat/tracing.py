@@ -66,6 +66,11 @@ def real_mesh(value: object) -> Any:
     return getattr(value, "real_obj", value)
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a shape without data, as all are under `FakeTensorMode`. 2.11-2.15."""
+    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Make real CPU tensors inside, whatever fake or proxy mode or default device is active."""
