@@ -366,6 +366,22 @@ class DeviceMesh(MeshBase):
             self._refuse_groups()
         self._universe.check_live()
 
+    def abort(self) -> None:
+        """End the process groups of this mesh's universe at once, where their backend can.
+
+        For ranks that are left waiting when another one has died; they need not all call it. Where
+        an axis is on the default group, that ends too, and with it all groups of this process.
+
+        Raises:
+            RuntimeError: this is no root mesh.
+        """
+        if self._root_mesh is not None:
+            raise RuntimeError(
+                f"abort() is not supported on a submesh, such as {self}: call it on the root mesh, "
+                f"{self._root_mesh}, whose groups all end together."
+            )
+        self._universe.abort()
+
     def bind(self, universe: Universe | None = None) -> DeviceMesh:
         """Give a mesh that was loaded without process groups those of a universe.
 

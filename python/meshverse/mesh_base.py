@@ -18,6 +18,7 @@ from .derivation import MeshDescription
 from .group_names import GuardedNames, MissingGroups
 from .isolation import current_tag
 from .universe import Universe
+from .world import World
 
 __all__ = ["MeshBase"]
 
@@ -45,12 +46,7 @@ class MeshBase(StockDeviceMesh):
         self._pg_registry = universe.process_groups
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
-        self._identity = (
-            universe.rank_map,
-            universe.thread_id,
-            universe.token,
-            self._description,
-        )
+        self._identity = (universe.rank_map, universe.token, self._description)
 
     @classmethod
     def _in_universe(
@@ -221,8 +217,14 @@ class MeshBase(StockDeviceMesh):
     def compile_guard(self) -> tuple[object, ...]:
         """What must stay equal for a compiled graph to be used: all that makes meshes equal.
 
-        Short strings, where stock's guard compares the tuple of all ranks at every call.
+        Short strings, where stock's guard compares the tuple of all ranks at every call. The world
+        counts, because a graph knows its process groups by names.
         """
+        world = self._universe.world
+        return *self._stable_key(), None if world is None else world.number
+
+    def _stable_key(self) -> tuple[object, ...]:
+        # What makes meshes equal in one world, the same in every process.
         description = self._description
         return (
             self._universe.rank_map.fingerprint,
@@ -230,7 +232,7 @@ class MeshBase(StockDeviceMesh):
             description.device_type,
             description.axis_names,
             description.preserve_rank_order,
-            self._thread_id,
+            description.flattened,
             self._universe.token is None,  # a decoupled mesh equals no other
         )
 
@@ -239,18 +241,29 @@ class MeshBase(StockDeviceMesh):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if type(other) is type(self):  # isinstance runs Python code of torch's metaclass
-            return self._identity == other._identity
-        if not isinstance(other, StockDeviceMesh):
-            return False
-        theirs = compat.real_mesh(other)
-        if isinstance(theirs, MeshBase):
-            return self._identity == theirs._identity
-        return self._universe.token is None and compat.equals_stock(self, theirs, self.layout)
+        if type(other) is not type(self):  # isinstance runs Python code of torch's metaclass
+            if not isinstance(other, StockDeviceMesh):
+                return False
+            other = cast("StockDeviceMesh", compat.real_mesh(other))
+            if not isinstance(other, MeshBase):
+                return self._equals_stock(other)
+        return self._identity == other._identity and self._may_be_of(other._universe.world)
+
+    def _equals_stock(self, stock: StockDeviceMesh) -> bool:
+        # A stock mesh does not know its world, so it is taken for one of this world.
+        is_apart = self._universe.token is not None or not self._may_be_of(World.current())
+        return not is_apart and compat.equals_stock(self, stock)
+
+    def _may_be_of(self, world: World | None) -> bool:
+        # What torch remembers of a mesh of an earlier world must not be found for one of this: its
+        # groups are gone. A mesh loaded without a world may be of any. Ranks that are threads have
+        # a world each.
+        mine = self._universe.world
+        return mine is world or mine is None or world is None
 
     # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
     # class have equal hashes.
     __hash__ = StockDeviceMesh.__hash__
 
     def _stable_hash(self) -> str:
-        return hashlib.blake2b(repr(self.compile_guard).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(self._stable_key()).encode(), digest_size=16).hexdigest()

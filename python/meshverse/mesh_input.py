@@ -66,6 +66,8 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
     """
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
+    if compat.has_no_values(ranks):  # torch's init_device_mesh made it: always 0, 1, 2, ...
+        return RankMap.identity(ranks.numel())
     if type(ranks) is not torch.Tensor:  # one per simulated rank, all alike, in LocalTensor mode
         return RankMap.from_ranks(ranks.tolist())
     with compat.untraced():

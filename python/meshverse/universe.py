@@ -278,7 +278,8 @@ class Universe:
     def abort(self) -> None:
         """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
 
-        For ranks that are left waiting when another one has died; they need not all call it.
+        For ranks that are left waiting when another one has died; they need not all call it. Where
+        an axis is on the default group, that ends too, and with it all groups of this process.
         """
         self._end("aborted", abort=True)
 

@@ -214,6 +214,8 @@ class UniverseGroups:
             abort: end what is going on in them, where the backend can, instead of waiting for it.
         """
         world = self._world
+        if abort and not world.is_over and self._uses_default_group():
+            compat.abort_all()
         for group in reversed(list(self)):
             if group.borrowed or group.name is None or not world.release(group.name):
                 continue
@@ -229,6 +231,9 @@ class UniverseGroups:
         self._given.clear()
         self.handles.clear()
         world.registries[:] = [each for each in world.registries if each is not self.handles]
+
+    def _uses_default_group(self) -> bool:
+        return any(group.name == self._world.default_group.group_name for group in self)
 
 
 def _shared_key(request: GroupRequest) -> tuple[AxisLayout, OptionsKey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -26,6 +27,7 @@ class World:
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
+        number: how many worlds this process had before; torch.compile guards on it.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
         registries: of process groups by c10d name, one a universe; emptied when the world ends, so
             that meshes that live on keep no ended group, with its threads and memory, alive.
@@ -41,6 +43,7 @@ class World:
         self._process_id = os.getpid()
         self.rank = default_group.rank()
         self.size = default_group.size()
+        self.number = next(_numbers)
         self.thread_id = compat.thread_id()
         self.pending: dict[str, Any] = {}
         self.shared_groups = GroupCache()
@@ -160,3 +163,4 @@ def _empty(registries: list[dict[str, compat.ProcessGroup]]) -> None:
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds
+_numbers = itertools.count()

@@ -216,6 +216,8 @@ def _various_meshes() -> list[StockDeviceMesh]:
     meshes = [grid, other, cube, nameless, backwards, meta, _grid(OURS)]
     meshes += [grid["dp"], grid["tp"], other["dp"], other["tp"], backwards["tp"], meta["tp"]]
     meshes += [cube["a", "c"], cube["c"], cube["a", "b"]._flatten("ab"), cube._flatten("abc")]
+    # Before 2.13 unequal to the flattened one above.
+    meshes.append(OURS.init_device_mesh("cpu", (8,), mesh_dim_names=("abc",)))
     return [*meshes, OURS.DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("tp",))]
 
 

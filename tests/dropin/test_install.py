@@ -169,7 +169,12 @@ def test_many_threads_enter_leave_and_build() -> None:
             with meshverse.installed():
                 assert _is_installed()
 
-    _in_threads(*[work] * 8)
+    def switch() -> None:
+        for _ in range(400):
+            meshverse.install()
+            meshverse.uninstall()
+
+    _in_threads(*[work] * 8, switch)
     assert not _is_installed()
 
 
@@ -255,7 +260,11 @@ def test_nothing_of_torch_is_replaced() -> None:
     with meshverse.installed():
         assert _is_installed()
         during = _everything_of_torch()
-    assert during == before
+    meshverse.install()
+    assert _is_installed()
+    afterwards = _everything_of_torch()
+    meshverse.uninstall()
+    assert during == afterwards == before
     assert _everything_of_torch() == before
 
 

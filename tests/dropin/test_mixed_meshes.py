@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import meshverse
 from helpers.crew import Crew
-from helpers.observation import OURS, STOCK, Family
-from helpers.versions import needs_canonical_layouts
-from helpers.worlds import in_worlds
+from helpers.meshes import MeshSpec, mesh_specs
+from helpers.observation import OURS, STOCK, Family, attempt
+from helpers.operations import operations
+from helpers.versions import HAS_CANONICAL_LAYOUTS
+from helpers.worlds import fake_world, in_worlds
 
 _AXES = ("dp", "tp")
 _DIRECTIONS = {"stock first": (STOCK, OURS), "ours first": (OURS, STOCK)}
@@ -111,12 +116,64 @@ def _spec(mesh: StockDeviceMesh) -> DTensorSpec:
 
 
 @in_worlds((8, 5))
-@needs_canonical_layouts
 def test_copies_stay_equal_across_families(world: object) -> None:
     stock, ours = _world_mesh(STOCK), _world_mesh(OURS)
     for mesh, other in ((stock, ours), (ours, stock)):
         assert copy.deepcopy(mesh) == other
         assert hash(copy.deepcopy(mesh)) == hash(other)
+
+
+@given(mesh_specs(always_named=True), st.data())
+def test_equality_is_one_relation_over_both_families(spec: MeshSpec, data: st.DataObject) -> None:
+    """Symmetric, transitive, with equal hashes; and a mesh equals its twin in the other family."""
+    with fake_world(spec.world_size, spec.rank):
+        pairs = _pairs(spec, data)
+        meshes = [mesh for pair in pairs for mesh in pair]
+        for one, two in itertools.product(meshes, repeat=2):
+            assert (one == two) is (two == one) is not (one != two)
+            if one == two:
+                assert hash(one) == hash(two)
+                assert all((one == third) is (two == third) for third in meshes)
+        for stock, ours in pairs:
+            assert stock == ours or (not HAS_CANONICAL_LAYOUTS and _is_written_in_two_ways(ours))
+
+
+def _is_written_in_two_ways(mesh: StockDeviceMesh) -> bool:
+    """Whether stock before 2.13 has two unequal meshes for it: flattened, or with a size of 1."""
+    flattened = mesh._get_root_mesh()._flatten_mapping
+    return 1 in mesh.shape or not flattened.keys().isdisjoint(mesh.mesh_dim_names)
+
+
+def _pairs(spec: MeshSpec, data: st.DataObject) -> list[tuple[StockDeviceMesh, StockDeviceMesh]]:
+    """Twins: one mesh of each family, and what the same operations make of them."""
+    pairs = [(spec.build(STOCK), spec.build(OURS))]
+    for _ in range(data.draw(st.integers(1, 5))):
+        stock, ours = zip(*pairs, strict=True)
+        operation = data.draw(operations(stock))
+        outcomes = [
+            attempt(lambda family=family, meshes=meshes: operation.apply(family, meshes))  # noqa: B023
+            for family, meshes in ((STOCK, stock), (OURS, ours))
+        ]
+        if all(outcome.error is None for outcome in outcomes):
+            pairs.append((outcomes[0].value, outcomes[1].value))
+    return pairs
+
+
+@pytest.mark.skipif(HAS_CANONICAL_LAYOUTS, reason="from 2.13 on, such axes have no stride")
+@in_worlds((8, 5))
+def test_before_2_13_axes_of_size_1_may_tell_stock_apart(world: object) -> None:
+    """Stock tells a mesh from another by the stride of an axis of size 1. Ours do not have it."""
+    stock, ours = (
+        family.init_device_mesh("cpu", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))
+        for family in (STOCK, OURS)
+    )
+    assert ours == stock
+    assert ours["dp", "tp"] == stock["dp", "tp"]
+    alone = STOCK.init_device_mesh("cpu", (8, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    assert stock["cp"] != alone  # the same single rank, named alike
+    assert ours["cp"] != stock["cp"]
+    assert ours["cp"] == alone
+    assert hash(ours["cp"]) == hash(alone)
 
 
 # --- used together -------------------------------------------------------------------------------

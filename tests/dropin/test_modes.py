@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from helpers.observation import Family, observe
 from helpers.sides import SIDES, mesh_class, side
@@ -23,6 +26,7 @@ from helpers.worlds import in_worlds
 
 _AXES = ("dp", "tp")
 _RANKS = [[0, 1], [2, 3]]
+_WAIT_SECONDS = 60
 on_each_side = pytest.mark.parametrize("which", SIDES)
 of_four = in_worlds((4, 1))
 
@@ -49,7 +53,10 @@ def _on_threads(program: Callable[..., Any], *arguments: Any) -> list[Any]:
     def run(_: object) -> None:
         answers[dist.get_rank()] = program(*arguments)
 
-    run(None)
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(ThreadLocalWorld, "comms"):  # as in 2.11, whose own end of a world needs it
+            patch.setattr(ThreadLocalWorld, "comms", [], raising=False)
+        run(None)
     assert sorted(answers) == [0, 1, 2, 3]
     return [answers[rank] for rank in range(4)]
 
@@ -79,10 +86,17 @@ def _as_a_thread(family: Family) -> dict[str, Any]:
     }
 
 
-@on_each_side
-def test_ranks_as_threads(which: str) -> None:
+def _threads_of(which: str) -> list[dict[str, Any]]:
     with side(which) as family:
         answers = _on_threads(_as_a_thread, family)
+    return [{key: told[key] for key in told.keys() - {"meshes"}} for told in answers]
+
+
+@on_each_side
+def test_ranks_as_threads(which: str) -> None:
+    # In a process of its own, because 2.11 allows for no other world after one of threads.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        answers = pool.submit(_threads_of, which).result(_WAIT_SECONDS)
     whole = torch.arange(30.0).reshape(5, 6)
     for rank, told in enumerate(answers):
         dp, tp = divmod(rank, 2)
@@ -95,6 +109,13 @@ def test_ranks_as_threads(which: str) -> None:
         assert told["slice is one object"] or which == "stock"
 
 
+one_world_of_threads_only = pytest.mark.skipif(
+    not hasattr(ThreadLocalWorld, "comms"),
+    reason="torch 2.11 crashes in the next world after one of threads, with stock's meshes too",
+)
+
+
+@one_world_of_threads_only
 def test_each_thread_has_meshes_of_its_own() -> None:
     with side("ours") as family:
         answers = _on_threads(_as_a_thread, family)
@@ -103,6 +124,7 @@ def test_each_thread_has_meshes_of_its_own() -> None:
         assert len({id(mesh.universe) for mesh in kind}) == 4
 
 
+@one_world_of_threads_only
 def test_threads_one_world_after_another() -> None:
     for _ in range(3):
         with side("ours") as family:
@@ -125,7 +147,7 @@ def _plain(value: Any) -> torch.Tensor:
     return value.reconcile()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("which", ["stock", "ours"])
+@on_each_side
 @in_worlds((4, 0))
 def test_local_tensors(world, which: str) -> None:
     whole, other = torch.arange(30.0).reshape(5, 6), torch.ones(6, 4).triu()
@@ -147,7 +169,7 @@ def test_local_tensors(world, which: str) -> None:
         assert len(locals_) == 4
 
 
-@pytest.mark.parametrize("which", ["stock", "ours"])
+@on_each_side
 @in_worlds((4, 0))
 def test_local_tensors_over_slices_and_flattened_axes(world, which: str) -> None:
     whole = torch.arange(24.0).reshape(8, 3)
@@ -205,12 +227,9 @@ _FROM: dict[str, Callable[[Family], StockDeviceMesh]] = {
 }
 
 
-# torch's own init_device_mesh makes a fake tensor of ranks and reads it, so it is not here.
 @of_four
-@pytest.mark.parametrize(
-    ("which", "source"),
-    [("ours", source) for source in _FROM] + [("installed", "list"), ("installed", "tensor")],
-)
+@pytest.mark.parametrize("which", ["ours", "installed"])
+@pytest.mark.parametrize("source", _FROM)
 def test_made_and_read_under_fake_tensors(world, which: str, source: str) -> None:
     with side(which) as family, FakeTensorMode():
         mesh = _FROM[source](family)

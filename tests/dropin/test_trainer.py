@@ -9,17 +9,18 @@ import torch.distributed as dist
 
 import meshverse
 from helpers.observation import observe
+from helpers.recipe import Degrees
 from helpers.sides import mesh_class, side
-from helpers.trainer import Degrees, TrainerMeshes
+from helpers.trainer import TrainerMeshes
 from helpers.worlds import fake_world, group_names
 
 _JOBS = {
-    "fsdp only": Degrees(shard=8),
-    "hsdp, tp": Degrees(replicate=2, shard=2, tensor=2),
-    "every axis of 2": Degrees(2, 2, 2, 2, 2, expert=4, expert_tensor=2),
-    "uneven": Degrees(pipeline=3, shard=4, context=2, tensor=2, expert=8),
-    "experts beyond tp": Degrees(2, 2, 4, 2, 4, expert=16, expert_tensor=2),
-    "no replicas": Degrees(pipeline=4, shard=16, tensor=8, expert=32),
+    "fsdp only": Degrees(pp=1, dp_shard=8, tp=1, ep=1),
+    "hsdp, tp": Degrees(pp=1, dp_replicate=2, dp_shard=2, tp=2, ep=1),
+    "every axis of 2": Degrees(2, 2, 2, 2, 2, ep=4, etp=2),
+    "uneven": Degrees(pp=3, dp_shard=4, cp=2, tp=2, ep=8),
+    "experts beyond tp": Degrees(2, 2, 4, 2, 4, ep=16, etp=2),
+    "no replicas": Degrees(pp=4, dp_shard=16, tp=8, ep=32),
 }
 _RANKS = ("first", "middle", "last")
 
@@ -34,7 +35,7 @@ class Built(NamedTuple):
 
 
 def _build(side_name: str, degrees: Degrees, rank: int) -> Built:
-    with fake_world(degrees.world_size, rank), side(side_name):
+    with fake_world(degrees.world, rank), side(side_name):
         before = group_names()
         meshes = TrainerMeshes(degrees).all()
         group_ranks = {
@@ -56,7 +57,7 @@ def _rank(which: str, world_size: int) -> int:
 @pytest.mark.parametrize("job", _JOBS)
 def test_trainer_sees_the_meshes_of_stock_with_fewer_groups(job: str, which: str) -> None:
     degrees = _JOBS[job]
-    rank = _rank(which, degrees.world_size)
+    rank = _rank(which, degrees.world)
     stock, ours = (_build(name, degrees, rank) for name in ("stock", "installed"))
     assert stock.classes == {mesh_class("stock")}
     assert ours.classes == {meshverse.DeviceMesh}
@@ -67,8 +68,8 @@ def test_trainer_sees_the_meshes_of_stock_with_fewer_groups(job: str, which: str
 
 def test_same_ranks_are_one_group() -> None:
     """Axes of different views that hold the same ranks share a group; stock has one for each."""
-    degrees = Degrees(2, 2, 2, tensor=2, expert=2, expert_tensor=2)  # sparse mirrors dense
-    with fake_world(degrees.world_size, rank=5), side("installed"):
+    degrees = Degrees(2, 2, 2, tp=2, ep=2, etp=2)  # sparse mirrors dense
+    with fake_world(degrees.world, rank=5), side("installed"):
         meshes = TrainerMeshes(degrees)
         assert meshes.dense["pp"].get_group() is meshes.sparse["pp"].get_group()
         assert meshes.dense["tp"].get_group() is meshes.data_loading["tp"].get_group()

@@ -3,43 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ways each kind of parallelism splits the work; expert axes reuse fsdp and tensor."""
-
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.pipeline * self.batch * self.context * self.tensor
-
-    @property
-    def batch(self) -> int:
-        """Ranks with different samples."""
-        return self.replicate * self.shard
-
-    @property
-    def fsdp(self) -> int:
-        """Ranks that share the dense weights: those with different samples or tokens."""
-        return self.shard * self.context
-
-    @property
-    def expert_fsdp(self) -> int:
-        """Ranks that share the weights of one expert."""
-        ranks, left_over = divmod(self.fsdp * self.tensor, self.expert * self.expert_tensor)
-        assert not left_over, "the expert axes must divide the ranks of fsdp and tensor"
-        return ranks
+from helpers.recipe import Degrees
 
 
 class TrainerMeshes:
@@ -48,22 +15,20 @@ class TrainerMeshes:
     An axis of size 1 communicates with nobody, so the views give it the fake backend.
 
     Args:
-        degrees: of parallelism; their `world_size` must be that of the job.
+        degrees: of parallelism; their `world` must be that of the job.
     """
 
     def __init__(self, degrees: Degrees) -> None:
-        pp, replicate, tp = degrees.pipeline, degrees.replicate, degrees.tensor
-        self.world = init_device_mesh("cpu", (degrees.world_size,), mesh_dim_names=("world",))
-        self.data_loading = self._view(
-            ("pp", "batch", "cp", "tp"), (pp, degrees.batch, degrees.context, tp)
-        )
+        d = degrees
+        self.world = init_device_mesh("cpu", (d.world,), mesh_dim_names=("world",))
+        self.data_loading = self._view(("pp", "batch", "cp", "tp"), (d.pp, d.batch, d.cp, d.tp))
         self.loss = self.data_loading["batch", "cp"]._flatten("loss")
         self.dense = self._view(
-            ("pp", "dp_replicate", "fsdp", "tp"), (pp, replicate, degrees.fsdp, tp)
+            ("pp", "dp_replicate", "fsdp", "tp"), (d.pp, d.dp_replicate, d.fsdp, d.tp)
         )
         self.sparse = self._view(
             ("pp", "dp_replicate", "efsdp", "ep", "etp"),
-            (pp, replicate, degrees.expert_fsdp, degrees.expert, degrees.expert_tensor),
+            (d.pp, d.dp_replicate, d.efsdp, d.ep, d.etp),
         )
 
     def _view(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:

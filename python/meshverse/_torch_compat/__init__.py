@@ -9,6 +9,7 @@ from __future__ import annotations
 from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
     IGNORED_OPTION_FIELDS,
+    abort_all,
     bound_to_device,
     can_split,
     canonical_backend,
@@ -43,7 +44,14 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
-from .tracing import hook_concatenate, let_compile_know, real_mesh, stock_concatenate, untraced
+from .tracing import (
+    has_no_values,
+    hook_concatenate,
+    let_compile_know,
+    real_mesh,
+    stock_concatenate,
+    untraced,
+)
 
 __all__ = [
     "FLATTENED_ARE_APART",
@@ -53,6 +61,7 @@ __all__ = [
     "ProcessGroup",
     "StockDeviceMesh",
     "TorchLayout",
+    "abort_all",
     "bound_to_device",
     "can_split",
     "canonical_backend",
@@ -67,6 +76,7 @@ __all__ = [
     "end_group",
     "equals_stock",
     "from_torch_layout",
+    "has_no_values",
     "hook_concatenate",
     "is_backend_options",
     "let_compile_know",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d
+from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d, c10d_core
 
 # Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
 # options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
@@ -134,6 +134,11 @@ def end_group(name: str, *, abort: bool) -> None:
         del tags[tag]
 
 
+def abort_all() -> None:
+    """End the default group and all others at once, where their backends can."""
+    c10d._abort_process_group()
+
+
 def resolve_group(name: str) -> ProcessGroup:
     """The live process group registered under this name; RuntimeError if there is none."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
@@ -144,7 +149,7 @@ def resolve_group(name: str) -> ProcessGroup:
 
 def is_backend_options(value: object) -> bool:
     """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
-    return isinstance(value, torch._C._distributed_c10d.Backend.Options)
+    return isinstance(value, c10d_core.Backend.Options)
 
 
 def options_timeout(options: BackendOptions | None) -> timedelta | None:

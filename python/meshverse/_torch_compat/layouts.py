@@ -66,11 +66,13 @@ def from_torch_layout(layout: TorchLayout) -> _core.Layout:
     )
 
 
-def equals_stock(mesh: StockDeviceMesh, stock: Any, layout: _core.Layout) -> bool:
-    """Whether a mesh of ours, with this layout, is the same as a stock mesh. O(world)."""
-    fields = ["_flatten_rank_map", "_device_type", "_mesh_dim_names", "_thread_id"]
+def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
+    """Whether a mesh of ours is the same as a stock mesh, by all that stock compares. O(world).
+
+    Stock hashes these too, so equal meshes have equal hashes also on 2.11 and 2.12. There they are
+    unequal if stock's axes of size 1 have other strides than `to_torch_layout` gives ours.
+    """
+    fields = ["_flatten_rank_map", "_layout", "_device_type", "_mesh_dim_names", "_thread_id"]
     if HAS_PRESERVE_RANK_ORDER:
         fields.append("_preserve_rank_order")
-    return from_torch_layout(stock._layout) == layout and all(
-        getattr(mesh, field) == getattr(stock, field) for field in fields
-    )
+    return all(getattr(mesh, field) == getattr(stock, field) for field in fields)

@@ -11,9 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d_core
+from torch._library import opaque_object
+from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh as stock_module
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+from torch.fx.experimental import proxy_tensor
 
 __all__ = [
     "HAS_PRESERVE_RANK_ORDER",
@@ -23,6 +27,10 @@ __all__ = [
     "StockDeviceMesh",
     "TorchLayout",
     "c10d",
+    "c10d_core",
+    "fake_tensor",
+    "opaque_object",
+    "proxy_tensor",
     "require_supported_torch",
     "stock_module",
 ]
@@ -50,12 +58,21 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_resolve_process_group"),
     (c10d, "_world"),
     (stock_module, "_MeshLayout"),
+    (c10d_core, "Backend"),
+    (fake_tensor, "FakeTensor"),
+    (fake_tensor, "unset_fake_temporarily"),
+    (proxy_tensor, "disable_proxy_modes_tracing"),
+    (dist.ProcessGroup, "_device_types"),
+    (dist.ProcessGroup, "_get_backend"),
     (StockDeviceMesh, "_setup_world_group_and_device"),
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
     (StockDeviceMesh, "_get_root_mesh"),
 )
-_PRIVATE_NAMES_SINCE_2_12 = ((stock_module, "_register_distributed_opaque_types"),)
+_PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
+    (opaque_object, "_OPAQUE_TYPES"),
+    (stock_module, "_register_distributed_opaque_types"),
+)
 
 
 def require_supported_torch() -> None:

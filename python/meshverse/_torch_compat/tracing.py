@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from .private_names import MESHES_ARE_OPAQUE, StockDeviceMesh, stock_module
+from .private_names import (
+    MESHES_ARE_OPAQUE,
+    StockDeviceMesh,
+    fake_tensor,
+    opaque_object,
+    proxy_tensor,
+    stock_module,
+)
 
 # As it was before `hook_concatenate`.
 stock_concatenate = StockDeviceMesh._concatenate
@@ -36,8 +43,6 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
             lambda value: isinstance(value, StockDeviceMesh)
         )
         return
-    from torch._library import opaque_object
-
     stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
     known = opaque_object._OPAQUE_TYPES
     known[mesh_class] = dataclasses.replace(known[StockDeviceMesh], guard_fn=guard)
@@ -66,14 +71,17 @@ def real_mesh(value: object) -> Any:
     return getattr(value, "real_obj", value)
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a shape without data, as all are under `FakeTensorMode`. 2.11-2.15."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Make real CPU tensors inside, whatever fake or proxy mode or default device is active."""
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
     with (
-        torch._subclasses.fake_tensor.unset_fake_temporarily(),
-        disable_proxy_modes_tracing(),
+        fake_tensor.unset_fake_temporarily(),
+        proxy_tensor.disable_proxy_modes_tracing(),
         torch.device("cpu"),
     ):
         yield
