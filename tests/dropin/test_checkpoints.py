@@ -170,7 +170,7 @@ assert mesh["tp"].mesh.tolist() == [2, 3]
 assert list(mesh.get_coordinate()) == [1, 0], mesh.get_coordinate()
 assert loaded.shape == (5, 6)
 assert loaded.to_local().equal(torch.arange(30.0).reshape(5, 6)[3:, :3])
-for use in (lambda: mesh.get_group("tp"), lambda: mesh["dp"].get_group()):
+for use in (lambda: mesh.get_group("tp"), lambda: mesh["dp"].get_group(), loaded.full_tensor):
     try:
         use()
     except RuntimeError as error:
@@ -209,8 +209,9 @@ def _decoupled() -> dict[str, Any]:
             "local": back.to_local().equal(sharded.to_local()),
             "coordinate": list(loaded.get_coordinate()) == list(mesh.get_coordinate()),
         }
-        with pytest.raises(RuntimeError, match=r"mesh\.bind\(\)"):
-            loaded.get_group("tp")
+        for use in (lambda: loaded.get_group("tp"), back.full_tensor):
+            with pytest.raises(RuntimeError, match=r"mesh\.bind\(\)"):
+                use()
         loaded.bind()
         told["equal"] = loaded == mesh and mesh == loaded
         told["full"] = back.full_tensor().equal(_whole())
