@@ -11,10 +11,13 @@ calls from other threads than the main one, whose order means nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from ._core import RankMap
 from .group_creation import GroupRequest
@@ -41,6 +44,20 @@ def check_by_default() -> bool:
     return value == "1"
 
 
+class RootOrder:
+    """The order in which meshes over one set of ranks are made, in one world, by the main thread.
+
+    Attributes:
+        next_root: number of the next universe that makes groups.
+        holds: whether the order means something. Once another thread has taken part it does not:
+            that thread may come sooner on one rank than on another.
+    """
+
+    def __init__(self) -> None:
+        self.next_root = 0
+        self.holds = True
+
+
 class ConsistencyCheck:
     """The calls of one universe, compared between its ranks.
 
@@ -52,12 +69,12 @@ class ConsistencyCheck:
     def __init__(self, rank_map: RankMap, world: World) -> None:
         self._rank_map = rank_map
         self._world = world
-        self._scope: str | None = None  # of the store's keys, chosen at the first call
-        self._calls = 0
+        ranks = rank_map.sorted().fingerprint
+        self._order: RootOrder = world.root_orders.setdefault(ranks, RootOrder())
+        self._prefix = f"meshverse/check/{world.life}/{ranks}"
+        self._root: int | None = None
+        self._calls = 0  # that were found equal
         self._keys_written: list[str] = []
-        # Another thread may take a call that this one would have made, on some ranks and not on
-        # others: the order of calls is no measure then.
-        self._in_order = True
 
     def compare(self, call: str, requests: Sequence[GroupRequest]) -> None:
         """Compare a call that is about to make process groups with that of the other ranks.
@@ -70,45 +87,53 @@ class ConsistencyCheck:
             RuntimeError: another rank that came before is making something else.
         """
         store = self._world.store
-        if store is None or not self._is_in_order():
+        if not self._is_main_thread():
+            self._order.holds = False
+        if store is None or not self._order.holds:
             return
-        if self._scope is None:
-            ranks = self._rank_map.sorted().fingerprint
-            self._scope = f"meshverse/check/{ranks}/{self._world.next_ordinal(f'check {ranks}')}"
-        self._calls += 1
-        key = f"{self._scope}/{self._calls}"
-        mine = f"{self._world.rank} {self._digest(requests)} {self._text(call, requests)}"
+        # Numbers go on only when a call was found equal, so that it can be tried again.
+        root = self._order.next_root if self._root is None else self._root
+        key = f"{self._prefix}/{root}/{self._calls}"
+        digest, text = self._digest(requests), self._text(call, requests)
+        mine = f"{self._world.rank} {digest} {text}"
         first = store.compare_set(key, "", mine).decode()
+        rank, first_digest, first_text = first.split(" ", 2)
+        if first_digest != digest:
+            raise RuntimeError(
+                f"Ranks are building different meshes (call {self._calls + 1} of mesh {root + 1} "
+                "over these ranks):\n"
+                f"  rank {self._world.rank}: {text}\n"
+                f"  rank {rank}, which came first: {first_text}\n"
+                "All ranks of a mesh must make the same meshes with the same options in the same "
+                "order, and derive the same from them; a call that only some ranks made counts "
+                f"too. (Set {CHECK_VARIABLE}=0 to turn this comparison off.)"
+            )
         if first == mine:
             self._keys_written.append(key)
-        rank, digest, text = first.split(" ", 2)
-        if digest != self._digest(requests):
-            raise RuntimeError(
-                f"Ranks are building different meshes (call {self._calls} over these ranks):\n"
-                f"  rank {self._world.rank}: {self._text(call, requests)}\n"
-                f"  rank {rank}, which came first: {text}\n"
-                "All ranks of a mesh must make the same meshes with the same options in the same "
-                f"order. (Set {CHECK_VARIABLE}=0 to turn this comparison off.)"
-            )
+        if self._root is None:
+            self._root = root
+            self._order.next_root += 1
+        self._calls += 1
 
     def forget(self) -> None:
         """Take what this rank wrote out of the store: its ranks are done with the universe."""
-        while self._keys_written and self._world.store is not None:
-            self._world.store.delete_key(self._keys_written.pop())
+        store = self._world.store
+        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are the keys
+            while self._keys_written and store is not None:
+                store.delete_key(self._keys_written.pop())
 
-    def _is_in_order(self) -> bool:
+    def _is_main_thread(self) -> bool:
         thread = threading.current_thread()
-        if thread is not threading.main_thread() and thread.ident != self._world.thread_id:
-            self._in_order = False
-        return self._in_order
+        return thread is threading.main_thread() or thread.ident == self._world.thread_id
 
     def _digest(self, requests: Sequence[GroupRequest]) -> str:
-        # 128 bits. The timeout is left out: c10d lets every rank choose its own.
+        # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
+        # choose its own there.
         digest = hashlib.blake2b(self._rank_map.fingerprint.encode(), digest_size=16)
         for request in requests:
-            digest.update(
-                f"{request.axis_name}={request.axis} {request.options.name_key.digest}".encode()
-            )
+            options = request.options
+            key = options.key if options.says_timeout else options.name_key
+            digest.update(f"{request.axis_name}={request.axis} {key.digest}\n".encode())
         return digest.hexdigest()
 
     def _text(self, call: str, requests: Sequence[GroupRequest]) -> str:

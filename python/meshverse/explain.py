@@ -142,7 +142,7 @@ def _explain_group(group: Group, figures: Mapping[str, int]) -> GroupExplanation
         layout=str(request.axis),
         ranks=ranks,
         backend=options.backend,
-        tag=options.key.tag,
+        tag=options.tag,
         options=str(options.key),
         how=group.how,
         created=group.created,

@@ -16,7 +16,21 @@ from ._core import AxisLayout, RankGroups, RankMap
 from .group_options import GroupOptions
 from .world import World
 
-__all__ = ["Group", "GroupRequest", "make_group", "make_prepared", "prepare_group"]
+__all__ = [
+    "SHARED",
+    "Group",
+    "GroupRequest",
+    "is_made_by_members",
+    "make_group",
+    "make_prepared",
+    "prepare_group",
+]
+
+
+SHARED = "shared with another mesh"
+"""How a group came to be, seen from a universe that another one made it for."""
+_BY_MEMBERS = "made by its members"
+_NOT_YET = "not made yet (lazy)"
 
 
 class GroupRequest(NamedTuple):
@@ -72,6 +86,13 @@ class Group:
         """Note that an axis of this name asked for the group."""
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
+    def note_first_use(self, made_here: bool) -> None:
+        """Note how a group that may be lazy came to be when this universe first used it."""
+        if made_here:
+            self.how, self.created = "made by its members at first use", True
+        elif self.how == _NOT_YET:
+            self.how = SHARED
+
 
 def make_group(request: GroupRequest, world: World) -> Group:
     """Make my group of an axis.
@@ -89,7 +110,7 @@ def make_group(request: GroupRequest, world: World) -> Group:
     elif hazard := world.members_only_hazard(request.options.backend):
         group, how = _make_by_all(request), f"made by all ranks ({hazard})"
     elif request.position is None:
-        group, how = None, "made by its members"
+        group, how = None, _BY_MEMBERS
     else:
         group, how = _make_by_members(request, _new_name(request, world), world), _BY_MEMBERS
     if group is None:
@@ -97,29 +118,30 @@ def make_group(request: GroupRequest, world: World) -> Group:
     return Group(request, group.group_name, how, created=True)
 
 
-_BY_MEMBERS = "made by its members"
-
-
 def prepare_group(request: GroupRequest, world: World) -> Group | None:
     """My group of an axis with its name fixed, to be made by `make_prepared` when it is first used.
 
     None where it has to be made at once: all ranks take part, or there is nothing to make.
     """
-    if (
-        _is_default_group(request, world)
-        or _is_split(request, world)
-        or world.members_only_hazard(request.options.backend)
-        or request.position is None
-    ):
+    if not is_made_by_members(request, world):
         return None
-    return Group(request, _new_name(request, world), "not made yet (lazy)", created=False)
+    return Group(request, _new_name(request, world), _NOT_YET, created=False)
 
 
 def make_prepared(group: Group, world: World) -> None:
     """Make a group that `prepare_group` has named; its other members do so too."""
     assert group.name is not None
     _make_by_members(group.request, group.name, world)
-    group.how, group.created = f"{_BY_MEMBERS} at first use", True
+
+
+def is_made_by_members(request: GroupRequest, world: World) -> bool:
+    """Whether my group of an axis is made by its members alone, and I am one."""
+    return not (
+        request.position is None
+        or _is_default_group(request, world)
+        or _is_split(request, world)
+        or world.members_only_hazard(request.options.backend)
+    )
 
 
 def _is_default_group(request: GroupRequest, world: World) -> bool:

@@ -1,7 +1,7 @@
-"""What torch reads of a mesh's process groups: a list of c10d names, guarded where that is needed.
+"""What torch reads of a mesh's process groups: a list of c10d names that knows when it is used.
 
-torch's collectives take a mesh's group as `mesh._dim_group_names[dim]`. A guarded list acts when
-one of its names is asked for: it makes a group that was left for later, or says what is missing.
+torch's collectives take a mesh's group as `mesh._dim_group_names[dim]`. Asking for a name makes a
+group that was left for later, and says what is wrong where the groups are gone or never were.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["GuardedNames", "MissingGroups"]
+import torch
+
+__all__ = ["GroupNames", "MissingGroups"]
 
 
-class GuardedNames(list[str]):
-    """Group names that must not be used before something is done. Iterating does not count as use.
+class GroupNames(list[str]):
+    """c10d names of a mesh's groups, one an axis. Asking for one is its use; iterating is not.
 
     Args:
-        names: c10d names, one an axis.
-        before_use: called with a name before it is given out; may raise.
+        names: c10d names.
+        before_use: called with a name before it is given out; may raise. Not while torch.compile
+            traces, which could not follow it.
     """
 
     def __init__(self, names: Iterable[str], before_use: Callable[[str], object]) -> None:
@@ -26,12 +29,12 @@ class GuardedNames(list[str]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        for name in found if isinstance(index, slice) else [found]:
-            self._before_use(name)
+        if not torch.compiler.is_compiling() and not isinstance(index, slice):
+            self._before_use(found)
         return found
 
 
-class MissingGroups(GuardedNames):
+class MissingGroups(GroupNames):
     """The names of a mesh without process groups: asking for one must raise, saying what to do.
 
     Args:

@@ -75,6 +75,9 @@ class GroupOptions:
         name_key: the key less the timeout, which c10d lets every rank choose by itself; so it may
             not be in the name that all members have to agree on.
         override: what was asked for, as the user wrote it.
+        says_timeout: whether the timeout was asked for here, and not taken from the default group.
+        tag: the isolation tag it is shared under; "" for none.
+        keeps_order: whether the ranks follow the order of the mesh, not ascending.
     """
 
     backend: str
@@ -83,6 +86,9 @@ class GroupOptions:
     key: OptionsKey
     name_key: OptionsKey
     override: Override
+    says_timeout: bool = False
+    tag: str = ""
+    keeps_order: bool = False
 
     @classmethod
     def resolve(
@@ -101,12 +107,8 @@ class GroupOptions:
         usual = compat.canonical_backend(compat.default_backend(default_group))
         backend = compat.canonical_backend(wanted or usual)
         options = own if own is not None or backend != usual else defaults.options
-        timeout = (
-            compat.said_timeout(own)
-            or defaults.timeout
-            or compat.said_timeout(options)
-            or compat.default_timeout(backend, default_group)
-        )
+        said_timeout = compat.said_timeout(own) or defaults.timeout or compat.said_timeout(options)
+        timeout = said_timeout or compat.default_timeout(backend, default_group)
         # A split of the default group inherits its options where none are given.
         said = options
         if options is None and compat.can_split(default_group, wanted):
@@ -114,7 +116,8 @@ class GroupOptions:
         ignored = compat.IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
         name_key = OptionsKey.of(backend, said, ignored=ignored)
-        return cls(backend, _copy_of(options), timeout, key, name_key, override)
+        mine, says_timeout = _copy_of(options), said_timeout is not None
+        return cls(backend, mine, timeout, key, name_key, override, says_timeout)
 
     @classmethod
     def given(cls, group: compat.ProcessGroup) -> GroupOptions:
@@ -125,13 +128,17 @@ class GroupOptions:
 
     def with_tag(self, tag: str) -> GroupOptions:
         """The same options for a group of its own, shared only under the same tag; "" for none."""
-        if tag == self.key.tag:
-            return self
-        return replace(self, key=self.key.with_tag(tag), name_key=self.name_key.with_tag(tag))
+        return self if tag == self.tag else self._apart(tag, self.keeps_order)
 
     def in_mesh_order(self) -> GroupOptions:
         """The same options for a group whose ranks follow the order of the mesh, not ascending."""
-        return self.with_tag("; ".join(filter(None, (self.key.tag, "in the order of the mesh"))))
+        return self._apart(self.tag, keeps_order=True)
+
+    def _apart(self, tag: str, keeps_order: bool) -> GroupOptions:
+        # What keeps groups apart beside their options is one text in the key.
+        text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
+        key, name_key = self.key.with_tag(text), self.name_key.with_tag(text)
+        return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
 
     def options_to_give_away(self) -> compat.BackendOptions | None:
         """A copy for c10d, which keeps what it is given and writes to it for each group."""

@@ -10,16 +10,15 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["check_tag", "current_tag", "isolate", "join_tags"]
+__all__ = ["check_tag", "current_tag", "isolate", "join_tags", "tag_inside"]
 
 # Of each thread and asynchronous task its own: contexts are not handed to new threads (before
 # Python 3.14, and there only where asked for).
 _tag: ContextVar[str] = ContextVar("meshverse_isolation_tag", default="")
 
-
-def current_tag() -> str:
-    """The tag of the `isolate` blocks around this code, outermost first; "" outside of any."""
-    return _tag.get()
+# The tag of the `isolate` blocks around this code, outermost first; "" outside of any. Not a
+# function in Python: slicing a mesh asks each time.
+current_tag = _tag.get
 
 
 @contextlib.contextmanager
@@ -70,6 +69,15 @@ def check_tag(tag: str) -> str:
             "'; '. Leave `isolate` out to share groups."
         )
     return tag
+
+
+def tag_inside(block: str, tag: str) -> str:
+    """The tag of a group that has this one, for use inside a block: its own if it is of the block.
+
+    >>> tag_inside("a", "a/b"), tag_inside("a", "b"), tag_inside("a", "")
+    ('a/b', 'a/b', 'a')
+    """
+    return tag if f"{tag}/".startswith(f"{block}/") else join_tags(block, tag)
 
 
 def join_tags(outer: str, inner: str) -> str:

@@ -10,7 +10,7 @@ from .group_creation import Group, make_prepared
 from .rendezvous import meet
 from .world import World
 
-__all__ = ["is_pending", "make_pending", "postpone"]
+__all__ = ["make_pending", "postpone"]
 
 
 @dataclass(eq=False)
@@ -25,13 +25,11 @@ def postpone(group: Group, world: World) -> None:
     world.pending[group.name] = _Pending(group)
 
 
-def is_pending(name: str, world: World) -> bool:
-    """Whether the group of this name is still to be made."""
-    return name in world.pending
-
-
-def make_pending(name: str, world: World) -> None:
+def make_pending(name: str, world: World) -> bool:
     """Make the group of this name now, if it is still to be made; its other members do so too.
+
+    Returns:
+        Whether it was made here and now.
 
     Raises:
         RuntimeError: the world is over; or making it waits for its members, and they did not come
@@ -39,15 +37,16 @@ def make_pending(name: str, world: World) -> None:
     """
     pending = world.pending.get(name)
     if pending is None:
-        return
-    _ = world.default_group  # raises if its life is over
+        return False
     with pending.lock:
         if name not in world.pending:  # another thread made it meanwhile
-            return
+            return False
         request = pending.group.request
         if compat.creation_blocks(request.options.backend):
             label = f"axis {request.axis_name!r} of layout {request.axis}"
             ranks, timeout = request.my_ranks(), request.options.timeout
-            meet(world.store, name, label, ranks, world.rank, timeout)
+            if world.store is not None:
+                meet(world.store, name, label, ranks, world.rank, timeout)
         make_prepared(pending.group, world)
         del world.pending[name]
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -15,7 +15,7 @@ from . import _torch_compat as compat
 from ._core import Layout
 from .backend_override import NO_OVERRIDE, Override
 from .derivation import MeshDescription
-from .group_names import GuardedNames, MissingGroups
+from .group_names import GroupNames, MissingGroups
 from .isolation import current_tag
 from .universe import Universe
 from .world import World
@@ -64,7 +64,7 @@ class MeshBase(StockDeviceMesh):
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
-            else self._universe.names_for_torch(group_names)
+            else GroupNames(group_names, self._universe.before_use)
         )
 
     def _refuse_groups(self, _: str = "") -> None:
@@ -72,11 +72,6 @@ class MeshBase(StockDeviceMesh):
             f"DeviceMesh process groups not initialized! {self} was made or loaded without "
             "them. After init_process_group(), call mesh.bind() on all its ranks."
         )
-
-    def guard_group_names(self, before_use: Callable[[str], object]) -> None:
-        """Call this from now on whenever torch asks for the name of one of the groups."""
-        if self.has_groups:
-            self._dim_group_names = GuardedNames(self._dim_group_names, before_use)
 
     @property
     def description(self) -> MeshDescription:

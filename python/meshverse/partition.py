@@ -13,6 +13,7 @@ from ._core import Layout
 from .backend_override import BackendOverride
 from .device_mesh import DeviceMesh
 from .init_mesh import plan_mesh
+from .mesh_input import read_rank_map
 from .world import World
 
 __all__ = ["MeshPart", "init_mesh_partition"]
@@ -70,7 +71,8 @@ def init_mesh_partition(
     first = 0
     for name, part in parts.items():
         size = Layout.from_shape(tuple(part["mesh_shape"])).size
-        ranks[name] = part.get("ranks", range(first, first + size))
+        given = part.get("ranks", range(first, first + size))
+        ranks[name] = read_rank_map(given).ranks().tolist()  # whatever lists them
         first += size
     _check_disjoint(ranks)
     _check_world(ranks)

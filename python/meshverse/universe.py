@@ -17,7 +17,6 @@ from .backend_override import Override
 from .consistency import check_by_default
 from .explain import Explanation, explain
 from .group_creation import Group
-from .group_names import GuardedNames
 from .group_options import Defaults
 from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
@@ -105,7 +104,6 @@ class Universe:
                 share_world=_shares_world_wide,
             )
             self.process_groups = self._groups.handles
-        self._lazy = lazy
         self._ended: str | None = None  # how: "destroyed" or "aborted"
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
@@ -211,11 +209,13 @@ class Universe:
         """
         return self._live_groups().adopt(axis, axis_name, group)
 
-    def names_for_torch(self, group_names: Sequence[str]) -> list[str]:
-        """Group names as torch reads them off a mesh: of lazy groups, asking for one makes it."""
-        if self._lazy and self._groups is not None:
-            return GuardedNames(group_names, self._groups.make_pending)
-        return list(group_names)
+    def before_use(self, group_name: str) -> None:
+        """Make a lazy group that is about to be used.
+
+        Raises:
+            RuntimeError: the universe or its world has ended, or this process is a fork.
+        """
+        self._live_groups().before_use(group_name)
 
     def warm_up(
         self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
@@ -288,12 +288,6 @@ class Universe:
             return
         self._ended = how
         self._groups.free(abort=abort)
-
-        def refuse(_: str) -> None:
-            raise RuntimeError(self._why_ended())
-
-        for mesh in self._meshes.values():
-            mesh.guard_group_names(refuse)
 
     # --- meshes ---------------------------------------------------------------------------------
 

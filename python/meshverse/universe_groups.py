@@ -8,9 +8,17 @@ from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
 from .backend_override import NO_OVERRIDE, Override
 from .consistency import ConsistencyCheck
-from .group_creation import Group, GroupRequest, make_group, prepare_group
+from .group_creation import (
+    SHARED,
+    Group,
+    GroupRequest,
+    is_made_by_members,
+    make_group,
+    prepare_group,
+)
 from .group_options import Defaults, GroupOptions
-from .lazy_groups import is_pending, make_pending, postpone
+from .isolation import tag_inside
+from .lazy_groups import make_pending, postpone
 from .world import World
 
 __all__ = ["UniverseGroups"]
@@ -53,7 +61,7 @@ class UniverseGroups:
         self._cache = GroupCache()
         self._given: list[Group] = []
         self.handles: dict[str, compat.ProcessGroup] = {}
-        world.registries.append(self.handles)
+        world.holders.add(self)
 
     # --- asking for groups ----------------------------------------------------------------------
 
@@ -85,14 +93,14 @@ class UniverseGroups:
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
-            options = like.options.with_tag(tag)
+            options = like.options.with_tag(tag_inside(tag, like.options.tag))
             requests.append(like._replace(axis_name=axis_name, options=options))
-        return self._get_or_make(requests, "isolate")
+        return self._get_or_make(requests, "isolate", asked=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # A group without a name is that of a rank outside the rank map; one that is not known here
         # is of a mesh concatenated from another universe.
-        along = self.along(axis)
+        along = [group for group in self.along(axis) if group not in self._given]
         named = [group for group in along if group_name is None or group.name == group_name]
         if named:
             return named[0].request
@@ -116,7 +124,9 @@ class UniverseGroups:
             axis = axis.sorted()
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)
 
-    def _get_or_make(self, requests: Sequence[GroupRequest], call: str) -> list[Group]:
+    def _get_or_make(
+        self, requests: Sequence[GroupRequest], call: str, *, asked: bool = True
+    ) -> list[Group]:
         if self._check is not None and self._position is not None:
             known = (self._cache.get(r.axis, r.options.key) for r in requests)
             if any(group is None for group in known):
@@ -125,14 +135,15 @@ class UniverseGroups:
         for request in requests:
             make = lambda request=request: self._make(request)  # noqa: E731
             group: Group = self._cache.get_or_create(request.axis, request.options.key, make)
-            group.count_request(request.axis_name)
+            if asked or not group.requests:  # slices ask for no group, but may make one
+                group.count_request(request.axis_name)
             groups.append(group)
         return groups
 
     # --- making them ----------------------------------------------------------------------------
 
     def _make(self, request: GroupRequest) -> Group:
-        if self._share_world and request.position is not None:
+        if self._share_world and is_made_by_members(request, self._world):
             group = self._share(request)
         else:
             group = self._make_own(request)
@@ -146,7 +157,8 @@ class UniverseGroups:
             postpone(group, self._world)
             return group
         group = make_group(request, self._world)
-        self._take_in(group)
+        if group.name is not None:
+            self.handles[group.name] = compat.resolve_group(group.name)
         return group
 
     def _share(self, request: GroupRequest) -> Group:
@@ -156,25 +168,20 @@ class UniverseGroups:
         )
         if shared.request is request:
             return shared
-        group = Group(
-            request,
-            shared.name,
-            "shared with another mesh",
-            created=False,
-            borrowed=shared.borrowed,
-        )
-        self._take_in(group)
+        group = Group(request, shared.name, SHARED, created=False)
+        if not self._lazy:
+            self.before_use(group.name or "")
         return group
 
-    def _take_in(self, group: Group) -> None:
-        if group.name is not None and not is_pending(group.name, self._world):
-            self.handles[group.name] = compat.resolve_group(group.name)
-
-    def make_pending(self, name: str) -> None:
-        """Make the lazy group of this name now, if it is still to be made."""
-        if is_pending(name, self._world):
-            make_pending(name, self._world)
-            self.handles[name] = compat.resolve_group(name)
+    def before_use(self, name: str) -> None:
+        """Make the group of this name now, if it is lazy and still to be made."""
+        if name in self.handles:
+            return
+        made_here = make_pending(name, self._world)
+        for group in self:
+            if group.name == name:
+                group.note_first_use(made_here)
+        self.handles[name] = compat.resolve_group(name)
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made; it is listed but neither shared nor freed.
@@ -214,23 +221,29 @@ class UniverseGroups:
             abort: end what is going on in them, where the backend can, instead of waiting for it.
         """
         world = self._world
-        if abort and not world.is_over and self._uses_default_group():
-            compat.abort_all()
-        for group in reversed(list(self)):
-            if group.borrowed or group.name is None or not world.release(group.name):
-                continue
-            if self._share_world:
-                world.shared_groups.remove(*_shared_key(group.request))
-            if world.pending.pop(group.name, None) is None and not world.is_over:
-                for registry in world.registries:  # of meshes concatenated across universes, too
-                    registry.pop(group.name, None)
-                compat.end_group(group.name, abort=abort)
-        if self._check is not None and not world.is_over:
+        try:
+            if abort and not world.is_over and self._uses_default_group():
+                compat.abort_all()
+            for group in reversed(list(self)):
+                if not group.borrowed and group.name is not None and world.release(group.name):
+                    self._end(group.request, group.name, abort=abort)
+        finally:
+            self._cache.clear()
+            self._given.clear()
+            self.handles.clear()
+            world.holders.discard(self)
+        if self._check is not None and not abort and not world.is_over:
             self._check.forget()
-        self._cache.clear()
-        self._given.clear()
-        self.handles.clear()
-        world.registries[:] = [each for each in world.registries if each is not self.handles]
+
+    def _end(self, request: GroupRequest, name: str, *, abort: bool) -> None:
+        world = self._world
+        if self._share_world:
+            world.shared_groups.remove(*_shared_key(request))
+        if world.pending.pop(name, None) is not None or world.is_over:
+            return
+        for holder in world.holders:  # of meshes concatenated across universes, too
+            holder.handles.pop(name, None)
+        compat.end_group(name, abort=abort)
 
     def _uses_default_group(self) -> bool:
         return any(group.name == self._world.default_group.group_name for group in self)
@@ -239,6 +252,6 @@ class UniverseGroups:
 def _shared_key(request: GroupRequest) -> tuple[AxisLayout, OptionsKey]:
     """What a group is wherever it is asked for: its ranks in order, and its options."""
     ranks = request.my_ranks()
-    key = request.options.key
+    key = request.options.key  # whose tag has no "; " of the user's
     tag = f"{key.tag}; ranks {RankMap.from_ranks(ranks).fingerprint}"
     return AxisLayout(len(ranks)), key.with_tag(tag)

@@ -57,7 +57,7 @@ def warm_up(
             if tell is not None:
                 tell(f"warming up {', '.join(axes)}")
             start = time.perf_counter()
-            groups.make_pending(group.name)
+            groups.before_use(group.name)
             process_group = compat.resolve_group(group.name)
             dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
             seconds = time.perf_counter() - start

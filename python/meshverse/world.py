@@ -7,8 +7,9 @@ import os
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from . import _torch_compat as compat
 from ._core import GroupCache
@@ -16,6 +17,14 @@ from .backend_override import NO_OVERRIDE
 from .group_options import GroupOptions
 
 __all__ = ["World"]
+
+
+class Holder(Protocol):
+    """What keeps process groups alive, by c10d name."""
+
+    handles: dict[str, compat.ProcessGroup]
+
+    def __hash__(self) -> int: ...
 
 
 class World:
@@ -29,27 +38,31 @@ class World:
         size: number of ranks.
         number: how many worlds this process had before; torch.compile guards on it.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
-        registries: of process groups by c10d name, one a universe; emptied when the world ends, so
-            that meshes that live on keep no ended group, with its threads and memory, alive.
+        life: how many worlds this rank had before, as all ranks of a job count them.
+        holders: what keeps process groups alive, by c10d name, for its universes; emptied when the
+            world ends, so that meshes that live on keep no ended group, with its threads, alive.
+        root_orders: of meshes over one set of ranks, by its fingerprint; see `consistency`.
         pending: lazy groups that are still to be made, by c10d name.
         shared_groups: groups that all universes of this world share, where they share.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
-        registries: list[dict[str, compat.ProcessGroup]] = []
-        self.registries = registries
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._default_group = weakref.ref(default_group)
-        weakref.finalize(compat.lifetime_of(default_group), _empty, registries).atexit = False
+        weakref.finalize(compat.lifetime_of(default_group), _empty, self.holders).atexit = False
         self._process_id = os.getpid()
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.number = next(_numbers)
         self.thread_id = compat.thread_id()
+        self.life = _lives[self.thread_id]
+        _lives[self.thread_id] += 1
+        self.root_orders: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
         self.shared_groups = GroupCache()
         self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
         self._ordinals: dict[str, int] = {}
-        self._ordinals_lock = threading.Lock()  # protects _ordinals
+        self._lock = threading.Lock()  # protects the two above
         self._can_split: dict[str | None, bool] = {}
         self._hazards: dict[str, str | None] = {}
         self._device_types_set_up: set[str] = set()
@@ -124,7 +137,7 @@ class World:
 
     def next_ordinal(self, kind: str) -> int:
         """How often this was asked for this kind of thing before in this world: 0, 1, 2, ..."""
-        with self._ordinals_lock:
+        with self._lock:
             ordinal = self._ordinals.get(kind, 0)
             self._ordinals[kind] = ordinal + 1
         return ordinal
@@ -139,15 +152,17 @@ class World:
 
     def retain(self, group_name: str) -> None:
         """Note that one more universe uses a group that Meshverse made."""
-        self._users[group_name] += 1
+        with self._lock:
+            self._users[group_name] += 1
 
     def release(self, group_name: str) -> bool:
         """Note that one universe less uses a group; whether that was the last one."""
-        self._users[group_name] -= 1
-        if self._users[group_name] > 0:
-            return False
-        del self._users[group_name]
-        return True
+        with self._lock:
+            self._users[group_name] -= 1
+            if self._users[group_name] > 0:
+                return False
+            del self._users[group_name]
+            return True
 
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as stock does, once for each device type."""
@@ -156,11 +171,12 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _empty(registries: list[dict[str, compat.ProcessGroup]]) -> None:
-    for registry in registries:
-        registry.clear()
+def _empty(holders: Iterable[Holder]) -> None:
+    for holder in holders:
+        holder.handles.clear()
 
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds
 _numbers = itertools.count()
+_lives: Counter[int | None] = Counter()  # by the thread that is the rank, if ranks are threads

@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.worlds import fake_world
@@ -32,13 +34,17 @@ def test_the_barrier_variable_needs_all_ranks(world, monkeypatch: pytest.MonkeyP
 
 
 def test_a_mesh_of_an_ended_world_gives_no_group_of_the_next() -> None:
+    ones = torch.ones(2)
     with fake_world(8, 3):
         old = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
     with fake_world(8, 3):
         new = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
-        assert new.get_group("tp").group_name == old._dim_group_names[1], "the names repeat"
-        with pytest.raises(RuntimeError, match=r"gone \(there is another one now\).*Make the mesh"):
-            old.get_group("tp")
+        assert new.get_group("tp").group_name == list(old._dim_group_names)[1], "the names repeat"
+        for use in (lambda: old.get_group("tp"), lambda: funcol.all_reduce(ones, "sum", (old, 1))):
+            with pytest.raises(
+                RuntimeError, match=r"gone \(there is another one now\).*Make the mesh"
+            ):
+                use()
 
 
 def test_concatenating_meshes_of_two_universes_keeps_all_groups_at_hand(world) -> None:

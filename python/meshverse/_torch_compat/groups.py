@@ -95,10 +95,22 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
 
 def store_of(default_group: ProcessGroup) -> Any | None:
-    """The store ranks meet in to make groups; None for MPI and for the fake backend."""
-    if "fake" in default_backend(default_group):  # whose store implements nothing
-        return None
-    return c10d._world.pg_map[default_group][1]
+    """The store ranks meet in to make groups, if it has all of c10d's operations.
+
+    None for MPI, which has no store, for the fake backend, whose store does nothing, and for stores
+    written in Python without `compare_set`, such as torchelastic's for etcd.
+    """
+    store: Any = c10d._world.pg_map[default_group][1]
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    # A class written in Python has what it, not c10d's own base class, defines.
+    own = (kind for kind in type(base).__mro__ if kind not in dist.Store.__mro__)
+    return store if any("compare_set" in vars(kind) for kind in own) or _is_whole(base) else None
+
+
+def _is_whole(store: object) -> bool:
+    return isinstance(store, (dist.TCPStore, dist.FileStore, dist.HashStore))
 
 
 def lifetime_of(default_group: ProcessGroup) -> object:
