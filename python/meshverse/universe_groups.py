@@ -169,19 +169,23 @@ class UniverseGroups:
         if shared.request is request:
             return shared
         group = Group(request, shared.name, SHARED, created=False)
-        if not self._lazy:
-            self.before_use(group.name or "")
+        if not self._lazy and group.name is not None:
+            group.note_first_use(made_here=self._make_pending(group.name))
         return group
 
     def before_use(self, name: str) -> None:
         """Make the group of this name now, if it is lazy and still to be made."""
         if name in self.handles:
             return
-        made_here = make_pending(name, self._world)
+        made_here = self._make_pending(name)
         for group in self:
             if group.name == name:
                 group.note_first_use(made_here)
+
+    def _make_pending(self, name: str) -> bool:
+        made_here = make_pending(name, self._world)
         self.handles[name] = compat.resolve_group(name)
+        return made_here
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made; it is listed but neither shared nor freed.

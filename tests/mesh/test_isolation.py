@@ -211,3 +211,62 @@ def test_tags_of_axes_that_are_not_there_are_refused(mesh) -> None:
         _mesh_in(mesh.universe, isolate={"tp": "mine", 1: "mine"})
     with pytest.raises(TypeError, match="mapping from axis name or index"):
         _mesh_in(mesh.universe, isolate=["tp"])
+
+
+# --- together with other things that keep groups apart -------------------------------------------
+
+
+def test_the_order_of_ranks_is_kept_in_a_block() -> None:
+    universe = Universe([3, 5, 2, 0])
+    kept, ascending = (
+        DeviceMesh(
+            "cpu",
+            [3, 5, 2, 0],
+            mesh_dim_names=(name,),
+            preserve_rank_order=keep,
+            universe=universe,
+        )
+        for name, keep in (("kept", True), ("ascending", False))
+    )
+    with isolate("mine"):
+        groups = [kept["kept"].get_group(), ascending["ascending"].get_group()]
+    assert [dist.get_process_group_ranks(group) for group in groups] == [
+        [3, 5, 2, 0],
+        [0, 2, 3, 5],
+    ]
+
+
+def test_a_group_that_is_of_the_block_already_is_kept() -> None:
+    with isolate("x"):
+        own = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, isolate={"dp": "rs"})
+        with groups_created(0):
+            assert own["dp"].get_group() is own.get_group("dp")
+            assert own["tp"].get_group() is own.get_group("tp")
+    with isolate("y"), groups_created(2):  # "y/x/rs" and "y/x": apart from each other, too
+        assert own["dp"].get_group() is not own.get_group("dp")
+        own["tp"].get_group()
+
+
+def test_an_axis_with_options_of_its_own_keeps_them_in_a_block() -> None:
+    mesh = init_device_mesh(
+        "cpu", (2, 4), mesh_dim_names=_AXES, backend_override={"tp": "cpu:fake"}
+    )
+    with isolate("mine"):
+        mesh["tp"]
+    assert [g.backend for g in mesh.universe.explain().groups] == ["fake", "cpu:fake", "cpu:fake"]
+
+
+def test_a_mesh_on_given_groups_gets_groups_like_any_other() -> None:
+    given = DeviceMesh.from_group(dist.new_group([4, 5]), "cpu", mesh_dim_names=("given",))
+    with isolate("mine"):
+        own = given["given"]
+    assert dist.get_process_group_ranks(own.get_group()) == [4, 5]
+    assert own.get_group() is not given.get_group()
+
+
+def test_slices_in_a_block_avoid_nothing(mesh) -> None:
+    with isolate("mine"):
+        for _ in range(10):
+            mesh["dp"]
+    told = mesh.universe.explain()
+    assert (told.requested, told.created, told.avoided) == (3, 3, 0)

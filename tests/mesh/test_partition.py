@@ -46,6 +46,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"a": _part(4, ranks=[0, 1, 2, 3]), "b": _part(3, ranks=[2, 5, 3])},
         r"Parts 'a' and 'b' of a partition have ranks \[2, 3\] in common",
     ),
+    "overlap of tensors": (
+        {"a": _part(2, ranks=torch.tensor([0, 1])), "b": _part(2, ranks=torch.tensor([1, 2]))},
+        r"Parts 'a' and 'b' of a partition have ranks \[1\] in common",
+    ),
     "some without ranks": (
         {"a": _part(2, ranks=[0, 1]), "b": _part(2)},
         r"Parts \['a'\] of \['a', 'b'\] give their `ranks`",

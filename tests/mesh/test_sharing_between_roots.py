@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh, isolate
+from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -137,3 +138,43 @@ def test_a_universe_is_for_its_own_ranks() -> None:
     universe = _mesh().universe
     with groups_created(0), pytest.raises(ValueError, match="cannot join a universe"):
         DeviceMesh("cpu", torch.arange(4), universe=universe)
+
+
+@pytest.mark.usefixtures("shared")
+class TestWorldWideWithOthers:
+    def test_groups_that_all_ranks_make_are_not_shared(self, monkeypatch) -> None:
+        # Ranks that are not in the group take part in making it: none of them may sit it out.
+        monkeypatch.setattr(World, "members_only_hazard", lambda self, backend: "so says a test")
+        mesh = _mesh()
+        with groups_created(1):
+            part = DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("part",))
+        assert part.get_group() is not mesh.get_group("tp")
+        assert "made by all ranks" in part.universe.explain().groups[0].how
+
+    @pytest.mark.parametrize("lazy", [(True, False), (False, True), (True, True)])
+    def test_lazy_and_eager_meshes_share(self, lazy: tuple[bool, bool]) -> None:
+        with groups_created(2):
+            one, other = (
+                init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, lazy=each) for each in lazy
+            )
+            for axis in _AXES:
+                assert other.get_group(axis) is one.get_group(axis)
+        for mesh in (one, other):
+            assert set(mesh.group_names) <= set(mesh._pg_registry)
+            assert not any("not made yet" in g.how for g in mesh.universe.explain().groups)
+        assert sum(mesh.universe.explain().created for mesh in (one, other)) == 2
+
+    def test_who_makes_a_lazy_group_says_so(self) -> None:
+        one, other = (
+            init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, lazy=True) for _ in range(2)
+        )
+        one.universe.destroy()
+        other.get_group("tp")
+        assert other.universe.explain().created == 1
+
+
+def test_lazy_and_eager_meshes_can_be_concatenated() -> None:
+    eager = _mesh()
+    lazy = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, lazy=True)
+    joined = DeviceMesh.concatenate([eager["dp"], lazy["tp"]])
+    assert joined.get_group("tp") is lazy.get_group("tp")
