@@ -349,7 +349,6 @@ class DeviceMesh(MeshBase):
         """
         if torch.compiler.is_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
-        self._check_groups()
         try:
             return StockDeviceMesh.get_group(self, mesh_dim)
         except IndexError:
@@ -360,11 +359,6 @@ class DeviceMesh(MeshBase):
                 f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
                 "get_coordinate() is None on such a rank."
             ) from None
-
-    def _check_groups(self) -> None:
-        if not self.has_groups:
-            self._refuse_groups()
-        self._universe.check_live()
 
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.

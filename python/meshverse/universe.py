@@ -168,10 +168,6 @@ class Universe:
         """Groups like those of these names along these axes, under another isolation tag."""
         return self._live_groups().request_tagged(axes, axis_names, group_names, tag)
 
-    def check_live(self) -> None:
-        """Raise RuntimeError, saying why, unless the process groups here can be used."""
-        self._live_groups()
-
     def _live_groups(self) -> UniverseGroups:
         if self._groups is None or self.world is None:
             raise RuntimeError(

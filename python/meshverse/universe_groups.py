@@ -76,13 +76,10 @@ class UniverseGroups:
         preserve_rank_order: bool,
     ) -> list[Group]:
         """My group along each axis: the known one, or a new one; see `Universe.groups_for`."""
-        options = [
-            self._options(override).with_tag(tag)
-            for override, tag in zip(overrides, tags, strict=True)
-        ]
+        options = [self._options(override) for override in overrides]
         requests = [
-            self._request_of(axis, name, wanted, preserve_rank_order)
-            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+            self._request_of(axis, name, wanted.with_tag(tag), preserve_rank_order)
+            for axis, name, wanted, tag in zip(axes, axis_names, options, tags, strict=True)
         ]
         return self._get_or_make(requests, call)
 
@@ -127,18 +124,22 @@ class UniverseGroups:
     def _get_or_make(
         self, requests: Sequence[GroupRequest], call: str, *, asked: bool = True
     ) -> list[Group]:
-        if self._check is not None and self._position is not None:
-            known = (self._cache.get(r.axis, r.options.key) for r in requests)
-            if any(group is None for group in known):
-                self._check.compare(call, requests)
+        known: list[Group | None] = [self._cache.get(r.axis, r.options.key) for r in requests]
+        if None in known and self._check is not None and self._position is not None:
+            self._check.compare(call, requests)
         groups = []
-        for request in requests:
-            make = lambda request=request: self._make(request)  # noqa: E731
-            group: Group = self._cache.get_or_create(request.axis, request.options.key, make)
+        for request, there in zip(requests, known, strict=True):
+            group = there or self._get_or_make_one(request)
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)
             groups.append(group)
         return groups
+
+    def _get_or_make_one(self, request: GroupRequest) -> Group:
+        group: Group = self._cache.get_or_create(
+            request.axis, request.options.key, lambda: self._make(request)
+        )
+        return group
 
     # --- making them ----------------------------------------------------------------------------
 
