@@ -11,12 +11,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # the trainer's recipe and the fake worlds
 
 import operations  # noqa: E402
+import parallel_meshes  # noqa: E402
 import scaling  # noqa: E402
 import training  # noqa: E402
 from harness import compare  # noqa: E402
 from reports import Report  # noqa: E402
 
-SUITES = {"operations": operations, "scaling": scaling, "training": training}
+SUITES = {
+    "operations": operations,
+    "scaling": scaling,
+    "parallel_meshes": parallel_meshes,
+    "training": training,
+}
 
 
 def main() -> None:

@@ -1,0 +1,185 @@
+"""What a strategy is asked to do: plain settings, checked when they are made.
+
+Example:
+    >>> config = FSDP2Config(sequence_parallel=True, activation_checkpointing="selective")
+    >>> config.mp_policy.param_dtype
+    torch.bfloat16
+    >>> config.to_dict()["activation_checkpointing"]
+    'selective'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["DDPConfig", "FSDP2Config", "MegatronFSDPConfig", "default_mixed_precision"]
+
+TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]]
+"""A tensor-parallel plan: itself, an import path of it, or a function that gives it."""
+
+_CHECKPOINTING = (False, "full", "selective")
+_SCOPES = ("all", "language", "vision", "audio", "multimodal")
+
+
+def default_mixed_precision() -> MixedPrecisionPolicy:
+    """bf16 parameters and outputs, fp32 reduction, inputs cast."""
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.bfloat16,
+        cast_forward_inputs=True,
+    )
+
+
+class _Settings:
+    """What all configs have in common."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by name; values are the config's own objects, not copies."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass
+class FSDP2Config(_Settings):
+    """Settings of FSDP2, with tensor, pipeline, context and expert parallelism beside it.
+
+    Attributes:
+        sequence_parallel: whether tensor parallelism splits what is between its layers by tokens.
+        tp_plan: by module name, the parallel style; or its import path; None to choose by model.
+        patch_is_packed_sequence: whether to replace transformers' check for packed sequences, which
+            waits for the device in every layer. Never when packed sequences are trained.
+        mp_policy: of parameters, gradients and outputs.
+        offload_policy: where sharded parameters live, such as CPUOffloadPolicy.
+        autocast_dtype: of torch.autocast around the forward, for the training loop.
+        activation_checkpointing: of every layer ("full"), of some operations ("selective").
+        activation_checkpointing_scope: which parts of the model: "all", or one or several of
+            "language", "vision", "audio", "multimodal".
+        defer_fsdp_grad_sync: whether only the last micro-batch reduces gradients, for the training
+            loop.
+        reshard_after_forward: None for all layers but the last; True, False for all.
+        enable_async_tensor_parallel: overlap tensor parallelism's collectives with its matmuls,
+            under torch.compile.
+        enable_compile: whether to compile each decoder layer.
+        enable_fsdp2_prefetch: whether layers say explicitly which to gather ahead.
+        fsdp2_backward_prefetch_depth: how many layers ahead in backward.
+        fsdp2_forward_prefetch_depth: how many layers ahead in forward.
+
+    Raises:
+        ValueError: activation checkpointing or its scope is none of those above.
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: TPPlan | None = None
+    patch_is_packed_sequence: bool = False
+    mp_policy: MixedPrecisionPolicy = field(default_factory=default_mixed_precision)
+    offload_policy: OffloadPolicy | None = None
+    autocast_dtype: torch.dtype | None = None
+    activation_checkpointing: Literal[False, "full", "selective"] = False
+    activation_checkpointing_scope: str | Sequence[str] = "all"
+    defer_fsdp_grad_sync: bool = True
+    reshard_after_forward: bool | None = None
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    enable_fsdp2_prefetch: bool = False
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+
+    def __post_init__(self) -> None:
+        mode = self.activation_checkpointing
+        if mode is not False and mode not in _CHECKPOINTING[1:]:
+            raise ValueError(
+                f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}."
+            )
+        check_scope(self.activation_checkpointing_scope)
+
+
+def check_scope(scope: str | Sequence[str]) -> None:
+    """Check a scope of activation checkpointing.
+
+    Raises:
+        ValueError: an unknown part, none, or "all" beside others.
+    """
+    parts = (scope,) if isinstance(scope, str) else tuple(scope)
+    unknown = [part for part in parts if part not in _SCOPES]
+    if unknown or not parts:
+        raise ValueError(
+            f"activation_checkpointing_scope={scope!r}: unknown {unknown}. Give one or several of "
+            f"{_SCOPES}."
+        )
+    if "all" in parts and set(parts) != {"all"}:
+        raise ValueError(
+            f"activation_checkpointing_scope={scope!r}: 'all' includes the others. Give it alone."
+        )
+
+
+@dataclass
+class MegatronFSDPConfig(_Settings):
+    """Settings of Megatron-FSDP, under the names of `megatron_fsdp.fully_shard`.
+
+    Attributes:
+        megatron_fsdp_unit_modules: classes of the modules to shard one by one, or their import
+            paths; None for the model's own `_no_split_modules`.
+        zero_dp_strategy: what is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too,
+            3 parameters too.
+        init_fsdp_with_meta_device: whether parameters are on the meta device until sharded.
+        grad_reduce_in_fp32: whether gradients are reduced in fp32.
+        preserve_fp32_weights: whether fp32 main weights are kept.
+        overlap_grad_reduce: whether reducing gradients overlaps with backward.
+        overlap_param_gather: whether gathering parameters overlaps with computation.
+        check_for_nan_in_grad: whether gradients are checked for NaN.
+        report_nan_in_param_grad: whether the check names the parameter.
+        average_in_collective: whether the collective averages gradients.
+        disable_bucketing: whether every parameter is a bucket of its own.
+        calculate_per_token_loss: whether gradients are summed, for a loss averaged over tokens.
+        keep_fp8_transpose_cache: whether transposes of fp8 parameters are kept.
+        nccl_ub: whether communication buffers are registered with NCCL.
+        fsdp_double_buffer: whether communication uses two persistent buffers.
+        activation_checkpointing: whether layers are recomputed in backward.
+    """
+
+    megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None
+    zero_dp_strategy: int | str = 3
+    init_fsdp_with_meta_device: bool = False
+    grad_reduce_in_fp32: bool = False
+    preserve_fp32_weights: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    check_for_nan_in_grad: bool = True
+    report_nan_in_param_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    activation_checkpointing: bool = False
+
+
+@dataclass
+class DDPConfig(_Settings):
+    """Settings of DistributedDataParallel; defaults and names are torch's.
+
+    Attributes:
+        activation_checkpointing: whether layers are recomputed in backward.
+        bucket_cap_mb: size of a bucket of gradients in MiB; None for torch's default.
+        autocast_dtype: of torch.autocast around the forward, for the training loop.
+        broadcast_buffers: whether buffers are broadcast before every forward.
+        find_unused_parameters: whether parameters without gradient are looked for.
+        static_graph: whether the graph is the same in every step.
+        gradient_as_bucket_view: whether gradients are views of the buckets.
+    """
+
+    activation_checkpointing: bool = False
+    bucket_cap_mb: float | None = None
+    autocast_dtype: torch.dtype | None = None
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False

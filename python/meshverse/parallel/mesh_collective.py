@@ -1,0 +1,329 @@
+"""Collectives over a mesh: the world, its nodes and its tensor-parallel groups in one universe.
+
+Example (on each of 16 processes, 8 a node):
+    >>> collective = MeshCollective(  # doctest: +SKIP
+    ...     rank, 16, local_world_size=8, local_rank=rank % 8, device_type="cuda", tp_size=4
+    ... )
+    >>> collective.meshes.parallel_mesh.shape  # doctest: +SKIP
+    (2, 2, 4)
+    >>> collective.tp_world.all_gather_objects(rank)  # doctest: +SKIP
+    [0, 1, 2, 3]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshverse import DeviceMesh, init_device_mesh
+
+from .collective_base import Collective
+
+__all__ = ["MeshCollective", "Meshes"]
+
+
+class Meshes(NamedTuple):
+    """Two views of the same processes, in one universe: equal axes share their process group.
+
+    Attributes:
+        parallel_mesh: axes (dp_replicate, dp_shard, tp).
+        physical_mesh: axes (nodes, local_ranks).
+    """
+
+    parallel_mesh: DeviceMesh
+    physical_mesh: DeviceMesh
+
+
+class GroupCollective(Collective):
+    """Operations on one process group of processes that have meshes. It owns nothing.
+
+    Args:
+        meshes: of all processes.
+        find_group: gives the process group of the processes to work with. It is asked for at each
+            use: holding a group would keep its threads and sockets after it was destroyed.
+        local_rank: index of this process on its node.
+        default_device: where this process's tensors belong.
+    """
+
+    def __init__(
+        self,
+        meshes: Meshes,
+        find_group: Callable[[], dist.ProcessGroup],
+        *,
+        local_rank: int,
+        default_device: torch.device,
+    ) -> None:
+        self.meshes = meshes
+        self._find_group = find_group
+        self.rank = self.process_group.rank()
+        self.world_size = self.process_group.size()
+        self.local_rank = local_rank
+        self.default_device = default_device
+        parallel = meshes.parallel_mesh
+        replicas, shards, self.tp_world_size = parallel.shape
+        self.dp_world_size = replicas * shards
+        self.tp_rank = parallel.get_local_rank("tp")
+        self.dp_rank = parallel.get_local_rank("dp_replicate") * shards
+        self.dp_rank += parallel.get_local_rank("dp_shard")
+        self._communication_device = torch.device(parallel.device_type)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of the operations; RuntimeError after it was destroyed."""
+        return self._find_group()
+
+    @cached_property
+    def local(self) -> Collective:
+        """The same, limited to this process's node."""
+        return self._limited_to(self.meshes.physical_mesh, "local_ranks")
+
+    @cached_property
+    def tp_world(self) -> Collective:
+        """The same, limited to this process's tensor-parallel group, which is on one node."""
+        return self._limited_to(self.meshes.parallel_mesh, "tp")
+
+    def _limited_to(self, mesh: DeviceMesh, axis: str) -> Collective:
+        find_group: Callable[[], dist.ProcessGroup] = partial(mesh.get_group, axis)
+        mine = dist.get_process_group_ranks(self.process_group)
+        if set(mine).issubset(dist.get_process_group_ranks(find_group())):
+            find_group = self._find_group  # these processes are together already
+        return GroupCollective(
+            self.meshes, find_group, local_rank=self.local_rank, default_device=self.default_device
+        )
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        on_gpu = self._communication_device.type == "cuda"
+        dist.barrier(self.process_group, device_ids=[self.local_rank] if on_gpu else None)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Combine the tensors of all processes, in place; see `Collective.all_reduce`."""
+        with self._staged(tensor) as staged:
+            dist.all_reduce(staged, op, group=self.process_group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes in one; see `Collective.all_gather`."""
+        mine = self._stage(tensor)
+        mine = mine.reshape(1) if mine.ndim == 0 else mine
+        gathered = mine.new_empty((self.world_size * mine.shape[0], *mine.shape[1:]))
+        dist.all_gather_into_tensor(gathered, mine, group=self.process_group)
+        return gathered.to(tensor.device)
+
+    def all_gather_to_list(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, in the order of ranks."""
+        mine = self._stage(tensor)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(gathered, mine, group=self.process_group)
+        return [each.to(tensor.device) for each in gathered]
+
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        """The objects of all processes, pickled, in the order of ranks."""
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=self.process_group)
+        return items
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite the tensor of all processes with that of rank `src` of this collective."""
+        self._check_source(src)
+        with self._staged(tensor) as staged:
+            dist.broadcast(staged, group=self.process_group, group_src=src)
+
+    def broadcast_objects(self, items: list[Any], src: int = 0) -> None:
+        """Overwrite the list of all processes with that of rank `src` of this collective."""
+        self._check_source(src)
+        dist.broadcast_object_list(
+            items, group=self.process_group, device=self._stage_device(), group_src=src
+        )
+
+    def close(self) -> None:
+        """There is nothing to free: the collective that this is a part of owns its groups."""
+
+    def _stage_device(self) -> torch.device:
+        """Where communication takes place."""
+        if self._communication_device.type == self.default_device.type:
+            return self.default_device
+        return self._communication_device
+
+    def _stage(self, tensor: Tensor) -> Tensor:
+        """The tensor itself if it can be communicated as it is, else a copy that can."""
+        return tensor.detach().to(self._stage_device()).contiguous()
+
+    @contextlib.contextmanager
+    def _staged(self, tensor: Tensor) -> Iterator[Tensor]:
+        staged = self._stage(tensor)
+        yield staged
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(staged)
+
+
+class MeshCollective(GroupCollective):
+    """All processes of a world, or of a process group in it, with meshes for what they train.
+
+    Starts the default process group if there is none: NCCL on GPUs, bound to this process's
+    device, else gloo. `close()` frees what was made here and leaves the rest: all of it where the
+    default group was started here, else the meshes' process groups.
+
+    Args:
+        rank: of this process among them.
+        world_size: their number.
+        local_world_size: number of processes on each node; ranks of a node follow each other.
+        local_rank: index of this process on its node, which is that of its device.
+        device_type: "cpu", "cuda", or another, such as "mps", whose tensors communicate by way of
+            the CPU.
+        mesh: existing meshes to use; by default they are made.
+        process_group: of these processes; by default the whole world's. With `mesh`, a process
+            group along some of its axes limits the operations to it.
+        tp_size: number of processes in a tensor-parallel group, which lies within a node.
+        sharding_world_size: number of shards; other processes hold replicas. By default as many
+            as a node has tensor-parallel groups.
+
+    Raises:
+        ValueError: sizes that do not divide each other, or ranks and sizes that are not the process
+            group's. Nothing has been created then.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        local_world_size: int,
+        local_rank: int,
+        device_type: str,
+        mesh: Meshes | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sharding_world_size: int | None = None,
+    ) -> None:
+        shape: tuple[int, ...] = ()
+        if mesh is None:
+            shape = _parallel_shape(world_size, local_world_size, tp_size, sharding_world_size)
+        if process_group is None:
+            _check_local_rank(rank, local_rank, local_world_size)
+        with contextlib.ExitStack() as made:
+            if not dist.is_initialized():
+                _start_world(rank, world_size, local_rank, device_type)
+                made.callback(_end_world)
+            group = process_group or _default_group()
+            _check_place(rank, world_size, group)
+            if mesh is None:
+                mesh = _make_meshes(device_type, shape, local_world_size, group)
+                made.callback(mesh.parallel_mesh.universe.destroy)
+            name = f"cuda:{local_rank}" if device_type == "cuda" else device_type
+            super().__init__(
+                mesh,
+                _default_group if process_group is None else partial(_itself, process_group),
+                local_rank=local_rank,
+                default_device=torch.device(name),
+            )
+            self._made = made.pop_all()
+        if device_type not in ("cpu", "cuda"):
+            warnings.warn(
+                f"Tensors on {device_type!r} communicate by way of the CPU, copied there and back.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Free what this collective made: its meshes' process groups; the world, if it started it.
+
+        All processes call this, when they are done with the collective. Closing again does nothing.
+        """
+        self._made.close()
+
+
+def _parallel_shape(
+    world_size: int, local_world_size: int, tp_size: int, sharding_world_size: int | None
+) -> tuple[int, int, int]:
+    """Sizes of the axes (dp_replicate, dp_shard, tp).
+
+    Raises:
+        ValueError: something is below 1 or does not divide what it should.
+    """
+    sizes = {"world_size": world_size, "local_world_size": local_world_size, "tp_size": tp_size}
+    _check_divides("local_world_size", "world_size", sizes, "every node has as many processes")
+    _check_divides("tp_size", "local_world_size", sizes, "a tensor-parallel group is on one node")
+    if sharding_world_size is None:
+        sharding_world_size = local_world_size // tp_size
+    sizes["sharding_world_size"] = sharding_world_size
+    sizes["world_size / tp_size"] = world_size // tp_size
+    _check_divides("sharding_world_size", "world_size / tp_size", sizes, "replicas are alike")
+    return world_size // tp_size // sharding_world_size, sharding_world_size, tp_size
+
+
+def _check_divides(part: str, whole: str, sizes: dict[str, int], rule: str) -> None:
+    if sizes[part] < 1 or sizes[whole] < 1 or sizes[whole] % sizes[part]:
+        raise ValueError(
+            f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}: {rule}. "
+            f"All sizes: {', '.join(f'{name}={size}' for name, size in sizes.items())}."
+        )
+
+
+def _check_local_rank(rank: int, local_rank: int, local_world_size: int) -> None:
+    if local_rank != rank % local_world_size:
+        raise ValueError(
+            f"local_rank={local_rank} of rank {rank} with local_world_size={local_world_size}: "
+            f"expected {rank % local_world_size}, since the ranks of a node follow each other. "
+            "Start the processes node by node, as torchrun does."
+        )
+
+
+def _check_place(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"rank={rank} of world_size={world_size} is not in the process group it was given: "
+            "only members make a collective."
+        )
+    if (group.rank(), group.size()) != (rank, world_size):
+        raise ValueError(
+            f"rank={rank} of world_size={world_size}, but in the process group this process is "
+            f"rank {group.rank()} of {group.size()}. Give rank and size within that group."
+        )
+
+
+def _start_world(rank: int, world_size: int, local_rank: int, device_type: str) -> None:
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+
+def _end_world() -> None:
+    if dist.is_initialized():  # unless somebody was faster
+        dist.destroy_process_group()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None  # it was started, or there was one
+    return group
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def _make_meshes(
+    device_type: str, shape: tuple[int, ...], local_world_size: int, group: dist.ProcessGroup
+) -> Meshes:
+    parallel_mesh = init_device_mesh(
+        "cuda" if device_type == "cuda" else "cpu",
+        shape,
+        mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+        ranks=dist.get_process_group_ranks(group),
+    )
+    physical_mesh = init_device_mesh(
+        parallel_mesh.device_type,
+        (parallel_mesh.size() // local_world_size, local_world_size),
+        mesh_dim_names=("nodes", "local_ranks"),
+        universe=parallel_mesh.universe,
+    )
+    return Meshes(parallel_mesh, physical_mesh)

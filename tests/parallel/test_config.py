@@ -1,0 +1,101 @@
+"""The configs: defaults, checks and `to_dict`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from meshverse.parallel import DDPConfig, FSDP2Config, MegatronFSDPConfig
+
+
+def test_fsdp2_defaults() -> None:
+    settings = FSDP2Config().to_dict()
+    policy = settings.pop("mp_policy")
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert (policy.output_dtype, policy.cast_forward_inputs) == (torch.bfloat16, True)
+    assert settings == {
+        "sequence_parallel": False,
+        "tp_plan": None,
+        "patch_is_packed_sequence": False,
+        "offload_policy": None,
+        "autocast_dtype": None,
+        "activation_checkpointing": False,
+        "activation_checkpointing_scope": "all",
+        "defer_fsdp_grad_sync": True,
+        "reshard_after_forward": None,
+        "enable_async_tensor_parallel": False,
+        "enable_compile": False,
+        "enable_fsdp2_prefetch": False,
+        "fsdp2_backward_prefetch_depth": 2,
+        "fsdp2_forward_prefetch_depth": 1,
+    }
+
+
+def test_megatron_fsdp_defaults() -> None:
+    settings = MegatronFSDPConfig().to_dict()
+    assert settings.pop("megatron_fsdp_unit_modules") is None
+    assert settings.pop("zero_dp_strategy") == 3
+    on = {"overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad"}
+    off = {"init_fsdp_with_meta_device", "grad_reduce_in_fp32", "preserve_fp32_weights"}
+    off |= {"report_nan_in_param_grad", "average_in_collective", "disable_bucketing", "nccl_ub"}
+    off |= {"calculate_per_token_loss", "keep_fp8_transpose_cache", "fsdp_double_buffer"}
+    off |= {"activation_checkpointing"}
+    assert settings == dict.fromkeys(on, True) | dict.fromkeys(off, False)
+
+
+def test_ddp_defaults_are_torchs() -> None:
+    settings = DDPConfig().to_dict()
+    assert settings == {
+        "activation_checkpointing": False,
+        "bucket_cap_mb": None,
+        "autocast_dtype": None,
+        "broadcast_buffers": True,
+        "find_unused_parameters": False,
+        "static_graph": False,
+        "gradient_as_bucket_view": False,
+    }
+
+
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig(), DDPConfig()])
+def test_to_dict_makes_an_equal_config(config) -> None:
+    settings = config.to_dict()
+    assert list(settings) == [each.name for each in fields(config)]
+    assert type(config)(**settings) == config
+    for name, value in settings.items():
+        assert value is getattr(config, name)
+
+
+def test_configs_share_no_policy() -> None:
+    assert FSDP2Config().mp_policy is not FSDP2Config().mp_policy
+
+
+@pytest.mark.parametrize("mode", [False, "full", "selective"])
+def test_ways_of_checkpointing(mode) -> None:
+    assert FSDP2Config(activation_checkpointing=mode).activation_checkpointing == mode
+
+
+@pytest.mark.parametrize("mode", [True, None, 0, 1, "none", "Full", ""])
+def test_other_ways_of_checkpointing_are_refused(mode) -> None:
+    with pytest.raises(ValueError, match=f"activation_checkpointing={mode!r}: expected one of"):
+        FSDP2Config(activation_checkpointing=mode)
+
+
+@pytest.mark.parametrize("scope", ["all", ["all"], "vision", ("language", "audio"), ["multimodal"]])
+def test_scopes(scope) -> None:
+    assert FSDP2Config(activation_checkpointing_scope=scope).activation_checkpointing_scope == scope
+
+
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [
+        ("text", r"activation_checkpointing_scope='text': unknown \['text'\]"),
+        (["vision", "text"], r"unknown \['text'\]"),
+        ([], r"activation_checkpointing_scope=\[\]"),
+        (["all", "vision"], r"activation_checkpointing_scope=\['all', 'vision'\]: 'all' includes"),
+    ],
+)
+def test_other_scopes_are_refused(scope, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        FSDP2Config(activation_checkpointing_scope=scope)

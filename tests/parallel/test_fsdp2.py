@@ -1,0 +1,342 @@
+"""FSDP2Manager: tiny transformers models train on every shape of mesh as on one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import FAMILIES, STEPS, batch, full_weights, loss_of, make_model, train
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.parallel import (
+    FSDP2Config,
+    FSDP2Manager,
+    ParallelismSizes,
+    create_device_meshes,
+    get_flat_mesh,
+    unshard_fsdp2_model,
+)
+from meshverse.parallel.fsdp2 import decoder_layers
+from meshverse.parallel.packed_sequences import (
+    patch_is_packed_sequence,
+    restore_is_packed_sequence,
+)
+
+pytestmark = pytest.mark.timeout(400)
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed: pip install transformers",
+)
+_SECONDS = 300  # for a program: imports of transformers by all processes, on a busy machine
+_FULL_PRECISION = MixedPrecisionPolicy()
+
+_ON_FOUR: dict[str, dict[str, int]] = {
+    "shards": {},
+    "tp x dp": {"tp_size": 2},
+    "hybrid": {"dp_replicate_size": 2},
+    "cp x dp": {"cp_size": 2},
+    "pp x dp": {"pp_size": 2},
+    "pp x tp": {"pp_size": 2, "tp_size": 2},
+    "tp alone": {"tp_size": 2, "cp_size": 2},
+}
+_ON_EIGHT: dict[str, dict[str, int]] = {
+    "hybrid x tp": {"dp_replicate_size": 2, "tp_size": 2},
+    "hybrid x cp": {"dp_replicate_size": 2, "cp_size": 2},
+    "cp x tp x dp": {"cp_size": 2, "tp_size": 2},
+    "pp x tp x dp": {"pp_size": 2, "tp_size": 2},
+}
+
+
+def _manager(sizes: dict[str, int], **changed: Any) -> FSDP2Manager:
+    _clear_sharding_prop_cache()  # DTensor's, of worlds that this process was in before
+    config = FSDP2Config(**{"mp_policy": _FULL_PRECISION, **changed})
+    world_size = dist.get_world_size()
+    return FSDP2Manager(
+        config, *create_device_meshes(config, ParallelismSizes(**sizes), world_size=world_size)
+    )
+
+
+def _train_sharded(family: str, sizes: dict[str, int], changed: dict[str, Any]) -> Any:
+    """Losses, whole weights after the last step, and my share of the parameters' elements."""
+    manager = _manager(sizes, **changed)
+    model = make_model(family)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert manager.parallelize(model) is model
+    assert manager.maybe_compile(model) is model
+    assert manager.device_mesh is not None
+    losses = train(model, get_flat_mesh(manager.device_mesh, "dp_cp"))
+    mine = sum(parameter.to_local().numel() for parameter in model.parameters())
+    roots = {id(parameter.device_mesh._get_root_mesh()) for parameter in model.parameters()}
+    assert roots == {id(manager.device_mesh)}
+    weights = {name: weight.numpy() for name, weight in full_weights(model).items()}
+    return losses, weights, mine / count
+
+
+def _check_equals_one_process(results: list[Any], family: str, tolerance: float = 1e-4) -> None:
+    model = make_model(family)
+    expected = train(model)
+    assert expected[-1] < expected[0]
+    weights = full_weights(model)
+    for losses, sharded, share in results:
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert share < 0.9
+        assert set(sharded) == set(weights)
+        for name, weight in sharded.items():
+            difference = (torch.from_numpy(weight) - weights[name]).abs().max().item()
+            assert difference < tolerance, f"{name} differs by {difference}"
+
+
+@needs_transformers
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_and_data_parallel_equal_one_process(four, family) -> None:
+    results = four.run(_train_sharded, 4, family, {"tp_size": 2}, {}, timeout=_SECONDS)
+    _check_equals_one_process(results, family)
+
+
+@needs_transformers
+@pytest.mark.parametrize("shape", _ON_FOUR)
+def test_shapes_on_four_equal_one_process(four, shape) -> None:
+    results = four.run(_train_sharded, 4, "llama", _ON_FOUR[shape], {}, timeout=_SECONDS)
+    _check_equals_one_process(results, "llama")
+
+
+@needs_transformers
+@pytest.mark.parametrize("shape", _ON_EIGHT)
+def test_shapes_on_eight_equal_one_process(eight, shape) -> None:
+    results = eight.run(_train_sharded, 8, "qwen3", _ON_EIGHT[shape], {}, timeout=_SECONDS)
+    _check_equals_one_process(results, "qwen3")
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "activation_checkpointing_scope": "language"},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"reshard_after_forward": False},
+        {"enable_fsdp2_prefetch": True},
+        {"sequence_parallel": True, "tp_plan": "meshverse.parallel.tp_choice.llama_tp_plan"},
+    ],
+    ids=str,
+)
+def test_settings_change_no_result(four, changed) -> None:
+    results = four.run(_train_sharded, 4, "llama", {"tp_size": 2}, changed, timeout=_SECONDS)
+    _check_equals_one_process(results, "llama")
+
+
+# --- what is computed how ------------------------------------------------------------------------
+
+
+@needs_transformers
+def test_checkpointed_layers_run_again_in_backward(four) -> None:
+    for mode, runs in ((False, 1), ("full", 2)):
+        assert four.run(_count_runs, 2, mode, timeout=_SECONDS) == [runs] * 2
+
+
+def _count_runs(mode: Any) -> int:
+    manager = _manager({}, activation_checkpointing=mode)
+    model = make_model()
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss_of(manager.parallelize(model), batch(0)).backward()
+    return len(calls)
+
+
+@needs_transformers
+def test_default_precision_is_bf16_with_fp32_weights(four) -> None:
+    expected = train(make_model())
+    for dtypes, losses in four.run(_train_in_default_precision, 4, timeout=_SECONDS):
+        assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32"]
+        assert losses == pytest.approx(expected, rel=0.03)
+        assert losses != pytest.approx(expected, rel=1e-6)
+
+
+def _train_in_default_precision() -> Any:
+    manager = _manager({"tp_size": 2}, mp_policy=FSDP2Config().mp_policy)
+    mesh = manager.device_mesh
+    assert mesh is not None
+    model = manager.parallelize(make_model())
+    losses = train(model, get_flat_mesh(mesh, "dp_cp"))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    logits = model(input_ids=batch(0)).logits
+    logits.sum().backward()
+    assert weight.grad is not None
+    return [str(each.dtype) for each in (logits, weight, weight.grad)], losses
+
+
+@needs_transformers
+def test_compiled_layers_train_alike(four) -> None:
+    changed = {"enable_compile": True}
+    results = four.run(_train_sharded, 2, "llama", {}, changed, timeout=_SECONDS)
+    _check_equals_one_process(results, "llama")
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own use
+def test_each_layer_is_compiled_in_place_if_asked() -> None:
+    for asked in (False, True):
+        model = make_model()
+        manager = FSDP2Manager(FSDP2Config(enable_compile=asked), None)
+        assert manager.maybe_compile(model) is model
+        layers = list(decoder_layers(model))
+        assert layers == list(model.model.layers)
+        assert [layer._compiled_call_impl is not None for layer in layers] == [asked] * 2
+        assert model._compiled_call_impl is None
+
+
+@needs_transformers
+def test_unsharded_for_inference(four) -> None:
+    with torch.no_grad():
+        expected = make_model()(input_ids=batch(0)).logits.numpy()
+    for during, logits, after in four.run(_infer_unsharded, 4, timeout=_SECONDS):
+        assert during == [False]
+        assert after == [True]
+        assert logits == pytest.approx(expected, abs=1e-5)
+
+
+def _infer_unsharded() -> Any:
+    manager = _manager({})
+    model = manager.parallelize(make_model())
+
+    def sharded() -> list[bool]:
+        parameters = model.parameters()
+        return sorted({isinstance(parameter, DTensor) for parameter in parameters})
+
+    with torch.no_grad(), unshard_fsdp2_model(model):
+        during = sharded()
+        logits = model(input_ids=batch(0)).logits
+    assert isinstance(model, FSDPModule)
+    return during, logits.numpy(), sharded()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"tp_size": 2}, {"dp_replicate_size": 2}),
+        ({"dp_replicate_size": 2}, {"tp_size": 2}),
+        ({"cp_size": 2}, {"tp_size": 2, "cp_size": 2}),
+    ],
+)
+def test_saved_on_one_shape_and_loaded_on_another(four, tmp_path, saved, loaded) -> None:
+    model = make_model()
+    train(model)
+    expected = train(model, steps=range(STEPS, STEPS + 1))
+    folder = str(tmp_path / "checkpoint")
+    results = four.run(_save_and_load, 4, folder, saved, loaded, timeout=_SECONDS)
+    for losses in results:
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def _save_and_load(folder: str, saved: dict[str, int], loaded: dict[str, int]) -> list[float]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    manager = _manager(saved)
+    model = manager.parallelize(make_model())
+    assert manager.device_mesh is not None
+    train(model, get_flat_mesh(manager.device_mesh, "dp_cp"))
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+    manager = _manager(loaded)
+    other = make_model()
+    nn.init.zeros_(other.model.norm.weight)  # what is not loaded shows
+    other = manager.parallelize(other)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    assert manager.device_mesh is not None
+    data = get_flat_mesh(manager.device_mesh, "dp_cp")
+    return train(other, data, steps=range(STEPS, STEPS + 1))
+
+
+# --- a process alone, and refusals ---------------------------------------------------------------
+
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+@pytest.mark.parametrize(("mode", "runs"), [(False, 1), ("full", 2)])
+def test_a_world_of_one_is_only_checkpointed(with_mesh, mode, runs) -> None:
+    with fake_world(1):
+        config = FSDP2Config(activation_checkpointing=mode)
+        mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=1)
+        model, calls = _Toy(), []
+        model.layers[1][0].register_forward_pre_hook(lambda *_: calls.append(1))
+        manager = FSDP2Manager(config, mesh if with_mesh else None)
+        assert manager.parallelize(model) is model
+        assert not isinstance(model, FSDPModule)
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(calls) == runs
+
+
+def test_meshes_of_two_universes_are_refused(world) -> None:
+    config = FSDP2Config()
+    mesh, moe_mesh = create_device_meshes(config, ParallelismSizes(ep_size=2), world_size=8)
+    manager = FSDP2Manager(config, mesh, moe_mesh)
+    assert (manager.device_mesh, manager.moe_mesh) == (mesh, moe_mesh)
+    other = init_device_mesh("cpu", (4, 2), mesh_dim_names=("ep_shard", "ep"))
+    with pytest.raises(ValueError, match=r"ep_shard=4.* is not in the universe of .*dp_shard=8"):
+        FSDP2Manager(config, mesh, other)
+
+
+# --- transformers' check for packed sequences ----------------------------------------------------
+
+
+@pytest.fixture
+def packed_check():
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    yield lambda: utils._is_packed_sequence
+    restore_is_packed_sequence()
+
+
+_PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+
+
+def test_the_check_is_replaced_once(packed_check) -> None:
+    original = packed_check()
+    assert bool(original(_PACKED, 1))
+    assert patch_is_packed_sequence()
+    assert packed_check()(_PACKED, 1) is False
+    assert not patch_is_packed_sequence()
+    restore_is_packed_sequence()
+    restore_is_packed_sequence()
+    assert packed_check() is original
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_check_is_replaced_only_if_asked(packed_check, asked) -> None:
+    original = packed_check()
+    for _ in range(2):
+        FSDP2Manager(FSDP2Config(patch_is_packed_sequence=asked), None).parallelize(_Toy())
+    assert (packed_check() is original) == (not asked)
+
+
+def test_the_check_stays_where_packed_sequences_are_trained(packed_check) -> None:
+    original = packed_check()
+    config = FSDP2Config(patch_is_packed_sequence=True)
+    FSDP2Manager(config, None).parallelize(_Toy())
+    FSDP2Manager(config, None, packed_sequences=True).parallelize(_Toy())
+    assert packed_check() is original

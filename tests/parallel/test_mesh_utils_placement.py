@@ -1,0 +1,88 @@
+"""Meshes on some ranks of a world, and timeouts of all their groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.worlds import group_names, in_worlds
+from meshverse.parallel import (
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelismSizes,
+    create_device_meshes,
+    get_flat_mesh,
+    get_fsdp_dp_mesh,
+)
+
+_SIZES = ParallelismSizes(dp_replicate_size=2, cp_size=2, tp_size=2, ep_size=4)
+_RANKS = tuple(range(3, 35, 2))  # every other rank: 16 of 40
+
+
+@in_worlds((40, 9), (40, 10))
+def test_a_mesh_on_some_ranks(world) -> None:
+    mesh, moe_mesh = create_device_meshes(FSDP2Config(), _SIZES, world_size=40, ranks=_RANKS)
+    assert mesh is not None
+    assert moe_mesh is not None
+    inside = world.rank in _RANKS
+    assert mesh.shape == (1, 2, 2, 2, 2)
+    assert sorted(mesh.mesh.flatten().tolist()) == list(_RANKS)
+    assert (mesh.get_coordinate() is not None) == inside
+    assert (mesh["tp"].shape, moe_mesh.shape) == ((2,), (4, 4))
+    assert get_fsdp_dp_mesh(mesh).shape == (2, 4)
+    assert "dp_shard" in repr(mesh)
+    if inside:  # ranks 3 + 2 * position; rank 9 is at position 3
+        assert dist.get_process_group_ranks(mesh.get_group("tp")) == [7, 9]
+        assert get_fsdp_dp_mesh(mesh).mesh.tolist() == [[5, 9, 13, 17], [21, 25, 29, 33]]
+        assert dist.get_process_group_ranks(moe_mesh.get_group("ep")) == [3, 5, 7, 9]
+    else:
+        assert len(group_names()) == 1  # the default group
+        assert str(mesh.universe.explain())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        ((0, 1, 2, 3), {"dp_size": 8}, r"dp_size=8 .* = 8, but there are 4 ranks"),
+        ((0, 1, 2), {"tp_size": 2}, r"3 ranks are no multiple of tp_size=2"),
+        ((0, 1, 1, 3), {}, r"4 of the 8 ranks .*\[1\] are repeated"),
+        ((0, 1, 2, 8), {}, r"\[8\] are outside the world"),
+        ((0, -1), {}, r"\[-1\] are outside the world"),
+        ((), {}, "0 of the 8 ranks"),
+    ],
+)
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig()])
+def test_ranks_that_do_not_fit(world, config, ranks, sizes, message) -> None:
+    before = group_names()
+    with pytest.raises(ValueError, match=message):
+        create_device_meshes(config, ParallelismSizes(**sizes), world_size=8, ranks=ranks)
+    assert group_names() == before
+
+
+def test_the_timeout_reaches_every_group(four) -> None:
+    for minutes in four.run(_timeouts, 4):
+        assert minutes == [7.0] * len(minutes)
+        assert len(minutes) >= 8
+
+
+def _timeouts() -> list[float]:
+    sizes = ParallelismSizes(tp_size=2, ep_size=2)
+    mesh, moe_mesh = create_device_meshes(FSDP2Config(), sizes, world_size=4, timeout_minutes=7)
+    assert mesh is not None
+    assert moe_mesh is not None
+    later = mesh["dp_shard", "cp", "tp"].flatten("later")
+    meshes: list[Any] = [mesh, moe_mesh, later, get_flat_mesh(mesh, "dp_cp")]
+    groups = [group for each in meshes for group in each.get_all_groups()]
+    assert dist.group.WORLD not in groups
+    return [_timeout(group) / timedelta(minutes=1) for group in groups]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    from torch.distributed import distributed_c10d as c10d
+
+    return (
+        c10d._get_pg_config(group) and group._get_backend(c10d.torch.device("cpu")).options._timeout
+    )
