@@ -1,0 +1,63 @@
+"""FSDP2 for the layers of a model: each item of its lists on its own.
+
+Example:
+    >>> apply_fsdp_sharding_recursively(model, mesh["dp"], None)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from .parallelizer_layers import layer_lists
+
+__all__ = ["apply_fsdp_sharding_recursively"]
+
+
+def apply_fsdp_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+    prefetch_depths: tuple[int, int] | None = None,
+) -> None:
+    """Shard every item of every ModuleList and ModuleDict in a module; the rest is the root's.
+
+    Args:
+        module: to search; itself it is not sharded.
+        mesh: 1-D to shard over, or 2-D (replicas, shards).
+        mp_policy: of parameters, gradients and outputs; None for their own precision.
+        offload_policy: where sharded parameters live; None for the mesh's device.
+        reshard_after_forward: of the items; None for all but the last of a list, whose parameters
+            are needed again at once in backward.
+        prefetch_depths: how many items ahead to gather in backward and in forward; None to leave it
+            to FSDP2.
+    """
+    settings: dict[str, Any] = {"mesh": mesh}
+    if mp_policy is not None:
+        settings["mp_policy"] = mp_policy
+    if offload_policy is not None:
+        settings["offload_policy"] = offload_policy
+    for named_items in layer_lists(module):
+        items = [cast("FSDPModule", item) for _, item in named_items]
+        for item in items:
+            reshard = item is not items[-1]
+            if reshard_after_forward is not None:
+                reshard = reshard_after_forward
+            fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
+        if prefetch_depths is not None:
+            _chain_prefetches(items, *prefetch_depths)
+
+
+def _chain_prefetches(items: list[FSDPModule], backward_depth: int, forward_depth: int) -> None:
+    """Let each item gather the ones that follow it, in forward and in backward."""
+    for place, item in enumerate(items):
+        if following := items[place + 1 : place + 1 + forward_depth]:
+            item.set_modules_to_forward_prefetch(following)
+        if preceding := items[max(0, place - backward_depth) : place][::-1]:
+            item.set_modules_to_backward_prefetch(preceding)

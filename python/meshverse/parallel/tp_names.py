@@ -1,0 +1,50 @@
+"""Names of modules in a plan: `*` and other wildcards stand for one step of a name.
+
+Example:
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    >>> matching_modules(model, "layers.*")
+    ['layers.0', 'layers.1']
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["is_present", "matching_modules", "parameter_of", "parent_name"]
+
+
+def matching_modules(model: nn.Module, pattern: str) -> list[str]:
+    """The names of a model's modules that a plan's key means, in the model's order."""
+    if pattern == "":
+        return [""]
+    found = [("", model)]
+    for token in pattern.split("."):
+        found = [
+            (f"{name}.{child_name}" if name else child_name, child)
+            for name, module in found
+            for child_name, child in module.named_children()
+            if fnmatchcase(child_name, token)
+        ]
+    return [name for name, _ in found]
+
+
+def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:
+    """The first parameter that a plan's key means, if it means parameters and not modules."""
+    owner, _, name = pattern.rpartition(".")
+    for module_name in matching_modules(model, owner):
+        parameter = model.get_submodule(module_name)._parameters.get(name)
+        if parameter is not None:
+            return parameter
+    return None
+
+
+def is_present(model: nn.Module, pattern: str) -> bool:
+    """Whether a plan's key means anything in a model, module or parameter."""
+    return bool(matching_modules(model, pattern)) or parameter_of(model, pattern) is not None
+
+
+def parent_name(name: str) -> str:
+    """The name, or pattern, of the module around one."""
+    return name.rpartition(".")[0]

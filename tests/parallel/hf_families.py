@@ -1,0 +1,275 @@
+"""Every causal language model of the installed transformers that carries a tensor-parallel plan.
+
+Tiny random ones, on which tensor parallelism is compared with one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import meshverse
+from meshverse.parallel.hf_plan import get_hf_tp_shard_plan
+from meshverse.parallel.tp_apply import apply_tp_plan
+
+RANKS = 2
+VOCABULARY = 96
+_TOKENS = (2, 48)  # sequences, and tokens of each: the whole vocabulary
+_SEED = 20
+_PADDING = 3  # in the first rank's part of the vocabulary
+
+# By the names that config classes give to sizes; those that a class does not have are not set.
+_TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": 16,
+    "pad_token_id": _PADDING,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 48,
+    "moe_topk": 2,
+    "num_layers": 2,
+    "n_shared_experts": 1,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "zero_expert_num": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_d_head": "auto",
+}
+
+# Styles of transformers that hand experts out to ranks.
+_EXPERT_STYLES = (
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "ep_router",
+    "grouped_gemm",
+    "local",
+)
+
+# What the rest of a config must say for the sizes above to be possible.
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_BOTH_KINDS = ["sliding_attention", "full_attention"]
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(_BOTH_KINDS, _ROPE)},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": _BOTH_KINDS * 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
+    "gemma4_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
+    "gemma4_unified_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 2,
+            "num_attention_heads": 4,
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family, tied or untied.
+
+    Attributes:
+        refusal: why it cannot be split, or nothing.
+        entries: of the plan, by which it is refused.
+        error: the largest relative difference to one process, of logits and all gradients, in
+            float32.
+        worst: of which tensor.
+        precise_error: the same in float64, where no rounding hides a small gradient that is wrong.
+            Many models compute norms and decays in float32 even then.
+        precise_worst: of which tensor.
+        was_tied: whether the head's weight was the embedding's, in one process.
+        tied: whether it is, after the split.
+        split: number of parameters that became DTensors.
+        parameters: number of parameters.
+    """
+
+    refusal: str = ""
+    entries: tuple[str, ...] = ()
+    error: float = 0.0
+    worst: str = ""
+    precise_error: float = 0.0
+    precise_worst: str = ""
+    was_tied: bool = False
+    tied: bool = False
+    split: int = 0
+    parameters: int = 0
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """The model types with a plan, by walking the package."""
+    return tuple(sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _has_plan(name)))
+
+
+def _has_plan(family: str) -> bool:
+    config_class = CONFIG_MAPPING[family]
+    return bool(getattr(config_class, "base_model_tp_plan", None))
+
+
+def model_class(family: str) -> type[nn.Module]:
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+
+
+def expert_entries(model: nn.Module) -> list[str]:
+    """The entries of a model's own plan that split experts it has, by transformers' words."""
+    plan = model._tp_plan
+    names = [re.sub(r"\d+", "*", name) for name, _ in model.named_modules()]
+    names += [re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()]
+    return [key for key, style in plan.items() if style in _EXPERT_STYLES and key in names]
+
+
+def splits_experts(family: str) -> bool:
+    """Whether a family's plan splits experts, which its tiny model has."""
+    return bool(expert_entries(tiny_model(family, tied=False)))
+
+
+def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
+    """A family's config with small sizes, whatever sizes it has; of its text model."""
+    config_class = type(CONFIG_MAPPING[family]().get_text_config())
+    known = config_class().to_dict()
+    sizes = {name: size for name, size in _TINY.items() if name in known}
+    sizes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("_pdrop")}
+    if "qk_rope_head_dim" in known:  # a latent for the keys and values of all heads
+        sizes |= {"num_key_value_heads": 4, "head_dim": sizes["qk_rope_head_dim"]}
+    return config_class(**sizes | _SPECIAL.get(family, {}), tie_word_embeddings=tied)
+
+
+def tiny_model(family: str, *, tied: bool) -> nn.Module:
+    """A model of a few thousand random parameters, the same each time."""
+    config = tiny_config(family, tied=tied)
+    config._attn_implementation = "eager"
+    torch.manual_seed(_SEED)
+    model = model_class(family)(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # decays over so many sizes that rounding shows
+                parameter.zero_()
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # no norm is all ones
+    return model
+
+
+def tokens() -> Tensor:
+    """Each token of the vocabulary once; shape `_TOKENS`."""
+    generator = torch.Generator().manual_seed(_SEED)
+    count = _TOKENS[0] * _TOKENS[1]
+    every = torch.arange(count) % VOCABULARY
+    return every[torch.randperm(count, generator=generator)].reshape(_TOKENS)
+
+
+def run(model: nn.Module) -> dict[str, Tensor | None]:
+    """Logits, and the gradient of every parameter, as full tensors."""
+    logits = full(model(input_ids=tokens(), use_cache=False).logits)
+    generator = torch.Generator().manual_seed(_SEED)
+    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    seen: dict[str, Tensor | None] = {"logits": logits.detach()}
+    for name, parameter in model.named_parameters():
+        seen[name] = None if parameter.grad is None else full(parameter.grad)
+    return seen
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def largest_error(
+    seen: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], floor: float
+) -> tuple[float, str]:
+    """The largest relative difference by Euclidean norm, and of which tensor.
+
+    Args:
+        seen: by name; None where there is no gradient.
+        expected: likewise.
+        floor: what a difference is relative to at least, as a part of the largest gradient: the
+            gradient of a key's bias is nothing but rounding.
+    """
+    assert seen.keys() == expected.keys()
+    size = {name: 0.0 if each is None else each.norm().item() for name, each in expected.items()}
+    least = floor * max(length for name, length in size.items() if name != "logits")
+    errors = {}
+    for name, tensor in expected.items():
+        other = seen[name]
+        if tensor is None or other is None:
+            assert tensor is other, f"{name}: a gradient on one side only"
+            continue
+        errors[name] = (other - tensor).norm().item() / max(size[name], least)
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return errors[worst], worst
+
+
+def compare(family: str, tied: bool) -> Outcome:
+    """Split a family's tiny model over the world, and compare it with one process."""
+    mesh = meshverse.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    whole = tiny_model(family, tied=tied)
+    split = copy.deepcopy(whole)
+    try:
+        apply_tp_plan(split, mesh, get_hf_tp_shard_plan(split))
+    except ValueError as error:
+        return Outcome(str(error), tuple(expert_entries(split)))
+    error, worst = largest_error(run(split), run(whole), floor=1e-2)
+    was_tied = _is_tied(whole)
+    whole, split = tiny_model(family, tied=tied).double(), tiny_model(family, tied=tied).double()
+    apply_tp_plan(split, mesh, get_hf_tp_shard_plan(split))
+    precise_error, precise_worst = largest_error(run(split), run(whole), floor=1e-4)
+    return Outcome(
+        error=error,
+        worst=worst,
+        precise_error=precise_error,
+        precise_worst=precise_worst,
+        was_tied=was_tied,
+        tied=_is_tied(split),
+        split=sum(isinstance(each, DTensor) for each in split.parameters()),
+        parameters=len(list(split.parameters())),
+    )
+
+
+def _is_tied(model: nn.Module) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight

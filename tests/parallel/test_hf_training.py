@@ -1,0 +1,183 @@
+"""A small Llama, trained on four real processes by `fsdp2_strategy_parallelize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from helpers.crew import Crew
+from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
+from meshverse.parallel.parallelizer import (
+    _offload_policy,
+    fsdp2_strategy_parallelize,
+    unshard_fsdp2_model,
+)
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+STEPS = 3
+SEQUENCES = 4  # of a batch
+VOCABULARY = 64
+_EXACT = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
+
+
+def make_llama(*, tied: bool) -> nn.Module:
+    """The model with its first weights, the same each time."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch(step: int) -> Tensor:
+    """Token ids of a step, shape (SEQUENCES, 16)."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (SEQUENCES, 16), generator=generator)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: nn.Module, share: slice = slice(None)) -> list[float]:
+    """Losses on my share of each step's batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        tokens = batch(step)[share]
+        logits = full(model(input_ids=tokens, use_cache=False).logits)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(sizes: dict[str, int], tied: bool, settings: dict[str, Any]) -> dict[str, float]:
+    """The largest differences to one process, after training both, by what differs."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes), world_size=dist.get_world_size())
+    alone, model = make_llama(tied=tied), make_llama(tied=tied)
+    expected = train(alone)
+    same = fsdp2_strategy_parallelize(model, mesh, mp_policy=_EXACT, **settings)
+    assert same is model
+    assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+    assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+
+    data = get_flat_mesh(mesh, "dp_cp")  # each of its ranks has sequences of its own
+    place, rows = data.get_local_rank(), SEQUENCES // data.size()
+    losses = torch.tensor(train(model, slice(place * rows, (place + 1) * rows)))
+    dist.all_reduce(losses)
+    losses /= dist.get_world_size()
+
+    with unshard_fsdp2_model(model):
+        parameters = {name: full(each).detach().clone() for name, each in model.named_parameters()}
+    wanted = dict(alone.named_parameters())
+    assert parameters.keys() == wanted.keys()
+    return {
+        "losses": (losses - torch.tensor(expected)).abs().max().item(),
+        "parameters": max(
+            (parameters[name] - each).abs().max().item() for name, each in wanted.items()
+        ),
+    }
+
+
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "tp 2 x dp 2": (4, {"tp_size": 2}),
+    "2 replicas x 2 shards": (4, {"dp_replicate_size": 2}),
+    "cp 2 x dp 2": (4, {"cp_size": 2}),
+    "pp 2 x dp 2": (4, {"pp_size": 2}),
+    "tp 2 x 2 replicas x 2 shards": (8, {"tp_size": 2, "dp_replicate_size": 2}),
+    "tp 2 x cp 2 x dp 2": (8, {"tp_size": 2, "cp_size": 2}),
+}
+
+
+def check(everyone: list[dict[str, float]]) -> None:
+    for differences in everyone:
+        assert differences["losses"] < 1e-5, differences
+        assert differences["parameters"] < 1e-4, differences
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", MESHES)
+def test_training_equals_one_process(eight: Crew, name: str, tied: bool) -> None:
+    ranks, sizes = MESHES[name]
+    check(eight.run(compare, ranks, sizes, tied, {}))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {
+        "sequence_parallel": True,
+        "tp_shard_plan": "meshverse.parallel.tp_choice.llama_tp_plan",
+    },
+    "full checkpointing": {"activation_checkpointing": True},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "prefetch": {"enable_fsdp2_prefetch": True},
+    "reshard": {"reshard_after_forward": True},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_with_setting_equals_one_process(eight: Crew, name: str) -> None:
+    check(eight.run(compare, 4, {"tp_size": 2}, False, SETTINGS[name]))
+
+
+def by_default() -> tuple[list[bool], torch.dtype, torch.dtype]:
+    """Which layers are sharded after forward, and the dtypes of logits and gradients."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=dist.get_world_size())
+    model = fsdp2_strategy_parallelize(make_llama(tied=False), mesh)
+    logits = model(input_ids=batch(0), use_cache=False).logits
+    sharded = [isinstance(layer.mlp.up_proj.weight, DTensor) for layer in model.model.layers]
+    logits.float().sum().backward()
+    return sharded, logits.dtype, model.lm_head.weight.grad.dtype
+
+
+def test_defaults(eight: Crew) -> None:
+    for sharded, logits, gradients in eight.run(by_default, 2):
+        assert sharded == [True, True, False]
+        assert (logits, gradients) == (torch.bfloat16, torch.float32)
+
+
+def refused() -> str:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=4), world_size=4)
+    model = make_llama(tied=False)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        fsdp2_strategy_parallelize(model, mesh)
+    after = model.state_dict()
+    assert not any(isinstance(each, DTensor) for each in after.values())
+    assert all(torch.equal(before[name], each) for name, each in after.items())
+    return str(caught.value)
+
+
+def test_heads_that_do_not_divide_are_refused(eight: Crew) -> None:
+    for message in eight.run(refused, 4):
+        assert "num_key_value_heads=2" in message
+        assert "tp_size=4" in message
+
+
+def test_contradicting_offloads_are_refused() -> None:
+    with pytest.raises(ValueError, match="contradict"):
+        _offload_policy(OffloadPolicy(), cpu_offload=True)
+    assert isinstance(_offload_policy(None, cpu_offload=True), CPUOffloadPolicy)

@@ -1,0 +1,198 @@
+"""Which plan a model gets, imports by path, and the end of a world."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from tp_models import MLP
+
+import meshverse
+from helpers.worlds import FakeWorld
+from meshverse.parallel import tp_choice
+from meshverse.parallel.parallelizer import (
+    apply_tensor_parallelism,
+    destroy_dist_connection,
+    import_class_from_path,
+    import_classes_from_paths,
+    register_tp_plan,
+)
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(8, 8))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+
+
+class LikeLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.lm_head = nn.Linear(8, 16)
+
+
+class Derived(MLP):
+    pass
+
+
+def mesh() -> meshverse.DeviceMesh:
+    return meshverse.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def split(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
+
+
+UP = {"up.weight"}
+plan_value: dict[str, ParallelStyle] = {"up": ColwiseParallel()}
+
+
+def plan_function() -> dict[str, ParallelStyle]:
+    return {"up": ColwiseParallel()}
+
+
+def plan_for(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    assert isinstance(model, nn.Module)
+    return {"up": ColwiseParallel()} if sequence_parallel else {"down": RowwiseParallel()}
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tp_choice, "_registered", {})
+    return
+
+
+@pytest.mark.parametrize(
+    "given", [{"up": ColwiseParallel()}, f"{__name__}.plan_value", plan_function]
+)
+def test_given_plan(given: Any) -> None:
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), given)
+    assert split(model) == UP
+
+
+def test_given_function_of_the_model() -> None:
+    for sequence_parallel, expected in ((True, UP), (False, {"down.weight"})):
+        model = MLP()
+        apply_tensor_parallelism(
+            model, mesh(), f"{__name__}.plan_for", sequence_parallel=sequence_parallel
+        )
+        assert split(model) == expected
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    model = MLP()
+    with pytest.raises(TypeError, match="expected a dictionary of parallel styles"):
+        apply_tensor_parallelism(model, mesh(), f"{__name__}.UP")
+    assert not split(model)
+
+
+@pytest.mark.usefixtures("registry")
+def test_registered_plan_is_of_derived_classes_too() -> None:
+    register_tp_plan(MLP, plan_for)
+    model = Derived()
+    apply_tensor_parallelism(model, mesh())
+    assert split(model) == {"down.weight"}
+    register_tp_plan(Derived, lambda model, sequence_parallel: {"up": ColwiseParallel()})
+    model = Derived()
+    apply_tensor_parallelism(model, mesh())
+    assert split(model) == UP
+
+
+@pytest.mark.usefixtures("registry")
+def test_given_plan_beats_the_registered_one() -> None:
+    register_tp_plan(MLP, plan_for)
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), plan_function)
+    assert split(model) == UP
+
+
+def test_default_is_of_a_llama_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = LikeLlama()
+    with caplog.at_level(logging.WARNING):
+        apply_tensor_parallelism(model, mesh())
+    assert "embed_tokens.weight" in split(model)
+    assert model.layers[1].self_attn.q_proj.weight.placements == (Shard(0),)
+    assert model.layers[1].self_attn.o_proj.weight.placements == (Shard(1),)
+    assert "LikeLlama" in caplog.text
+    assert "register_tp_plan" in caplog.text
+
+
+def test_no_llama_is_refused() -> None:
+    with pytest.raises(ValueError, match="MLP is not built like Llama"):
+        apply_tensor_parallelism(MLP(), mesh())
+
+
+def test_heads_of_the_config() -> None:
+    model = MLP()
+    model.config = type("Config", (), {"num_key_value_heads": 6, "num_attention_heads": 12})()
+    tp_choice.check_heads(model, 3)
+    with pytest.raises(ValueError, match=r"num_key_value_heads=6 of MLP .* tp_size=4"):
+        tp_choice.check_heads(model, 4)
+
+
+def test_import_by_path() -> None:
+    assert import_class_from_path("torch.nn.Linear") is nn.Linear
+    with pytest.raises(ImportError, match=r"'torch.nn' has no 'Linea'"):
+        import_class_from_path("torch.nn.Linea")
+    with pytest.raises(ImportError, match="no_such_package"):
+        import_class_from_path("no_such_package.Class")
+    with pytest.raises(ValueError, match="'Linear' is no import path"):
+        import_class_from_path("Linear")
+
+
+def test_imports_that_fail_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    paths = ["torch.nn.Linear", "no_such_package.Class", "torch.nn.Linea", "torch.nn.Embedding"]
+    assert import_classes_from_paths(paths) == [nn.Linear, nn.Embedding]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "no_such_package.Class" in caplog.text
+
+
+def test_destroying_ignores_ctrl_c(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise AssertionError("the handler of before was called")
+
+    destroy = dist.destroy_process_group
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        destroy()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        monkeypatch.setattr(dist, "destroy_process_group", interrupted)
+        destroy_dist_connection()
+        assert not dist.is_initialized()
+        assert signal.getsignal(signal.SIGINT) is handler
+        destroy_dist_connection()  # nothing left to destroy
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handler_is_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such luck")
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        destroy_dist_connection()
+    assert signal.getsignal(signal.SIGINT) is before
