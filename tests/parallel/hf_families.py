@@ -9,7 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -70,6 +70,9 @@ _TINY = {
     "mamba_d_state": 16,
     "mamba_d_head": "auto",
 }
+
+# In one process too, their experts in transformers 4.57 compute in float32 only.
+_FLOAT32_ONLY = ("glm4_moe", "longcat_flash")
 
 # Styles of transformers that hand experts out to ranks.
 _EXPERT_STYLES = (
@@ -171,7 +174,7 @@ def splits_experts(family: str) -> bool:
     return bool(expert_entries(tiny_model(family, tied=False)))
 
 
-def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
+def tiny_config(family: str, *, tied: bool, **changes: Any) -> PretrainedConfig:
     """A family's config with small sizes, whatever sizes it has; of its text model."""
     config_class = type(CONFIG_MAPPING[family]().get_text_config())
     known = config_class().to_dict()
@@ -179,12 +182,13 @@ def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
     sizes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("_pdrop")}
     if "qk_rope_head_dim" in known:  # a latent for the keys and values of all heads
         sizes |= {"num_key_value_heads": 4, "head_dim": sizes["qk_rope_head_dim"]}
-    return config_class(**sizes | _SPECIAL.get(family, {}), tie_word_embeddings=tied)
+    sizes |= _SPECIAL.get(family, {}) | changes
+    return config_class(**sizes, tie_word_embeddings=tied)
 
 
-def tiny_model(family: str, *, tied: bool) -> nn.Module:
+def tiny_model(family: str, *, tied: bool, **changes: Any) -> nn.Module:
     """A model of a few thousand random parameters, the same each time."""
-    config = tiny_config(family, tied=tied)
+    config = tiny_config(family, tied=tied, **changes)
     config._attn_implementation = "eager"
     torch.manual_seed(_SEED)
     model = model_class(family)(config).float()
@@ -244,30 +248,40 @@ def largest_error(
     return errors[worst], worst
 
 
-def compare(family: str, tied: bool) -> Outcome:
-    """Split a family's tiny model over the world, and compare it with one process."""
-    mesh = meshverse.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    whole = tiny_model(family, tied=tied)
+def compare(family: str, tied: bool, **changes: Any) -> Outcome:
+    """Split a family's tiny model over the world, and compare it with one process.
+
+    Args:
+        family: the model type.
+        tied: whether the head is to have the embedding's weight.
+        changes: to the tiny config.
+    """
+    whole = tiny_model(family, tied=tied, **changes)
     split = copy.deepcopy(whole)
     try:
-        apply_tp_plan(split, mesh, get_hf_tp_shard_plan(split))
+        _split(split)
     except ValueError as error:
         return Outcome(str(error), tuple(expert_entries(split)))
-    error, worst = largest_error(run(split), run(whole), floor=1e-2)
-    was_tied = _is_tied(whole)
-    whole, split = tiny_model(family, tied=tied).double(), tiny_model(family, tied=tied).double()
-    apply_tp_plan(split, mesh, get_hf_tp_shard_plan(split))
-    precise_error, precise_worst = largest_error(run(split), run(whole), floor=1e-4)
-    return Outcome(
-        error=error,
-        worst=worst,
-        precise_error=precise_error,
-        precise_worst=precise_worst,
-        was_tied=was_tied,
+    outcome = Outcome(
+        was_tied=_is_tied(whole),
         tied=_is_tied(split),
         split=sum(isinstance(each, DTensor) for each in split.parameters()),
         parameters=len(list(split.parameters())),
     )
+    error, worst = largest_error(run(split), run(whole), floor=1e-2)
+    outcome = replace(outcome, error=error, worst=worst)
+    if family in _FLOAT32_ONLY:
+        return outcome
+    whole = tiny_model(family, tied=tied, **changes).double()
+    split = copy.deepcopy(whole)
+    _split(split)
+    error, worst = largest_error(run(split), run(whole), floor=1e-4)
+    return replace(outcome, precise_error=error, precise_worst=worst)
+
+
+def _split(model: nn.Module) -> None:
+    mesh = meshverse.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    apply_tp_plan(model, mesh, get_hf_tp_shard_plan(model))
 
 
 def _is_tied(model: nn.Module) -> bool:

@@ -158,3 +158,26 @@ def test_gradients_of_head_norms_need_their_sum(four: Crew, family: str) -> None
     for right, wrong in four.run(error_without, 2, family, ReplicatedWithGradAllreduce):
         assert right < 1e-5
         assert wrong > 0.1
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"use_qk_norm": True}),
+    ("phi", {"qk_layernorm": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"vocab_size": 97}),  # no multiple of the ranks
+    ("llama", {"num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_what_configs_switch_on_equals_one_process(
+    four: Crew, family: str, changes: dict[str, Any]
+) -> None:
+    for outcome in four.run(variant, 2, family, changes):
+        assert not outcome.refusal
+        assert outcome.error < 1e-5, outcome
+        assert outcome.precise_error < 1e-6, outcome
+
+
+def variant(family: str, changes: dict[str, Any]) -> hf_families.Outcome:
+    return hf_families.compare(family, False, **changes)
