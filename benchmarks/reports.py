@@ -46,6 +46,7 @@ class Report:
         repetitions: of each comparison.
         results: what was timed.
         quantities: what was counted.
+        method: where, and by which clock.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Report:
     repetitions: int
     results: Sequence[Result]
     quantities: Sequence[Quantity]
+    method: str = "one rank of a fake world; processor time"
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -101,8 +103,8 @@ class Report:
             "load average at the end": "{:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()),
             "versions": f"Meshverse {meshverse.__version__}, torch {torch.__version__}, "
             f"Python {platform.python_version()}",
-            "method": f"one rank of a fake world; {self.repetitions} repetitions of both sides in "
-            "turn; processor time; medians, the ratio's that of the repetitions' ratios",
+            "method": f"{self.method}; {self.repetitions} repetitions of both sides in turn; "
+            "medians, the ratio's that of the repetitions' ratios",
         }
 
     def _label(self, side: str) -> str:

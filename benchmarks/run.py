@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # the trainer's recipe and the fake worlds
 
+import consistency  # noqa: E402
 import operations  # noqa: E402
 import parallel_meshes  # noqa: E402
 import scaling  # noqa: E402
@@ -21,6 +23,7 @@ SUITES = {
     "operations": operations,
     "scaling": scaling,
     "parallel_meshes": parallel_meshes,
+    "consistency": consistency,
     "training": training,
 }
 
@@ -51,7 +54,8 @@ def run_suite(name: str, command: str, repetitions: int) -> Report:
             print(f"{name}: {comparison.title} ...", file=sys.stderr, flush=True)
             results.append(compare(comparison, repetitions))
     quantities = suite.quantities() if hasattr(suite, "quantities") else []
-    return Report(name, suite.TITLE, command, repetitions, results, quantities)
+    report = Report(name, suite.TITLE, command, repetitions, results, quantities)
+    return replace(report, method=suite.METHOD) if hasattr(suite, "METHOD") else report
 
 
 if __name__ == "__main__":
