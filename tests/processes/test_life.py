@@ -104,6 +104,7 @@ def test_cycles_of_making_and_destroying_leave_nothing_behind(crew: Crew) -> Non
 
 def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
     rank, seen, meshes = dist.get_rank(), [], []
+    dist.barrier()  # before it is destroyed, all have connected
     dist.destroy_process_group()
     for number in range(3):
         store = dist.FileStore(f"{folder}/{number}", 4)
