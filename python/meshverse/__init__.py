@@ -21,9 +21,9 @@ except ImportError as error:
 from .device_mesh import DeviceMesh
 from .dropin import install, installed, uninstall
 from .explain import Explanation, GroupExplanation
-from .init_mesh import init_device_mesh
+from .init_mesh import MeshPart, init_device_mesh
 from .isolation import isolate
-from .partition import MeshPart, init_mesh_partition
+from .partition import init_mesh_partition
 from .saved_mesh import load_mesh, save_mesh
 from .universe import Universe
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from typing_extensions import Required, Unpack
 
 from . import _torch_compat as compat
 from ._core import Layout, RankMap
@@ -18,7 +19,23 @@ from .group_options import Defaults
 from .mesh_input import check_axis_names, check_device_type, read_rank_map
 from .universe import Universe
 
-__all__ = ["init_device_mesh", "plan_mesh"]
+__all__ = ["MeshPart", "init_device_mesh", "plan_mesh"]
+
+
+class MeshPart(TypedDict, total=False):
+    """Arguments of `init_device_mesh`, but for the device type."""
+
+    mesh_shape: Required[Sequence[int]]
+    mesh_dim_names: Sequence[str] | None
+    backend_override: BackendOverride | None
+    preserve_rank_order: bool
+    ranks: Sequence[int] | torch.Tensor | None
+    timeout: timedelta | None
+    options: compat.BackendOptions | None
+    isolate: str | Mapping[int | str, str] | None
+    lazy: bool
+    check_consistency: bool | None
+    universe: Universe | None
 
 
 def init_device_mesh(
@@ -75,7 +92,7 @@ def init_device_mesh(
     """
     mesh, build = plan_mesh(
         device_type,
-        mesh_shape,
+        mesh_shape=mesh_shape,
         mesh_dim_names=mesh_dim_names,
         backend_override=backend_override,
         preserve_rank_order=preserve_rank_order,
@@ -91,52 +108,40 @@ def init_device_mesh(
     return mesh
 
 
-def plan_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    *,
-    mesh_dim_names: Sequence[str] | None = None,
-    backend_override: BackendOverride | None = None,
-    preserve_rank_order: bool = False,
-    ranks: Sequence[int] | torch.Tensor | None = None,
-    timeout: timedelta | None = None,
-    options: compat.BackendOptions | None = None,
-    isolate: str | Mapping[int | str, str] | None = None,
-    lazy: bool = False,
-    check_consistency: bool | None = None,
-    universe: Universe | None = None,
-) -> tuple[DeviceMesh, Callable[[], None]]:
+def plan_mesh(device_type: str, **given: Unpack[MeshPart]) -> tuple[DeviceMesh, Callable[[], None]]:
     """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
 
     Checks all that can be checked without the other ranks, and changes nothing.
     """
     check_device_type(device_type)
-    layout = Layout.from_shape(tuple(mesh_shape))
-    names = check_axis_names(mesh_dim_names, len(layout))
-    rank_map = _rank_map_for(layout, ranks, universe)
+    layout = Layout.from_shape(tuple(given["mesh_shape"]))
+    names = check_axis_names(given.get("mesh_dim_names"), len(layout))
+    universe = given.get("universe")
+    rank_map = _rank_map_for(layout, given.get("ranks"), universe)
     settings = {
-        "timeout": timeout,
-        "options": options,
-        "lazy": lazy or None,
-        "check_consistency": check_consistency,
+        "timeout": given.get("timeout"),
+        "options": given.get("options"),
+        "lazy": given.get("lazy") or None,
+        "check_consistency": given.get("check_consistency"),
     }
-    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-    if universe is not None and given:
+    said: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if universe is not None and said:
         raise ValueError(
-            f"init_device_mesh(universe=..., {', '.join(given)}): {', '.join(given)} belong to a "
+            f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
             "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
         )
-    Defaults.of(timeout, options)  # before the default process group is started
+    # Here too, before the default process group is started.
+    Defaults.of(given.get("timeout"), given.get("options"))
     mesh = object.__new__(DeviceMesh)
     build = partial(
         mesh._build,
-        MeshDescription(device_type, layout, names, preserve_rank_order),
+        MeshDescription(device_type, layout, names, given.get("preserve_rank_order", False)),
         rank_map,
-        overrides=normalize_overrides(backend_override, names, len(layout)),
-        tags=normalize_tags(isolate, names, len(layout)),
+        overrides=normalize_overrides(given.get("backend_override"), names, len(layout)),
+        tags=normalize_tags(given.get("isolate"), names, len(layout)),
         call="init_device_mesh",
         universe=universe,
-        make_universe=partial(Universe, **given),
+        make_universe=partial(Universe, **said),
     )
     return mesh, build
 

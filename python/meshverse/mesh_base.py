@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -141,6 +141,11 @@ class MeshBase(StockDeviceMesh):
 
     def _root(self) -> Self:
         return cast("Self", self._get_root_mesh())
+
+    @property
+    def flattened(self) -> Mapping[str, MeshBase]:
+        """The meshes that were flattened from this one or its submeshes, if it is the root."""
+        return cast("Mapping[str, MeshBase]", self._flatten_mapping)
 
     # Stock's are read off its own layout, whose form torch needs of few meshes.
     @property

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any
 
-from typing_extensions import Required
-
-from . import _torch_compat as compat
 from ._core import Layout
-from .backend_override import BackendOverride
 from .device_mesh import DeviceMesh
-from .init_mesh import plan_mesh
+from .init_mesh import MeshPart, plan_mesh
 from .mesh_input import read_rank_map
 from .world import World
 
-__all__ = ["MeshPart", "init_mesh_partition"]
-
-
-class MeshPart(TypedDict, total=False):
-    """One part of a partition: arguments of `init_device_mesh` that are its own."""
-
-    mesh_shape: Required[Sequence[int]]
-    mesh_dim_names: Sequence[str]
-    ranks: Sequence[int]
-    backend_override: BackendOverride
-    preserve_rank_order: bool
-    timeout: timedelta
-    options: compat.BackendOptions
+__all__ = ["init_mesh_partition"]
 
 
 def init_mesh_partition(

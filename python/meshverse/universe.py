@@ -287,6 +287,11 @@ class Universe:
 
     # --- meshes ---------------------------------------------------------------------------------
 
+    @property
+    def flattened(self) -> Mapping[str, MeshBase]:
+        """The flattened meshes here, by name."""
+        return {} if self.root is None else self.root.flattened
+
     def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         if self.root is None:

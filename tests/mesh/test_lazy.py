@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -160,9 +161,26 @@ def test_warm_up_of_an_unknown_axis_makes_nothing() -> None:
         mesh.universe.warm_up(["tp", "pp"])
 
 
-def test_warm_up_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich", reason="the bar is drawn with rich")
+def test_warm_up_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = pytest.importorskip("rich.progress", reason="the bar is drawn with rich")
+    told: list[str] = []
+    monkeypatch.setattr(
+        progress.Progress,
+        "update",
+        lambda self, bar, *, description, advance: told.append(description),
+    )
     assert len(_mesh().universe.warm_up(show_progress=True)) == 3
+    assert sorted(told) == ["warming up cp", "warming up dp", "warming up tp"]
+
+
+def test_without_rich_no_bar_and_no_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    mesh = _mesh()
+    with (
+        groups_created(0),
+        pytest.raises(ImportError, match=r"pip install 'meshverse\[progress\]'"),
+    ):
+        mesh.universe.warm_up(show_progress=True)
 
 
 def test_warm_up_tells_the_log(caplog: pytest.LogCaptureFixture) -> None:

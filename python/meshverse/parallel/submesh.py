@@ -77,18 +77,13 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     own = mesh.mesh_dim_names or ()
     if name in own:
         return mesh[str(name)]
-    flattened = _flattened_axes(mesh)
+    flattened = mesh.universe.flattened
     if name not in flattened:
         raise KeyError(
             f"No axis {str(name)!r}: the mesh has the axes {own}, and its universe the flattened "
             f"axes {tuple(flattened)}."
         )
-    return flattened[name]
-
-
-def _flattened_axes(mesh: DeviceMesh) -> Mapping[str, DeviceMesh]:
-    root = cast("DeviceMesh", mesh.universe.root)
-    return cast("Mapping[str, DeviceMesh]", root._flatten_mapping)
+    return cast("DeviceMesh", flattened[name])
 
 
 def get_submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
