@@ -36,6 +36,9 @@ class RankMap {
   // The position that holds this global rank, if any. O(1) for the identity, else O(log size).
   std::optional<std::int64_t> position_of(std::int64_t rank) const;
 
+  // Whether the ranks ascend, as those of the identity do. O(1).
+  bool is_sorted() const { return positions_by_rank_.empty(); }
+
   // The same ranks in ascending order: what maps over one set of ranks have in common.
   Ptr sorted() const;
 

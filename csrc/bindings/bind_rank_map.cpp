@@ -157,6 +157,7 @@ Raises:
           "__contains__",
           [](const RankMap& self, std::int64_t rank) { return self.position_of(rank).has_value(); },
           "rank"_a)
+      .def("is_sorted", &RankMap::is_sorted, "Whether the ranks ascend.")
       .def("sorted", &RankMap::sorted,
            "The map of the same ranks in ascending order: equal for maps over one set of ranks.")
       .def("ranks", &RankMap::ranks,

@@ -444,7 +444,7 @@ class DeviceMesh(MeshBase):
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
         result._take_group_names(
             [
-                result._universe.adopt_group(axis, name, given)
+                result._universe.groups.adopt(axis, name, given)
                 for axis, name, given in zip(result.layout, result._labels(), groups, strict=True)
             ]
         )

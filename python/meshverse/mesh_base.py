@@ -64,8 +64,11 @@ class MeshBase(StockDeviceMesh):
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
-            else GroupNames(group_names, self._universe.before_use)
+            else GroupNames(group_names, self._before_use)
         )
+
+    def _before_use(self, group_name: str) -> None:
+        self._universe.groups.before_use(group_name)
 
     def _refuse_groups(self, _: str = "") -> None:
         raise RuntimeError(
@@ -119,7 +122,7 @@ class MeshBase(StockDeviceMesh):
         call: str,
     ) -> list[str]:
         """Names of my groups along these axes, made where needed; none outside the rank map."""
-        groups = self._universe.groups_for(
+        groups = self._universe.groups.request(
             axes,
             call=call,
             axis_names=names,
@@ -136,7 +139,7 @@ class MeshBase(StockDeviceMesh):
         tag = current_tag()
         if not tag or group_names is None:
             return group_names
-        groups = self._universe.tagged_groups(layout, names, group_names, tag)
+        groups = self._universe.groups.request_tagged(layout, names, group_names, tag)
         return [group.name for group in groups if group.name is not None]
 
     def _root(self) -> Self:
@@ -221,7 +224,7 @@ class MeshBase(StockDeviceMesh):
         counts, because a graph knows its process groups by names.
         """
         world = self._universe.world
-        return *self._stable_key(), None if world is None else world.number
+        return *self._stable_key(), None if world is None else world.label
 
     def _stable_key(self) -> tuple[object, ...]:
         # What makes meshes equal in one world, the same in every process.

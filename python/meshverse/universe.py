@@ -105,6 +105,7 @@ class Universe:
             )
             self.process_groups = self._groups.handles
         self._ended: str | None = None  # how: "destroyed" or "aborted"
+        self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
         _universes.add(self)
@@ -123,52 +124,14 @@ class Universe:
 
     # --- process groups -------------------------------------------------------------------------
 
-    def groups_for(
-        self,
-        axes: Layout,
-        *,
-        call: str,
-        axis_names: Sequence[str],
-        overrides: Sequence[Override],
-        tags: Sequence[str],
-        preserve_rank_order: bool = False,
-    ) -> list[Group]:
-        """My group along each axis: the known one, or a new one that its members make together.
-
-        Everything is checked before the first group is made.
-
-        Args:
-            axes: axis layouts over positions.
-            call: what the user called, for messages.
-            axis_names: one an axis, for `explain()` and c10d's descriptions.
-            overrides: one an axis.
-            tags: isolation tags, one an axis; "" for none.
-            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
-
-        Returns:
-            One group an axis. On a rank outside the rank map, groups without a name.
+    @property
+    def groups(self) -> UniverseGroups:
+        """The live process groups here, and what makes new ones.
 
         Raises:
-            RuntimeError: the universe was destroyed; the default process group is not the one it
-                was made with; or other ranks are building other meshes.
-            ValueError: a rank is outside the default group, or an options key cannot be made.
+            RuntimeError: the universe or its world has ended, or it has no process groups.
+            ValueError: a rank is outside the default process group.
         """
-        return self._live_groups().request(
-            axes,
-            call=call,
-            axis_names=axis_names,
-            overrides=overrides,
-            tags=tags,
-            preserve_rank_order=preserve_rank_order,
-        )
-
-    def tagged_groups(
-        self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
-    ) -> list[Group]:
-        """Groups like those of these names along these axes, under another isolation tag."""
-        return self._live_groups().request_tagged(axes, axis_names, group_names, tag)
-
-    def _live_groups(self) -> UniverseGroups:
         if self._groups is None or self.world is None:
             raise RuntimeError(
                 f"This mesh over {self.rank_map} was loaded without process groups. Call "
@@ -197,22 +160,6 @@ class Universe:
             )
         self._ranks_checked = True
 
-    def adopt_group(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
-        """Take in a process group the user made, for one mesh; it is listed but not shared.
-
-        Returns:
-            The group's c10d name.
-        """
-        return self._live_groups().adopt(axis, axis_name, group)
-
-    def before_use(self, group_name: str) -> None:
-        """Make a lazy group that is about to be used.
-
-        Raises:
-            RuntimeError: the universe or its world has ended, or this process is a fork.
-        """
-        self._live_groups().before_use(group_name)
-
     def warm_up(
         self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
     ) -> list[WarmedUp]:
@@ -233,7 +180,7 @@ class Universe:
             KeyError: no group was asked for by one of the names.
             RuntimeError: the universe has no mesh or no process groups.
         """
-        groups = self._live_groups()
+        groups = self.groups
         if self.root is None:
             raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
         return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
@@ -283,6 +230,8 @@ class Universe:
         if self._ended is not None or self._groups is None:
             return
         self._ended = how
+        if self.world is not None and self in self.world.universes:
+            self.world.universes.remove(self)
         self._groups.free(abort=abort)
 
     # --- meshes ---------------------------------------------------------------------------------
@@ -296,7 +245,16 @@ class Universe:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         if self.root is None:
             self.root = mesh
+        self._keep()
         return self._meshes.setdefault(mesh.intern_key, mesh)
+
+    def _keep(self) -> None:
+        # Every call that makes groups gives a mesh, so this sees them all.
+        if self._is_kept or self._ended is not None or self.world is None or self._groups is None:
+            return
+        if any(not group.borrowed for group in self._groups):
+            self.world.universes.append(self)
+            self._is_kept = True
 
     def bind(self, target: Universe) -> None:
         """Give the meshes here that have no process groups those of a universe, this or another.
@@ -326,15 +284,19 @@ class Universe:
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
-        """A live universe of these ranks in this world: with this serial, or else the first."""
+        """A live universe of these ranks in this world: with this serial, or else the first.
+
+        The first that made process groups, where there is one: all ranks find the same.
+        """
         world = World.current()
-        candidates = [
+        alive = [
             universe
             for universe in list(_universes)
             if universe.rank_map == rank_map and universe.world is world and universe._ended is None
         ]
-        exact = (universe for universe in candidates if universe.serial == serial)
-        return next(exact, min(candidates, key=lambda universe: universe.serial, default=None))
+        return min(
+            alive, key=lambda u: (u.serial != serial, not u._is_kept, u.serial), default=None
+        )
 
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)

@@ -73,9 +73,27 @@ class UniverseGroups:
         axis_names: Sequence[str],
         overrides: Sequence[Override],
         tags: Sequence[str],
-        preserve_rank_order: bool,
+        preserve_rank_order: bool = False,
     ) -> list[Group]:
-        """My group along each axis: the known one, or a new one; see `Universe.groups_for`."""
+        """My group along each axis: the known one, or a new one that its members make together.
+
+        Everything is checked before the first group is made.
+
+        Args:
+            axes: axis layouts over positions.
+            call: what the user called, for messages.
+            axis_names: one an axis, for `explain()` and c10d's descriptions.
+            overrides: one an axis.
+            tags: isolation tags, one an axis; "" for none.
+            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+
+        Returns:
+            One group an axis. On a rank outside the rank map, groups without a name.
+
+        Raises:
+            RuntimeError: other ranks are building other meshes.
+            ValueError: an options key cannot be made.
+        """
         options = [self._options(override) for override in overrides]
         requests = [
             self._request_of(axis, name, wanted.with_tag(tag), preserve_rank_order)
@@ -114,7 +132,7 @@ class UniverseGroups:
         # Whether the order matters is decided from what all ranks share, never from my own group:
         # members of one group must agree on its key.
         ascending = axis.is_sorted()
-        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_identity)
+        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_sorted())
         if keeps_order:
             options = options.in_mesh_order()
         elif not ascending:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -36,11 +35,12 @@ class World:
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
-        number: how many worlds this process had before; torch.compile guards on it.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
         life: how many worlds this rank had before, as all ranks of a job count them.
         holders: what keeps process groups alive, by c10d name, for its universes; emptied when the
             world ends, so that meshes that live on keep no ended group, with its threads, alive.
+        universes: those that made process groups, oldest first. They are kept as long as c10d keeps
+            the groups, so that all ranks find the same ones, whatever garbage each has collected.
         root_orders: of meshes over one set of ranks, by its fingerprint; see `consistency`.
         pending: lazy groups that are still to be made, by c10d name.
         shared_groups: groups that all universes of this world share, where they share.
@@ -49,11 +49,14 @@ class World:
     def __init__(self, default_group: compat.ProcessGroup) -> None:
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._default_group = weakref.ref(default_group)
-        weakref.finalize(compat.lifetime_of(default_group), _empty, self.holders).atexit = False
+        self.universes: list[Any] = []
+        end = weakref.finalize(
+            compat.lifetime_of(default_group), _let_go, self.holders, self.universes
+        )
+        end.atexit = False
         self._process_id = os.getpid()
         self.rank = default_group.rank()
         self.size = default_group.size()
-        self.number = next(_numbers)
         self.thread_id = compat.thread_id()
         self.life = _lives[self.thread_id]
         _lives[self.thread_id] += 1
@@ -78,6 +81,11 @@ class World:
             if world is None:
                 world = _worlds[default_group] = World(default_group)
             return world
+
+    @property
+    def label(self) -> tuple[int | None, int]:
+        """Stands for this world among all that this process had: whose it is, and its number."""
+        return self.thread_id, self.life
 
     @property
     def is_over(self) -> bool:
@@ -171,12 +179,12 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _empty(holders: Iterable[Holder]) -> None:
+def _let_go(holders: Iterable[Holder], universes: list[Any]) -> None:
     for holder in holders:
         holder.handles.clear()
+    universes.clear()
 
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds
-_numbers = itertools.count()
 _lives: Counter[int | None] = Counter()  # by the thread that is the rank, if ranks are threads

@@ -41,6 +41,15 @@ def test_equal_content_is_the_same_object(ranks, others):
     assert one is RankMap.from_ranks(tuple(ranks))
 
 
+@given(unique_ranks)
+def test_a_rank_map_knows_whether_its_ranks_ascend(ranks):
+    rank_map = RankMap.from_ranks(ranks)
+    assert ranks_of_map(rank_map.sorted()) == sorted(ranks)
+    assert rank_map.is_sorted() == (ranks == sorted(ranks))
+    assert rank_map.sorted().is_sorted()
+    assert (rank_map.sorted() is rank_map) == rank_map.is_sorted()
+
+
 def test_counting_up_from_zero_is_the_identity():
     identity = RankMap.identity(5)
     assert identity.is_identity

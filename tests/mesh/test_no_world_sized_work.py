@@ -27,7 +27,7 @@ _LIMIT_BYTES = 4 * _WORLD
 _LIMIT_RANKS = _WORLD // 16
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def million_ranks() -> Iterator[None]:
     with fake_world(_WORLD, _RANK):
         yield
@@ -55,8 +55,8 @@ def world_sized_work_refused() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_world_sized_work() -> Iterator[None]:
-    """The same for a whole test, with nothing left over from another one."""
+def no_world_sized_work(million_ranks: None) -> Iterator[None]:
+    """The same for a whole test, in a world in which nothing was made yet."""
     gc.collect()
     with world_sized_work_refused():
         with pytest.raises(WorldSizedWorkError):  # the guard works

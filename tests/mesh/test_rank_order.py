@@ -49,6 +49,14 @@ def test_derived_meshes_carry_it_along(world) -> None:
     assert _group_ranks(view) == [[5, 1], [6, 5, 4]]
 
 
+@pytest.mark.parametrize("ranks", [[[0, 1], [4, 5]], [[1, 3], [5, 6]]])
+def test_ranks_that_ascend_are_in_order_already(world, ranks) -> None:
+    mesh = DeviceMesh("cpu", ranks, preserve_rank_order=True)
+    with groups_created(0):
+        ascending = DeviceMesh("cpu", ranks, universe=mesh.universe)
+    assert ascending.get_all_groups() == mesh.get_all_groups()
+
+
 def test_both_orders_in_one_universe_are_two_groups(world) -> None:
     mesh = _mesh(preserve_rank_order=True)
     with groups_created(2):

@@ -97,13 +97,45 @@ def test_a_group_made_again_has_another_name() -> None:
         assert one.rpartition("-")[0] == two.rpartition("-")[0]
 
 
-def test_a_universe_that_nobody_holds_is_collected(world) -> None:
-    mesh = _mesh()
-    mesh["dp", "cp"].flatten().unflatten(0, (2, 2), ("a", "b"))
+@pytest.mark.parametrize("end", ["the universe", "the world", "neither"])
+def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        mesh["dp", "cp"].flatten().unflatten(0, (2, 2), ("a", "b"))
+        universe = weakref.ref(mesh.universe)
+        if end == "the universe":
+            mesh.universe.destroy()
+        elif end == "the world":
+            dist.destroy_process_group()
+        del mesh
+        gc.collect()
+        assert (universe() is None) == (end != "neither")
+        if end == "neither":  # a mesh that is loaded finds it by that, whatever was collected
+            assert Universe.find(RankMap.identity(8), serial=99) is universe()
+    gc.collect()
+    assert universe() is None
+
+
+def test_a_universe_that_made_no_group_is_collected(world) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))  # on the default group
     universe = weakref.ref(mesh.universe)
     del mesh
     gc.collect()
     assert universe() is None
+
+
+def test_the_first_universe_that_made_groups_is_found(world) -> None:
+    borrowing = init_device_mesh("cpu", (8,))
+    first, second = _mesh(), _mesh()
+    found = [
+        Universe.find(RankMap.identity(8), mesh.universe.serial)
+        for mesh in (borrowing, first, second)
+    ]
+    assert found == [borrowing.universe, first.universe, second.universe]
+    assert Universe.find(RankMap.identity(8), serial=99) is first.universe
+    first.universe.destroy()
+    assert Universe.find(RankMap.identity(8), serial=99) is second.universe
+    assert Universe.find(RankMap.identity(4), serial=0) is None
 
 
 def test_a_universe_made_beforehand(world) -> None:
