@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import _torch_compat as compat
-from ._core import AxisLayout, Layout, RankMap
-from .backend_override import Override
+from ._core import AxisLayout, RankMap
 from .consistency import check_by_default
 from .explain import Explanation, explain
 from .group_creation import Group
@@ -22,6 +21,7 @@ from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
 from .universe_groups import UniverseGroups
 from .warm_up import WarmedUp, warm_up
+from .weak_registry import WeakRegistry
 from .world import World
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class Universe:
         world = World.current()
         alive = [
             universe
-            for universe in list(_universes)
+            for universe in _universes.alive()
             if universe.rank_map == rank_map and universe.world is world and universe._ended is None
         ]
         return min(
@@ -305,9 +305,10 @@ class Universe:
 
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
-_universes: weakref.WeakSet[Universe] = weakref.WeakSet()
+_universes: WeakRegistry[Universe] = WeakRegistry()
 # Number of the last universe of each rank map, by fingerprint, where there was no world.
 _serials: dict[str, int] = {}
+_serials_lock = threading.Lock()
 _shares_world_wide = False  # of universes made from now on, in all threads
 
 
@@ -320,5 +321,6 @@ def share_world_wide(share: bool) -> None:
 def _next_serial(rank_map: RankMap, world: World | None) -> int:
     if world is not None:
         return world.next_ordinal(f"universe {rank_map.fingerprint}")
-    _serials[rank_map.fingerprint] = serial = _serials.get(rank_map.fingerprint, -1) + 1
+    with _serials_lock:
+        _serials[rank_map.fingerprint] = serial = _serials.get(rank_map.fingerprint, -1) + 1
     return serial

@@ -264,7 +264,7 @@ class UniverseGroups:
             world.shared_groups.remove(*_shared_key(request))
         if world.pending.pop(name, None) is not None or world.is_over:
             return
-        for holder in world.holders:  # of meshes concatenated across universes, too
+        for holder in world.holders.alive():  # of meshes concatenated across universes, too
             holder.handles.pop(name, None)
         compat.end_group(name, abort=abort)
 

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from . import _torch_compat as compat
 from ._core import GroupCache
 from .backend_override import NO_OVERRIDE
 from .group_options import GroupOptions
+from .weak_registry import WeakRegistry
 
 __all__ = ["World"]
 
@@ -22,8 +22,6 @@ class Holder(Protocol):
     """What keeps process groups alive, by c10d name."""
 
     handles: dict[str, compat.ProcessGroup]
-
-    def __hash__(self) -> int: ...
 
 
 class World:
@@ -47,7 +45,7 @@ class World:
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
-        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.holders: WeakRegistry[Holder] = WeakRegistry()
         self._default_group = weakref.ref(default_group)
         self.universes: list[Any] = []
         end = weakref.finalize(
@@ -179,8 +177,8 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _let_go(holders: Iterable[Holder], universes: list[Any]) -> None:
-    for holder in holders:
+def _let_go(holders: WeakRegistry[Holder], universes: list[Any]) -> None:
+    for holder in holders.alive():
         holder.handles.clear()
     universes.clear()
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -211,6 +212,58 @@ def test_ranks_that_are_left_get_an_error_in_time_and_can_begin_anew() -> None:
         assert message != "no error"
         assert seconds < 3 + 5
         assert reached == [1, 1]
+
+
+# --- the store's host is gone --------------------------------------------------------------------
+
+
+_TEN_SECONDS = timedelta(seconds=10)
+
+
+def _outlive_the_store(rank: int, port: int, end: str, answers: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_TEN_SECONDS)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=_AXES)
+    # The rank that comes first to a comparison writes it down, and would take it back at the end.
+    time.sleep(1 - rank)
+    mesh.unflatten("dp", (2, 1), ("a", "b"), isolate="mine")
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while _is_answering(store):
+        time.sleep(0.05)
+    start = time.monotonic()
+    getattr(mesh.universe, end)()
+    if dist.is_initialized():  # an abort ends the default group too, as an axis is on it
+        dist.destroy_process_group()
+    answers.put(time.monotonic() - start)
+
+
+def _is_answering(store: dist.Store) -> bool:
+    try:
+        store.check(["anything"])
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("end", ["abort", "destroy"])
+def test_a_universe_ends_where_the_stores_host_is_gone(end: str) -> None:
+    context = get_context("forkserver")
+    answers = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        context.Process(target=_outlive_the_store, args=(rank, port, end, answers))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    assert answers.get(timeout=60) < 5
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [-signal.SIGKILL, 0]
 
 
 def test_use_after_destroy(crew: Crew) -> None:

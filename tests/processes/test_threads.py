@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.worlds import group_names
-from meshverse import DeviceMesh, init_device_mesh, isolate
+from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
 
 _AXES = ("dp", "tp")
 
@@ -103,3 +104,27 @@ def _main_goes_on_after_threads() -> list[int]:
 def test_calls_of_threads_raise_no_false_alarm(crew: Crew) -> None:
     for rank, reached in enumerate(crew.run(_main_goes_on_after_threads, 4)):
         assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _two_threads_and_a_latecomer() -> list[list[float]]:
+    """Ranks 0 and 1 wait in both groups, in threads; ranks 2 and 3 come late to one each."""
+    rank = dist.get_rank()
+    first = DeviceMesh("cpu", [0, 1, 2], universe=Universe([0, 1, 2], lazy=True))
+    second = DeviceMesh("cpu", [0, 1, 3], universe=Universe([0, 1, 3], lazy=True))
+
+    def use(mesh: DeviceMesh, delay: float) -> Callable[[], list[float]]:
+        def run() -> list[float]:
+            time.sleep(delay)
+            return reached_by(mesh.get_group())
+
+        return run
+
+    if rank > 1:
+        return _in_threads(use((first, second)[rank - 2], 6))
+    return _in_threads(use(first, 0.3 * rank), use(second, 0.3 * (1 - rank)))
+
+
+def test_threads_that_wait_in_several_groups_are_in_no_circle(crew: Crew) -> None:
+    # What a rank waits for last would show ranks 0 and 1 waiting for each other.
+    one, two = [1, 1, 1, 0], [1, 1, 0, 1]
+    assert crew.run(_two_threads_and_a_latecomer, 4) == [[one, two], [one, two], [one], [two]]

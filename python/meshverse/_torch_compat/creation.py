@@ -35,18 +35,26 @@ def create_by_members(
         description: shown in c10d's logs.
     """
     _, store = c10d._world.pg_map[default_group]
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(default_group.rank()),
-        ranks,
-        backend,
-        store,
-        name,  # type: ignore[arg-type]
-        backend_options=options,
-        timeout=timeout,
-        device_id=default_group.bound_device_id,
-        group_desc=description,
-    )
+    group = None
+    while group is None:
+        try:
+            group, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(default_group.rank()),
+                ranks,
+                backend,
+                store,
+                name,  # type: ignore[arg-type]
+                backend_options=options,
+                timeout=timeout,
+                device_id=default_group.bound_device_id,
+                group_desc=description,
+            )
+        except RuntimeError as error:  # noqa: PERF203  # the loop is for that
+            # First of all c10d looks for the name among its groups. Without the interpreter's lock
+            # that fails when another thread makes one meanwhile; nothing was done then.
+            if "changed size during iteration" not in str(error):
+                raise
     c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
     return cast("ProcessGroup", group)
 

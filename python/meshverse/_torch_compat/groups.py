@@ -135,15 +135,16 @@ def end_group(name: str, *, abort: bool) -> None:
         name: c10d's.
         abort: end what is going on in it, where the backend can, instead of waiting for it.
     """
-    group = next((group for group, known in c10d._world.pg_names.items() if known == name), None)
+    names = list(c10d._world.pg_names.items())  # other threads may add some
+    group = next((group for group, known in names if known == name), None)
     if group is None:
         return
     tag = c10d._world.pg_to_tag.get(group)
     (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
     # c10d keeps the tag of the group, with an empty list, for ever (2.11 to 2.15).
     tags = c10d._world.tags_to_pg
-    if tag in tags and not tags[tag]:
-        del tags[tag]
+    if tag is not None and tags.get(tag) == []:
+        tags.pop(tag, None)
 
 
 def abort_all() -> None:

@@ -1,0 +1,108 @@
+"""Threads that use one universe at once; on a free-threaded Python, truly so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helpers.worlds import fake_world, group_names
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse._core import RankMap
+from meshverse.universe import Universe
+
+_THREADS = 8
+_ROUNDS = 20
+_NAMES = ("pp", "dp", "tp")
+
+
+def _at_once(program: Callable[[int], Any]) -> list[Any]:
+    """What each of the threads gets of it; raises what one of them raises."""
+    answers: dict[int, Any] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(_THREADS)
+
+    def run(number: int) -> None:
+        start.wait(60)
+        try:
+            answers[number] = program(number)
+        except Exception as error:  # noqa: BLE001  # raised in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return [answers[number] for number in range(_THREADS)]
+
+
+def _derive(mesh: DeviceMesh, number: int) -> list[DeviceMesh]:
+    """The same meshes in every thread, each beginning with another one."""
+    ways: list[Callable[[], DeviceMesh]] = [
+        lambda: mesh["tp"],
+        lambda: mesh["pp", "tp"],
+        lambda: mesh["dp", "tp"].flatten("dp_tp"),
+        lambda: mesh.unflatten("dp", (2, 2), ("outer", "inner")),
+        lambda: mesh.unflatten("tp", (2, 2), ("a", "b"))["a"],
+        lambda: init_device_mesh("cpu", (2, 16), mesh_dim_names=("x", "y"), universe=mesh.universe)[
+            "y"
+        ],
+    ]
+    made = {}
+    for step in range(len(ways)):
+        index = (step + number) % len(ways)
+        made[index] = ways[index]()
+        assert made[index].get_coordinate() is not None
+        assert len({group.group_name for group in made[index].get_all_groups()}) == made[index].ndim
+    return [made[index] for index in range(len(ways))]
+
+
+def test_threads_get_the_same_meshes_on_groups_made_once() -> None:
+    with fake_world(32, 21):
+        alone = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+        _derive(alone, 0)
+        made_alone = len(group_names())
+        for _ in range(_ROUNDS):
+            mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+            before = len(group_names())
+            first, *others = _at_once(lambda number, mesh=mesh: _derive(mesh, number))
+            for other in others:
+                assert all(one is same for one, same in zip(first, other, strict=True))
+            # The default group and the root's three groups are counted in `made_alone` too.
+            assert len(group_names()) - before == made_alone - 1 - 3
+            mesh.universe.destroy()
+
+
+def _three_meshes(number: int) -> list[DeviceMesh]:
+    names, lazy = ("dp", "tp"), number % 2 == 1
+    return [init_device_mesh("cpu", (4, 8), mesh_dim_names=names, lazy=lazy) for _ in range(3)]
+
+
+def test_threads_make_universes_of_their_own() -> None:
+    with fake_world(32, 21):
+        for _ in range(_ROUNDS):
+            meshes = _at_once(_three_meshes)
+            universes = [mesh.universe for own in meshes for mesh in own]
+            assert len({id(universe) for universe in universes}) == 3 * _THREADS
+            names = [name for universe in universes for name in universe.root.group_names]
+            assert len(set(names)) == 2 * 3 * _THREADS
+            assert Universe.find(RankMap.identity(32), universes[5].serial) is universes[5]
+            _at_once(lambda number, meshes=meshes: [m.universe.destroy() for m in meshes[number]])
+            assert len(group_names()) == 1
+
+
+@pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")
+@pytest.mark.skipif(
+    getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this Python runs with its global lock"
+)
+def test_the_package_leaves_the_interpreter_without_its_lock() -> None:
+    with fake_world(8, 5):
+        assert init_device_mesh("cpu", (8,)).size() == 8
+    assert not sys._is_gil_enabled()
