@@ -350,7 +350,10 @@ class DeviceMesh(MeshBase):
         if torch.compiler.is_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
-            return StockDeviceMesh.get_group(self, mesh_dim)
+            index = self._group_index(mesh_dim)
+            if index is None:
+                return StockDeviceMesh.get_group(self, mesh_dim)
+            return compat.resolve_group(self._dim_group_names[index])
         except IndexError:
             if self.group_names:
                 raise
@@ -359,6 +362,18 @@ class DeviceMesh(MeshBase):
                 f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
                 "get_coordinate() is None on such a rank."
             ) from None
+
+    def _group_index(self, mesh_dim: int | str | None) -> int | None:
+        """The axis meant, where it is plainly one of mine; else stock finds it, or says why not."""
+        if isinstance(mesh_dim, int):
+            return mesh_dim
+        if mesh_dim is None:
+            return 0 if len(self._shape) == 1 else None
+        root = self if self._root_mesh is None else self._root_mesh
+        names = self._mesh_dim_names or ()
+        # As in stock, a flattened axis comes before one of mine of the same name.
+        is_mine = mesh_dim in names and mesh_dim not in root._flatten_mapping
+        return names.index(mesh_dim) if is_mine else None
 
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.

@@ -6,7 +6,7 @@ group that was left for later, and says what is wrong where the groups are gone 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -19,18 +19,23 @@ class GroupNames(list[str]):
 
     Args:
         names: c10d names.
-        before_use: called with a name before it is given out; may raise. Not while torch.compile
-            traces, which could not follow it.
+        ready: of groups that need nothing before they are used.
+        before_use: called with any other name before it is given out; may raise. Not while
+            torch.compile traces, which could not follow it.
     """
 
-    def __init__(self, names: Iterable[str], before_use: Callable[[str], object]) -> None:
+    def __init__(
+        self, names: Iterable[str], ready: Container[str], before_use: Callable[[str], object]
+    ) -> None:
         super().__init__(names)
+        self._ready = ready
         self._before_use = before_use
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        if not torch.compiler.is_compiling() and not isinstance(index, slice):
-            self._before_use(found)
+        if isinstance(index, slice) or found in self._ready or torch.compiler.is_compiling():
+            return found
+        self._before_use(found)
         return found
 
 
@@ -43,4 +48,4 @@ class MissingGroups(GroupNames):
     """
 
     def __init__(self, ndim: int, refuse: Callable[[str], object]) -> None:
-        super().__init__([""] * ndim, refuse)
+        super().__init__([""] * ndim, (), refuse)

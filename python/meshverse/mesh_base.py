@@ -34,6 +34,7 @@ class MeshBase(StockDeviceMesh):
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
         self._device_type = description.device_type
+        self._shape = description.layout.shape
         self._mesh_dim_names = description.axis_names
         self._preserve_rank_order = description.preserve_rank_order
         self._flatten_mapping = {}
@@ -47,6 +48,8 @@ class MeshBase(StockDeviceMesh):
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
+        position = universe.position
+        self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
 
     @classmethod
     def _in_universe(
@@ -64,7 +67,7 @@ class MeshBase(StockDeviceMesh):
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
-            else GroupNames(group_names, self._before_use)
+            else GroupNames(group_names, self._universe.ready_groups, self._before_use)
         )
 
     def _before_use(self, group_name: str) -> None:
@@ -91,6 +94,12 @@ class MeshBase(StockDeviceMesh):
         """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
         return tuple(self._dim_group_names) if self.has_groups else None
 
+    @cached_property
+    def key_digests(self) -> list[str | None]:
+        """Digests of the options keys of my groups, one an axis; none outside the mesh."""
+        pairs = zip(self.layout, self.group_names or (), strict=False)
+        return [self._universe.key_digest(*pair) for pair in pairs]
+
     @property
     def intern_key(self) -> Hashable:
         """What makes this mesh itself within its universe: description and process groups."""
@@ -104,7 +113,7 @@ class MeshBase(StockDeviceMesh):
             self._group_names_for(self.layout, self._labels(), overrides, tags, call="bind")
         )
         # What may have been read already, and depends on this process's rank or universe.
-        for lazy in ("_coordinate_on_dim", "mesh", "compile_guard"):
+        for lazy in ("mesh", "compile_guard", "key_digests"):
             self.__dict__.pop(lazy, None)
         universe.intern(self)
 
@@ -154,12 +163,20 @@ class MeshBase(StockDeviceMesh):
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return len(self._description.layout)
+        return len(self._shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Size of every axis."""
-        return self._description.layout.shape
+        return self._shape
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks of this mesh, or along one axis.
+
+        Args:
+            mesh_dim: index of the axis.
+        """
+        return self.layout.size if mesh_dim is None else self._shape[mesh_dim]
 
     @property
     def universe(self) -> Universe:
@@ -185,11 +202,6 @@ class MeshBase(StockDeviceMesh):
     @cached_property
     def _flatten_rank_map(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._universe.rank_views.tuple
-
-    @cached_property
-    def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        position = self._universe.position
-        return None if position is None else self.layout.coordinate(position)
 
     @cached_property
     def mesh(self) -> torch.Tensor:
@@ -264,9 +276,10 @@ class MeshBase(StockDeviceMesh):
         mine = self._universe.world
         return mine is world or mine is None or world is None
 
-    # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
-    # class have equal hashes.
-    __hash__ = StockDeviceMesh.__hash__
+    def __hash__(self) -> int:
+        # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
+        # class have equal hashes.
+        return self._hash or StockDeviceMesh.__hash__(self)  # type: ignore[no-untyped-call]
 
     def _stable_hash(self) -> str:
         return hashlib.blake2b(repr(self._stable_key()).encode(), digest_size=16).hexdigest()

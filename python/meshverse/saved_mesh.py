@@ -74,15 +74,13 @@ _decoupled: weakref.WeakValueDictionary[tuple[RankMap, int], Universe] = (
 
 
 def _describe(mesh: MeshBase) -> dict[str, Any]:
-    names = mesh.group_names or ()
     return {
         "device_type": mesh.device_type,
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],
         "names": mesh.mesh_dim_names,
         "preserve_rank_order": mesh._preserve_rank_order,
         "flattened": mesh._description.flattened,
-        # One an axis; none on a rank outside the mesh, and for a mesh without groups.
-        "keys": [mesh.universe.key_digest(*pair) for pair in zip(mesh.layout, names, strict=False)],
+        "keys": mesh.key_digests,
     }
 
 

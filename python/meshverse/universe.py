@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Container, Hashable, Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -104,6 +104,9 @@ class Universe:
                 share_world=_shares_world_wide,
             )
             self.process_groups = self._groups.handles
+        # Names of groups that need nothing before they are used.
+        watched = self.world is not None and self.world.notices_its_end
+        self.ready_groups: Container[str] = self.process_groups if watched else ()
         self._ended: str | None = None  # how: "destroyed" or "aborted"
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False

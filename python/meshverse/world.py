@@ -53,6 +53,7 @@ class World:
         )
         end.atexit = False
         self._process_id = os.getpid()
+        self.is_of_parent = False  # after a fork
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
@@ -89,11 +90,13 @@ class World:
     def is_over(self) -> bool:
         """Whether this world's process groups are gone, with its default group or by a fork."""
         group = self._default_group()
-        return (
-            group is None
-            or group is not compat.current_default_group()
-            or self._process_id != os.getpid()
-        )
+        return group is None or group is not compat.current_default_group() or self.is_of_parent
+
+    @property
+    def notices_its_end(self) -> bool:
+        """Whether the holders' handles are emptied as soon as this world is over."""
+        default_group = self._default_group()
+        return default_group is not None and compat.lifetime_of(default_group) is not default_group
 
     @property
     def default_group(self) -> compat.ProcessGroup:
@@ -104,7 +107,7 @@ class World:
         return group
 
     def _why_over(self) -> str:
-        if self._process_id != os.getpid():
+        if self.is_of_parent:
             return (
                 f"This mesh was made in process {self._process_id}, of which this one "
                 f"({os.getpid()}) is a fork: process groups do not survive a fork. Here it can be "
@@ -182,6 +185,14 @@ def _let_go(holders: WeakRegistry[Holder], universes: list[Any]) -> None:
         holder.handles.clear()
     universes.clear()
 
+
+def _leave_to_parent() -> None:
+    for world in list(_worlds.values()):
+        world.is_of_parent = True
+        _let_go(world.holders, world.universes)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds

@@ -12,7 +12,6 @@ from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.universe import _universes
 from meshverse.world import World
 
 
@@ -112,7 +111,7 @@ def _groups_of_the_same_steps(family: Family) -> int:
 def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
     stock = _groups_of_the_same_steps(STOCK)
     ours = _groups_of_the_same_steps(OURS)
-    (universe,) = (u for u in _universes if u.world is World.current())
+    (universe,) = World.current().universes
     told = universe.explain()
     assert told.created == ours == 2
     assert told.created + told.avoided == stock == 5

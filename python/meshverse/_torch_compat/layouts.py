@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from meshverse import _core
@@ -33,6 +34,7 @@ def _to_torch_axis(axis: _core.AxisLayout) -> Any:
     return _MeshLayout(_unnested(axis.sizes, 1), _unnested(axis.strides, 1))
 
 
+@lru_cache(maxsize=4096)  # they are immutable, and many meshes have the same
 def to_torch_layout(layout: _core.Layout, *, flattened: bool) -> TorchLayout:
     """torch's form of a layout, equal to the one stock torch builds for the same mesh.
 
