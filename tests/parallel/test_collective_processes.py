@@ -272,6 +272,8 @@ def _own_world(store: str) -> tuple[float, bool]:
     collective.all_reduce(tensor)
     collective.barrier()
     collective.close()
+    with pytest.raises(RuntimeError, match="world of this collective was destroyed"):
+        collective.barrier()
     ended = not dist.is_initialized()
     # The crew ends the world it started: give it one.
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)

@@ -24,7 +24,6 @@ from meshverse.parallel import (
     get_flat_mesh,
     unshard_fsdp2_model,
 )
-from meshverse.parallel.fsdp2 import decoder_layers
 from meshverse.parallel.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
@@ -45,7 +44,7 @@ _ON_FOUR: dict[str, dict[str, int]] = {
     "cp x dp": {"cp_size": 2},
     "pp x dp": {"pp_size": 2},
     "pp x tp": {"pp_size": 2, "tp_size": 2},
-    "tp alone": {"tp_size": 2, "cp_size": 2},
+    "cp x tp": {"tp_size": 2, "cp_size": 2},
 }
 _ON_EIGHT: dict[str, dict[str, int]] = {
     "hybrid x tp": {"dp_replicate_size": 2, "tp_size": 2},
@@ -175,10 +174,18 @@ def _train_in_default_precision() -> Any:
 
 
 @needs_transformers
-def test_compiled_layers_train_alike(four) -> None:
-    changed = {"enable_compile": True}
-    results = four.run(_train_sharded, 2, "llama", {}, changed, timeout=_SECONDS)
-    _check_equals_one_process(results, "llama")
+@pytest.mark.parametrize(
+    ("family", "sizes", "changed"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"tp_size": 2}, {"activation_checkpointing": "full"}),
+        ("qwen3", {"tp_size": 2}, {}),
+    ],
+)
+def test_compiled_layers_train_alike(four, family, sizes, changed) -> None:
+    changed = {"enable_compile": True, **changed}
+    results = four.run(_train_sharded, 2, family, sizes, changed, timeout=_SECONDS)
+    _check_equals_one_process(results, family)
 
 
 @needs_transformers
@@ -188,10 +195,14 @@ def test_each_layer_is_compiled_in_place_if_asked() -> None:
         model = make_model()
         manager = FSDP2Manager(FSDP2Config(enable_compile=asked), None)
         assert manager.maybe_compile(model) is model
-        layers = list(decoder_layers(model))
-        assert layers == list(model.model.layers)
+        layers = list(model.model.layers)
         assert [layer._compiled_call_impl is not None for layer in layers] == [asked] * 2
         assert model._compiled_call_impl is None
+
+
+def test_a_setting_without_effect_says_so(caplog) -> None:
+    FSDP2Manager(FSDP2Config(enable_async_tensor_parallel=True), None).maybe_compile(_Toy())
+    assert "enable_async_tensor_parallel has no effect" in caplog.text
 
 
 @needs_transformers

@@ -279,6 +279,16 @@ class _Package(ModuleType):
     ("settings", "error", "message"),
     [
         ({"megatron_fsdp_unit_modules": ["nowhere.Block"]}, ImportError, "nowhere"),
+        (
+            {"megatron_fsdp_unit_modules": [nn.Conv1d]},
+            ValueError,
+            "Model has no modules of .*Conv1",
+        ),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(3)])},
+            ValueError,
+            r"1 parameters .*\[\(3,\)\]",
+        ),
         ({"nccl_ub": True}, ValueError, "nccl_ub"),
         ({"no_such_setting": 1}, TypeError, "no_such_setting"),
         ({"dp_shard_dim": "data"}, KeyError, "'data'"),

@@ -98,6 +98,13 @@ def test_given_function_of_the_model() -> None:
         assert split(model) == expected
 
 
+def test_entries_for_no_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), {"up": ColwiseParallel(), "dwon": RowwiseParallel()})
+    assert split(model) == UP
+    assert "MLP has no modules ['dwon']" in caplog.text
+
+
 def test_what_is_no_plan_is_refused() -> None:
     model = MLP()
     with pytest.raises(TypeError, match="expected a dictionary of parallel styles"):
