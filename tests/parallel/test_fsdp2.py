@@ -95,23 +95,24 @@ def _check_equals_one_process(results: list[Any], family: str, tolerance: float 
 
 @needs_transformers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_and_data_parallel_equal_one_process(four, family) -> None:
-    results = four.run(_train_sharded, 4, family, {"tp_size": 2}, {}, timeout=_SECONDS)
+@pytest.mark.parametrize("shape", _ON_FOUR)
+def test_shapes_on_four_equal_one_process(four, shape, family) -> None:
+    results = four.run(_train_sharded, 4, family, _ON_FOUR[shape], {}, timeout=_SECONDS)
     _check_equals_one_process(results, family)
 
 
 @needs_transformers
-@pytest.mark.parametrize("shape", _ON_FOUR)
-def test_shapes_on_four_equal_one_process(four, shape) -> None:
-    results = four.run(_train_sharded, 4, "llama", _ON_FOUR[shape], {}, timeout=_SECONDS)
-    _check_equals_one_process(results, "llama")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", _ON_EIGHT)
+def test_shapes_on_eight_equal_one_process(eight, shape, family) -> None:
+    results = eight.run(_train_sharded, 8, family, _ON_EIGHT[shape], {}, timeout=_SECONDS)
+    _check_equals_one_process(results, family)
 
 
 @needs_transformers
-@pytest.mark.parametrize("shape", _ON_EIGHT)
-def test_shapes_on_eight_equal_one_process(eight, shape) -> None:
-    results = eight.run(_train_sharded, 8, "qwen3", _ON_EIGHT[shape], {}, timeout=_SECONDS)
-    _check_equals_one_process(results, "qwen3")
+def test_tensor_parallelism_alone_equals_one_process(four) -> None:
+    results = four.run(_train_sharded, 2, "llama", {"tp_size": 2}, {}, timeout=_SECONDS)
+    _check_equals_one_process(results, "llama")
 
 
 @needs_transformers

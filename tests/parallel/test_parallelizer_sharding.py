@@ -181,6 +181,26 @@ def test_scope_chooses_layers(scope: Any, again: set[str]) -> None:
     assert {name for name, count in calls(model).items() if count == 2} == again
 
 
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("vision_tower", "vision"),
+        ("visual", "vision"),
+        ("audio_tower", "audio"),
+        ("multi_modal_projector", "multimodal"),
+        ("language_model", "language"),
+        ("model", "language"),
+    ],
+)
+def test_parts_of_multimodal_models(name: str, scope: str) -> None:
+    for asked in ("vision", "audio", "multimodal", "language"):
+        model = nn.Module()
+        model.add_module(name, Tower(nn.ModuleList([Block()])))
+        apply_activation_checkpointing(model, "full", asked)
+        layer = model.get_submodule(f"{name}.layers.0")
+        assert ("forward" in vars(layer)) == (asked == scope)
+
+
 def test_selective_keeps_matrix_products() -> None:
     products = []
 

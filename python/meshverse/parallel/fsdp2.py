@@ -139,8 +139,9 @@ def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module) not in inside:
-            module.register_forward_hook(_copied)
+            module.register_forward_hook(_finished)
 
 
-def _copied(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    return output.clone()  # views and aliases do not wait
+def _finished(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
+    return output if type(output) is Tensor else output.clone()

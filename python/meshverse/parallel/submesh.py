@@ -80,7 +80,7 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         return mesh[str(name)]
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{mesh} is a mesh of torch's own, which keeps no flattened axis {str(name)!r} to find. "
+            f"{mesh} is a mesh of torch's own, which has no flattened axis {str(name)!r} to find. "
             "Make it with meshverse.init_device_mesh, or call meshverse.install() before."
         )
     flattened = mesh.universe.flattened
