@@ -210,8 +210,9 @@ def test_a_setting_without_effect_says_so(caplog) -> None:
 def test_unsharded_for_inference(four) -> None:
     with torch.no_grad():
         expected = make_model()(input_ids=batch(0)).logits.numpy()
-    for during, logits, after in four.run(_infer_unsharded, 4, timeout=_SECONDS):
+    for during, later, logits, after in four.run(_infer_unsharded, 4, timeout=_SECONDS):
         assert during == [False]
+        assert later == [False, True]  # a forward leaves its layers sharded
         assert after == [True]
         assert logits == pytest.approx(expected, abs=1e-5)
 
@@ -227,8 +228,9 @@ def _infer_unsharded() -> Any:
     with torch.no_grad(), unshard_fsdp2_model(model):
         during = sharded()
         logits = model(input_ids=batch(0)).logits
+        later = sharded()
     assert isinstance(model, FSDPModule)
-    return during, logits.numpy(), sharded()
+    return during, later, logits.numpy(), sharded()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

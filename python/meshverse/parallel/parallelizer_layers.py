@@ -20,8 +20,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
     """The outermost ModuleLists and ModuleDicts of a module: their items, with their names.
 
-    The module may be such a list itself. Of a list of lists, which no item of has a forward, the
-    inner lists are meant.
+    The module may be such a list itself. In a list of lists, whose items have no forward, the inner
+    lists are meant.
     """
     children = list(module.named_children())
     if isinstance(module, _LISTS) and not any(isinstance(child, _LISTS) for _, child in children):
