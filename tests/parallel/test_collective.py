@@ -169,6 +169,22 @@ def test_refused_before_the_world_is_started() -> None:
     assert not dist.is_initialized()
 
 
+def test_the_world_of_gpus_is_bound_to_the_device(monkeypatch) -> None:
+    calls = []
+
+    def start(*arguments, **keywords) -> None:
+        calls.append((*arguments, keywords))
+        raise InterruptedError
+
+    # This machine need not have a GPU: what would be started there is only written down.
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    with pytest.raises(InterruptedError):
+        MeshCollective(5, 8, local_world_size=4, local_rank=1, device_type="cuda")
+    device = torch.device("cuda", 1)
+    assert calls == [device, ("nccl", {"rank": 5, "world_size": 8, "device_id": device})]
+
+
 @in_worlds((8, 5))
 def test_other_devices_communicate_by_way_of_the_cpu(world) -> None:
     with pytest.warns(UserWarning, match="'mps' communicate by way of the CPU"):

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from helpers.worlds import group_names
 from meshverse.parallel import Collective, MeshCollective, Meshes, SingleProcessCollective
 
-_GROUPS = {  # of rank r of four, on two nodes of two, tensor-parallel pairs
-    "world": lambda rank: [0, 1, 2, 3],
-    "local": lambda rank: [rank // 2 * 2, rank // 2 * 2 + 1],
-    "tp": lambda rank: [rank // 2 * 2, rank // 2 * 2 + 1],
-    "dp": lambda rank: [rank % 2, rank % 2 + 2],
+_GROUPS = {  # of rank r of four in tensor-parallel pairs, on nodes of so many processes
+    "world": lambda rank, node: [0, 1, 2, 3],
+    "local": lambda rank, node: list(range(rank // node * node, rank // node * node + node)),
+    "tp": lambda rank, node: [rank // 2 * 2, rank // 2 * 2 + 1],
+    "dp": lambda rank, node: [rank % 2, rank % 2 + 2],
 }
 
 
-def _two_nodes(**changed: Any) -> MeshCollective:
+def _four_processes(node: int = 2, **changed: Any) -> MeshCollective:
     rank = dist.get_rank()
-    sizes = {"local_world_size": 2, "local_rank": rank % 2, "tp_size": 2, **changed}
+    sizes = {"local_world_size": node, "local_rank": rank % node, "tp_size": 2, **changed}
     return MeshCollective(rank, 4, device_type="cpu", **sizes)
 
 
@@ -32,11 +32,13 @@ def _limited(whole: MeshCollective, name: str) -> Collective:
     if name == "world":
         return whole
     if name == "dp":  # any group of the meshes: by giving both
-        group = whole.meshes.parallel_mesh.get_group("dp_replicate")
+        replicas = whole.meshes.parallel_mesh.size(0)
+        axis = "dp_replicate" if replicas == 2 else "dp_shard"
+        group = whole.meshes.parallel_mesh.get_group(axis)
         return MeshCollective(
             group.rank(),
             group.size(),
-            local_world_size=2,
+            local_world_size=whole.local.world_size,
             local_rank=whole.local_rank,
             device_type="cpu",
             mesh=whole.meshes,
@@ -111,14 +113,15 @@ def _expected(values: list[int], mine: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("node", [2, 4])
 @pytest.mark.parametrize("name", _GROUPS)
-def test_all_operations(four, name) -> None:
-    for rank, results in enumerate(four.run(_all_operations, 4, name)):
-        assert results == _expected(_GROUPS[name](rank), rank)
+def test_all_operations(four, name, node) -> None:
+    for rank, results in enumerate(four.run(_all_operations, 4, name, node)):
+        assert results == _expected(_GROUPS[name](rank, node), rank)
 
 
-def _all_operations(name: str) -> dict[str, Any]:
-    whole = _two_nodes()
+def _all_operations(name: str, node: int) -> dict[str, Any]:
+    whole = _four_processes(node)
     results = _results(_limited(whole, name), dist.get_rank())
     whole.close()
     return results
@@ -143,7 +146,7 @@ def test_sources_are_ranks_of_the_group_never_global_ones(four) -> None:
 
 
 def _bad_source() -> str:
-    whole = _two_nodes()
+    whole = _four_processes()
     try:
         whole.local.broadcast(torch.zeros(1), src=2)
     except ValueError as error:
@@ -205,7 +208,7 @@ def test_closing_frees_what_was_made(four) -> None:
 def _close_twice() -> list[tuple[set[str], int, int]]:
     _work_once()  # what torch sets up once and keeps
     before = _held()
-    collective = _two_nodes(sharding_world_size=1)
+    collective = _four_processes(sharding_world_size=1)
     collective.local.all_gather_objects(1)
     collective.tp_world.barrier()
     during = _held()
@@ -218,7 +221,7 @@ def _close_twice() -> list[tuple[set[str], int, int]]:
 
 
 def _work_once() -> None:
-    collective = _two_nodes()
+    collective = _four_processes()
     collective.local.all_gather_objects(1)
     dist.barrier()
     collective.close()
@@ -229,7 +232,7 @@ def test_closing_a_part_frees_nothing(four) -> None:
 
 
 def _close_parts() -> float:
-    collective = _two_nodes()
+    collective = _four_processes()
     collective.local.close()
     collective.tp_world.close()
     _limited(collective, "dp").close()
@@ -245,7 +248,7 @@ def test_meshes_that_were_given_are_left(four) -> None:
 
 
 def _given_meshes() -> bool:
-    whole = _two_nodes()
+    whole = _four_processes()
     rank = dist.get_rank()
     second = MeshCollective(
         rank, 4, local_world_size=2, local_rank=rank % 2, device_type="cpu", mesh=whole.meshes
@@ -272,6 +275,8 @@ def _own_world(store: str) -> tuple[float, bool]:
     collective.all_reduce(tensor)
     collective.barrier()
     collective.close()
+    with pytest.raises(RuntimeError, match="world of this collective was destroyed"):
+        collective.barrier()
     ended = not dist.is_initialized()
     # The crew ends the world it started: give it one.
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)

@@ -24,7 +24,6 @@ from meshverse.parallel import (
     get_flat_mesh,
     unshard_fsdp2_model,
 )
-from meshverse.parallel.fsdp2 import decoder_layers
 from meshverse.parallel.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
@@ -45,7 +44,7 @@ _ON_FOUR: dict[str, dict[str, int]] = {
     "cp x dp": {"cp_size": 2},
     "pp x dp": {"pp_size": 2},
     "pp x tp": {"pp_size": 2, "tp_size": 2},
-    "tp alone": {"tp_size": 2, "cp_size": 2},
+    "cp x tp": {"tp_size": 2, "cp_size": 2},
 }
 _ON_EIGHT: dict[str, dict[str, int]] = {
     "hybrid x tp": {"dp_replicate_size": 2, "tp_size": 2},
@@ -96,23 +95,24 @@ def _check_equals_one_process(results: list[Any], family: str, tolerance: float 
 
 @needs_transformers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_and_data_parallel_equal_one_process(four, family) -> None:
-    results = four.run(_train_sharded, 4, family, {"tp_size": 2}, {}, timeout=_SECONDS)
+@pytest.mark.parametrize("shape", _ON_FOUR)
+def test_shapes_on_four_equal_one_process(four, shape, family) -> None:
+    results = four.run(_train_sharded, 4, family, _ON_FOUR[shape], {}, timeout=_SECONDS)
     _check_equals_one_process(results, family)
 
 
 @needs_transformers
-@pytest.mark.parametrize("shape", _ON_FOUR)
-def test_shapes_on_four_equal_one_process(four, shape) -> None:
-    results = four.run(_train_sharded, 4, "llama", _ON_FOUR[shape], {}, timeout=_SECONDS)
-    _check_equals_one_process(results, "llama")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", _ON_EIGHT)
+def test_shapes_on_eight_equal_one_process(eight, shape, family) -> None:
+    results = eight.run(_train_sharded, 8, family, _ON_EIGHT[shape], {}, timeout=_SECONDS)
+    _check_equals_one_process(results, family)
 
 
 @needs_transformers
-@pytest.mark.parametrize("shape", _ON_EIGHT)
-def test_shapes_on_eight_equal_one_process(eight, shape) -> None:
-    results = eight.run(_train_sharded, 8, "qwen3", _ON_EIGHT[shape], {}, timeout=_SECONDS)
-    _check_equals_one_process(results, "qwen3")
+def test_tensor_parallelism_alone_equals_one_process(four) -> None:
+    results = four.run(_train_sharded, 2, "llama", {"tp_size": 2}, {}, timeout=_SECONDS)
+    _check_equals_one_process(results, "llama")
 
 
 @needs_transformers
@@ -175,10 +175,18 @@ def _train_in_default_precision() -> Any:
 
 
 @needs_transformers
-def test_compiled_layers_train_alike(four) -> None:
-    changed = {"enable_compile": True}
-    results = four.run(_train_sharded, 2, "llama", {}, changed, timeout=_SECONDS)
-    _check_equals_one_process(results, "llama")
+@pytest.mark.parametrize(
+    ("family", "sizes", "changed"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"tp_size": 2}, {"activation_checkpointing": "full"}),
+        ("qwen3", {"tp_size": 2}, {}),
+    ],
+)
+def test_compiled_layers_train_alike(four, family, sizes, changed) -> None:
+    changed = {"enable_compile": True, **changed}
+    results = four.run(_train_sharded, 2, family, sizes, changed, timeout=_SECONDS)
+    _check_equals_one_process(results, family)
 
 
 @needs_transformers
@@ -188,18 +196,23 @@ def test_each_layer_is_compiled_in_place_if_asked() -> None:
         model = make_model()
         manager = FSDP2Manager(FSDP2Config(enable_compile=asked), None)
         assert manager.maybe_compile(model) is model
-        layers = list(decoder_layers(model))
-        assert layers == list(model.model.layers)
+        layers = list(model.model.layers)
         assert [layer._compiled_call_impl is not None for layer in layers] == [asked] * 2
         assert model._compiled_call_impl is None
+
+
+def test_a_setting_without_effect_says_so(caplog) -> None:
+    FSDP2Manager(FSDP2Config(enable_async_tensor_parallel=True), None).maybe_compile(_Toy())
+    assert "enable_async_tensor_parallel has no effect" in caplog.text
 
 
 @needs_transformers
 def test_unsharded_for_inference(four) -> None:
     with torch.no_grad():
         expected = make_model()(input_ids=batch(0)).logits.numpy()
-    for during, logits, after in four.run(_infer_unsharded, 4, timeout=_SECONDS):
+    for during, later, logits, after in four.run(_infer_unsharded, 4, timeout=_SECONDS):
         assert during == [False]
+        assert later == [False, True]  # a forward leaves its layers sharded
         assert after == [True]
         assert logits == pytest.approx(expected, abs=1e-5)
 
@@ -215,8 +228,9 @@ def _infer_unsharded() -> Any:
     with torch.no_grad(), unshard_fsdp2_model(model):
         during = sharded()
         logits = model(input_ids=batch(0)).logits
+        later = sharded()
     assert isinstance(model, FSDPModule)
-    return during, logits.numpy(), sharded()
+    return during, later, logits.numpy(), sharded()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

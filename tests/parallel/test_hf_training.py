@@ -8,22 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from helpers.crew import Crew
+from helpers.worlds import fake_world
 from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
-from meshverse.parallel.parallelizer import (
-    _offload_policy,
-    fsdp2_strategy_parallelize,
-    unshard_fsdp2_model,
-)
+from meshverse.parallel.parallelizer import fsdp2_strategy_parallelize, unshard_fsdp2_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -118,23 +110,16 @@ def check(everyone: list[dict[str, float]]) -> None:
         assert differences["parameters"] < 1e-4, differences
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", MESHES)
-def test_training_equals_one_process(eight: Crew, name: str, tied: bool) -> None:
+def test_training_with_tied_embeddings_equals_one_process(eight: Crew, name: str) -> None:
     ranks, sizes = MESHES[name]
-    check(eight.run(compare, ranks, sizes, tied, {}))
+    check(eight.run(compare, ranks, sizes, True, {}))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sequence parallel": {
-        "sequence_parallel": True,
-        "tp_shard_plan": "meshverse.parallel.tp_choice.llama_tp_plan",
-    },
-    "full checkpointing": {"activation_checkpointing": True},
-    "selective checkpointing": {"activation_checkpointing": "selective"},
-    "prefetch": {"enable_fsdp2_prefetch": True},
+    "checkpointing": {"activation_checkpointing": True},
     "reshard": {"reshard_after_forward": True},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "offload": {"cpu_offload": True},
 }
 
 
@@ -159,25 +144,43 @@ def test_defaults(eight: Crew) -> None:
         assert (logits, gradients) == (torch.bfloat16, torch.float32)
 
 
-def refused() -> str:
-    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=4), world_size=4)
+@pytest.mark.parametrize(
+    ("tp_size", "settings", "error", "message"),
+    [
+        (4, {}, ValueError, "num_key_value_heads=2 of Llama.* does not divide by tp_size=4"),
+        (2, {"activation_checkpointing": "some"}, ValueError, "activation_checkpointing='some'"),
+        (
+            2,
+            {"activation_checkpointing": True, "activation_checkpointing_scope": "smell"},
+            ValueError,
+            "activation_checkpointing_scope='smell'",
+        ),
+        (2, {"cpu_offload": True, "offload_policy": OffloadPolicy()}, ValueError, "contradict"),
+        (2, {"sequence_parallel": True}, ValueError, "LlamaForCausalLM carries does not know"),
+        (2, {"tp_shard_plan": {"lm_head": "colwise"}}, TypeError, "'lm_head': 'colwise'"),
+        (2, {"tp_mesh_name": "tensor"}, KeyError, "'tensor'"),
+        (2, {"dp_cp_mesh_name": "data"}, KeyError, "'data'"),
+    ],
+)
+def test_refusals_leave_the_model_as_it_was(
+    tp_size: int, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
     model = make_llama(tied=False)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    with pytest.raises(ValueError, match="does not divide") as caught:
-        fsdp2_strategy_parallelize(model, mesh)
-    after = model.state_dict()
-    assert not any(isinstance(each, DTensor) for each in after.values())
-    assert all(torch.equal(before[name], each) for name, each in after.items())
-    return str(caught.value)
+    before, modules = dict(model.named_parameters()), [type(each) for each in model.modules()]
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=tp_size), world_size=8)
+        with pytest.raises(error, match=message):
+            fsdp2_strategy_parallelize(model, mesh, **settings)
+    after = dict(model.named_parameters())
+    assert all(after[name] is each for name, each in before.items())
+    assert [type(each) for each in model.modules()] == modules
+    assert not any("forward" in vars(each) for each in model.modules())
 
 
-def test_heads_that_do_not_divide_are_refused(eight: Crew) -> None:
-    for message in eight.run(refused, 4):
-        assert "num_key_value_heads=2" in message
-        assert "tp_size=4" in message
-
-
-def test_contradicting_offloads_are_refused() -> None:
-    with pytest.raises(ValueError, match="contradict"):
-        _offload_policy(OffloadPolicy(), cpu_offload=True)
-    assert isinstance(_offload_policy(None, cpu_offload=True), CPUOffloadPolicy)
+def test_a_model_is_sharded_once() -> None:
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=8)
+        model = fsdp2_strategy_parallelize(make_llama(tied=False), mesh)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is sharded already: \['itself', "):
+            fsdp2_strategy_parallelize(model, mesh, activation_checkpointing=True)
+    assert not any("forward" in vars(each) for each in model.modules())

@@ -1,23 +1,20 @@
 """Megatron-FSDP's helper, with the real package where it is installed.
 
-The package needs no GPU to compute, but asks torch.cuda for streams and the current device. Those
-calls, and nothing else, are answered here without one.
+Without a GPU, the package's calls to torch.cuda are answered by `cuda_answers`; all else is real.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from cuda_answers import cuda_that_only_answers
 from torch import Tensor, nn
 
 from helpers.worlds import fake_world
@@ -91,41 +88,6 @@ def _train(model: nn.Module, optimizer: Any, shares: int = 1, mine: int = 0) -> 
 # --- with the package ----------------------------------------------------------------------------
 
 
-class _Stream:
-    """A stream and event where there is no GPU: everything has happened already."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Stream:
-        return self
-
-
-@contextlib.contextmanager
-def _cuda_that_only_answers() -> Iterator[None]:
-    answers = {
-        "current_device": lambda: 0,
-        "Stream": _Stream,
-        "Event": _Stream,
-        "current_stream": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-    }
-    with (
-        mock.patch.multiple(torch.cuda, **answers),
-        mock.patch.object(Tensor, "cuda", lambda self: self),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # the package's own
-        yield
-
-
 @needs_package
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "optim_grads_params"])
 def test_training_equals_one_process(four, stage) -> None:
@@ -151,7 +113,7 @@ def _train_sharded(settings: dict[str, Any], cp: int = 1) -> list[float]:
     sizes = ParallelismSizes(cp_size=cp)
     mesh, _ = create_device_meshes(config, sizes, world_size=world_size)
     model = Model()
-    with _cuda_that_only_answers():
+    with cuda_that_only_answers():
         wrapped, optimizer = MegatronFSDPManager(config, mesh).parallelize(model, _optimizer(model))
         assert type(wrapped).__name__ == "MegatronFSDP"
         assert wrapped.module is model
@@ -172,7 +134,7 @@ def test_without_an_optimizer_only_the_model_is_wrapped(four) -> None:
 
 def _wrap_the_model() -> tuple[str, None, list[str]]:
     mesh = create_megatron_fsdp_device_mesh(ParallelismSizes(), world_size=2)
-    with _cuda_that_only_answers():
+    with cuda_that_only_answers():
         wrapped, optimizer = megatron_fsdp_strategy_parallelize(
             Model(), mesh, megatron_fsdp_unit_modules=["torch.nn.Linear"]
         )
@@ -196,7 +158,7 @@ def _several_groups() -> list[str]:
         {"params": list(model.head.parameters())},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    with _cuda_that_only_answers(), warnings.catch_warnings(record=True) as caught:
+    with cuda_that_only_answers(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         megatron_fsdp_strategy_parallelize(model, mesh, optimizer)
     return [str(each.message) for each in caught if "groups are lost" in str(each.message)]
@@ -279,6 +241,16 @@ class _Package(ModuleType):
     ("settings", "error", "message"),
     [
         ({"megatron_fsdp_unit_modules": ["nowhere.Block"]}, ImportError, "nowhere"),
+        (
+            {"megatron_fsdp_unit_modules": [nn.Conv1d]},
+            ValueError,
+            "Model has no modules of .*Conv1",
+        ),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(3)])},
+            ValueError,
+            r"1 parameters .*\[\(3,\)\]",
+        ),
         ({"nccl_ub": True}, ValueError, "nccl_ub"),
         ({"no_such_setting": 1}, TypeError, "no_such_setting"),
         ({"dp_shard_dim": "data"}, KeyError, "'data'"),

@@ -228,6 +228,28 @@ def test_refusals_name_the_numbers_and_create_nothing(world, config, sizes, mess
         create_device_meshes(config, ParallelismSizes(**sizes), world_size=8)
 
 
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig()])
+@pytest.mark.parametrize("world_size", [4, 16])
+def test_another_world_size_than_the_worlds(world, config, world_size) -> None:
+    message = f"world_size={world_size}, but the world has 8 ranks"
+    with _nothing_created(), pytest.raises(ValueError, match=message):
+        create_device_meshes(config, ParallelismSizes(), world_size=world_size)
+
+
+@pytest.mark.parametrize("ep_size", [0, -2, 2.0, None])
+def test_no_degree_of_experts(world, ep_size) -> None:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=8)
+    with _nothing_created(mesh), pytest.raises(ValueError, match=f"ep_size={ep_size}: expected"):
+        create_moe_mesh(mesh, ep_size=ep_size)
+
+
+def test_meshes_of_torch_have_no_flattened_axes_to_find(world) -> None:
+    stock = torch.distributed.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    assert get_flat_mesh(stock, "tp").size() == 2
+    with pytest.raises(TypeError, match=r"torch's own.*'dp_cp'.*meshverse\.install"):
+        get_flat_mesh(stock, "dp_cp")
+
+
 def test_moe_mesh_of_a_part_or_by_a_bad_degree(world) -> None:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2), world_size=8)
     with _nothing_created(mesh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +73,14 @@ def test_items_of_lists_and_dictionaries_are_sharded() -> None:
     model = Model()
     apply_fsdp_sharding_recursively(model, mesh(8), None)
     assert sharded(model) == BLOCKS
+
+
+@pytest.mark.usefixtures("world")
+def test_items_of_a_list_itself_are_sharded() -> None:
+    layers = nn.ModuleList([Block(), Block()])
+    apply_fsdp_sharding_recursively(layers, mesh(8), None)
+    assert sharded(layers) == {"0", "1"}
+    assert [settings_of(block)[0] for block in layers] == [True, False]
 
 
 def settings_of(module: Any) -> tuple[bool, list[Any], list[Any]]:
@@ -146,6 +156,17 @@ def test_layers_run_again_in_backward(mode: Any) -> None:
     assert list(model.state_dict()) == names
 
 
+def test_a_copy_of_a_checkpointed_model_has_its_own_layers() -> None:
+    model = nn.Sequential(nn.ModuleList([Block()]))
+    apply_activation_checkpointing(model, "selective")
+    given = torch.ones(1, 4, requires_grad=True)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        nn.init.zeros_(copied[0][0].linear.weight)
+        nn.init.zeros_(copied[0][0].linear.bias)
+        assert not copied[0][0](given).any()
+    assert model[0][0](given).any()
+
+
 @pytest.mark.parametrize(
     ("scope", "again"),
     [
@@ -158,6 +179,26 @@ def test_scope_chooses_layers(scope: Any, again: set[str]) -> None:
     model = Model()
     apply_activation_checkpointing(model, "full", scope)
     assert {name for name, count in calls(model).items() if count == 2} == again
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("vision_tower", "vision"),
+        ("visual", "vision"),
+        ("audio_tower", "audio"),
+        ("multi_modal_projector", "multimodal"),
+        ("language_model", "language"),
+        ("model", "language"),
+    ],
+)
+def test_parts_of_multimodal_models(name: str, scope: str) -> None:
+    for asked in ("vision", "audio", "multimodal", "language"):
+        model = nn.Module()
+        model.add_module(name, Tower(nn.ModuleList([Block()])))
+        apply_activation_checkpointing(model, "full", asked)
+        layer = model.get_submodule(f"{name}.layers.0")
+        assert ("forward" in vars(layer)) == (asked == scope)
 
 
 def test_selective_keeps_matrix_products() -> None:

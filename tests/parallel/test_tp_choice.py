@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,13 @@ def test_given_function_of_the_model() -> None:
         assert split(model) == expected
 
 
+def test_entries_for_no_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), {"up": ColwiseParallel(), "dwon": RowwiseParallel()})
+    assert split(model) == UP
+    assert "MLP has no modules ['dwon']" in caplog.text
+
+
 def test_what_is_no_plan_is_refused() -> None:
     model = MLP()
     with pytest.raises(TypeError, match="expected a dictionary of parallel styles"):
@@ -159,11 +167,17 @@ def test_import_by_path() -> None:
         import_class_from_path("Linear")
 
 
-def test_imports_that_fail_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    paths = ["torch.nn.Linear", "no_such_package.Class", "torch.nn.Linea", "torch.nn.Embedding"]
+def test_imports_that_fail_are_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "module_that_fails.py").write_text("raise RuntimeError('no such luck')")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = ["no_such_package.Class", "torch.nn.Linea", "Linear", "module_that_fails.Class"]
+    paths = ["torch.nn.Linear", *wrong, "torch.nn.Embedding"]
     assert import_classes_from_paths(paths) == [nn.Linear, nn.Embedding]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "no_such_package.Class" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(wrong)
+    assert all(repr(path) in caplog.text for path in wrong)
+    assert "no such luck" in caplog.text
 
 
 def test_destroying_ignores_ctrl_c(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:

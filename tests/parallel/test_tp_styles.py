@@ -235,6 +235,11 @@ def split_before() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]] = {
+    "no style": (
+        lambda: make(MLP),
+        {"up": ColwiseParallel(), "down": "rowwise"},  # type: ignore[dict-item]
+        r"\{'down': 'rowwise'\}: expected parallel styles.*translate_to_torch_parallel_style",
+    ),
     "output": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
         {"0": ColwiseParallel(), "1": ColwiseParallel()},
@@ -294,7 +299,7 @@ def refusal(name: str) -> None:
     model = build()
     before = {key: (each, type(each)) for key, each in model.named_parameters()}
     hooks = [len(each._forward_hooks) for each in model.modules()]
-    with pytest.raises(ValueError, match=REFUSED[name][2]):
+    with pytest.raises((ValueError, TypeError), match=REFUSED[name][2]):
         apply_tp_plan(model, mesh_of_two(), plan)
     after = dict(model.named_parameters())
     assert all(after[key] is each and type(each) is kind for key, (each, kind) in before.items())

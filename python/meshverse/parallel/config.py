@@ -25,6 +25,7 @@ TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]
 """A tensor-parallel plan: itself, an import path of it, or a function that gives it."""
 
 _CHECKPOINTING = (False, "full", "selective")
+_ZERO_STRATEGIES = (0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params")
 _SCOPES = ("all", "language", "vision", "audio", "multimodal")
 
 
@@ -64,8 +65,8 @@ class FSDP2Config(_Settings):
         defer_fsdp_grad_sync: whether only the last micro-batch reduces gradients, for the training
             loop.
         reshard_after_forward: None for all layers but the last; True, False for all.
-        enable_async_tensor_parallel: overlap tensor parallelism's collectives with its matmuls,
-            under torch.compile.
+        enable_async_tensor_parallel: without effect, since torch has no public switch to overlap
+            tensor parallelism's collectives with its matrix products; a warning says so.
         enable_compile: whether to compile each decoder layer.
         enable_fsdp2_prefetch: whether layers say explicitly which to gather ahead.
         fsdp2_backward_prefetch_depth: how many layers ahead in backward.
@@ -92,12 +93,18 @@ class FSDP2Config(_Settings):
     fsdp2_forward_prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
-        mode = self.activation_checkpointing
-        if mode is not False and mode not in _CHECKPOINTING[1:]:
-            raise ValueError(
-                f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}."
-            )
-        check_scope(self.activation_checkpointing_scope)
+        check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
+
+
+def check_checkpointing(mode: bool | str, scope: str | Sequence[str]) -> None:
+    """Check how activation checkpointing is asked for.
+
+    Raises:
+        ValueError: a mode that is none, or as `check_scope`.
+    """
+    if mode is not False and mode not in _CHECKPOINTING[1:]:
+        raise ValueError(f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}.")
+    check_scope(scope)
 
 
 def check_scope(scope: str | Sequence[str]) -> None:
@@ -127,7 +134,7 @@ class MegatronFSDPConfig(_Settings):
         megatron_fsdp_unit_modules: classes of the modules to shard one by one, or their import
             paths; None for the model's own `_no_split_modules`.
         zero_dp_strategy: what is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too,
-            3 parameters too.
+            3 parameters too; or the package's names of these, such as "optim_grads_params".
         init_fsdp_with_meta_device: whether parameters are on the meta device until sharded.
         grad_reduce_in_fp32: whether gradients are reduced in fp32.
         preserve_fp32_weights: whether fp32 main weights are kept.
@@ -142,6 +149,9 @@ class MegatronFSDPConfig(_Settings):
         nccl_ub: whether communication buffers are registered with NCCL.
         fsdp_double_buffer: whether communication uses two persistent buffers.
         activation_checkpointing: whether layers are recomputed in backward.
+
+    Raises:
+        ValueError: zero_dp_strategy is neither a stage nor the package's name of one.
     """
 
     megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None
@@ -160,6 +170,12 @@ class MegatronFSDPConfig(_Settings):
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero_dp_strategy not in _ZERO_STRATEGIES:
+            raise ValueError(
+                f"zero_dp_strategy={self.zero_dp_strategy!r}: expected one of {_ZERO_STRATEGIES}."
+            )
 
 
 @dataclass

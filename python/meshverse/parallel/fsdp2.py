@@ -12,16 +12,18 @@ Example:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshverse import DeviceMesh
 
 from .config import FSDP2Config
 from .packed_sequences import patch_is_packed_sequence, restore_is_packed_sequence
 from .parallelizer import apply_activation_checkpointing, fsdp2_strategy_parallelize
+from .parallelizer_layers import layer_lists
 
 __all__ = ["FSDP2Manager"]
 
@@ -104,26 +106,21 @@ class FSDP2Manager:
     def maybe_compile(self, model: _Model) -> _Model:
         """Compile each decoder layer of a model in place, if the config says so.
 
-        With `enable_async_tensor_parallel`, compiled layers overlap the collectives of tensor
-        parallelism with their matrix products.
+        Layers are the items of the outermost ModuleLists and ModuleDicts.
 
         Returns:
             The same model object.
         """
+        if self.config.enable_async_tensor_parallel:
+            _logger.warning(
+                "enable_async_tensor_parallel has no effect: torch has no public switch for it."
+            )
         if self.config.enable_compile:
-            options = {"_micro_pipeline_tp": True} if self._overlaps_tensor_parallelism() else None
-            for layer in decoder_layers(model):
-                layer.compile(options=options)
+            layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
+            _wait_for_embeddings(model, layers)
+            for layer in layers:
+                layer.compile()
         return model
-
-    def _overlaps_tensor_parallelism(self) -> bool:
-        mesh = self.device_mesh
-        return (
-            self.config.enable_async_tensor_parallel
-            and mesh is not None
-            and "tp" in (mesh.mesh_dim_names or ())
-            and mesh["tp"].size() > 1
-        )
 
     def _patch_transformers(self) -> None:
         if self.packed_sequences:
@@ -132,10 +129,19 @@ class FSDP2Manager:
             patch_is_packed_sequence()
 
 
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model: the items of its outermost ModuleLists."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from decoder_layers(child)
+def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Let the embeddings outside the layers hand out tensors that are there already.
+
+    One that is split by rows gives a tensor whose all-reduce is still under way. A compiled layer
+    (seen with torch 2.13) computes the right output from it, but passes its gradient on to
+    the wrong place, so that the embedding learns nothing.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            module.register_forward_hook(_finished)
+
+
+def _finished(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
+    return output if type(output) is Tensor else output.clone()

@@ -77,10 +77,12 @@ def megatron_fsdp_strategy_parallelize(
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh has not the axes.
         TypeError: a setting that is none.
-        ValueError: a setting that the installed version does not know; no unit modules are found.
-            The model is as it was then.
+        ValueError: a setting that the installed version does not know; the model has no unit
+            modules, or not all parameters of the optimizer. The model is as it was then.
     """
     config = MegatronFSDPConfig(**settings)
+    names = {id(parameter): name for name, parameter in _named_parameters(model)}
+    _check_optimizer(optimizer, names, model)
     shard_dim = dp_shard_dim or _default_shard_dim(device_mesh)
     tp_mesh = get_flat_mesh(device_mesh, tp_dim)
     if get_flat_mesh(device_mesh, shard_dim).size() == 1:
@@ -89,7 +91,6 @@ def megatron_fsdp_strategy_parallelize(
             "tensor parallelism is applied.",
             stacklevel=2,
         )
-        names = {id(parameter): name for name, parameter in _named_parameters(model)}
         _split(model, tp_mesh, tp_shard_plan, config)
         _point_to_new_parameters(optimizer, names, model)
         return model, optimizer
@@ -234,20 +235,46 @@ def _unit_modules(
     Raises:
         ValueError: an import path leads nowhere, or the model has no such modules.
     """
+    present = {type(module) for module in model.modules()}
     if asked is not None:
-        return [import_class_from_path(each) if isinstance(each, str) else each for each in asked]
+        units = [import_class_from_path(each) if isinstance(each, str) else each for each in asked]
+        absent = [unit for unit in units if not any(issubclass(each, unit) for each in present)]
+        if absent:
+            raise ValueError(
+                f"megatron_fsdp_unit_modules: {type(model).__name__} has no modules of {absent}. "
+                "Give classes of its modules."
+            )
+        return units
     names = set(getattr(model, "_no_split_modules", None) or ())
-    classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-    if not classes:
+    found = {each for each in present if each.__name__ in names}
+    if not found:
         raise ValueError(
             f"No unit modules for {type(model).__name__}: its _no_split_modules {sorted(names)} "
             "name none of its modules. Give their classes as megatron_fsdp_unit_modules."
         )
-    return sorted(classes, key=lambda cls: cls.__qualname__)
+    return sorted(found, key=lambda cls: cls.__qualname__)
 
 
 def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str], model: nn.Module
+) -> None:
+    """Check that an optimizer has parameters of the model only, by their ids.
+
+    Raises:
+        ValueError: it has others.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
+    if foreign:
+        raise ValueError(
+            f"The optimizer has {len(foreign)} parameters that {type(model).__name__} has not, of "
+            f"shapes {[tuple(shape) for shape in foreign]}. Make it of the model's parameters, "
+            "before the model is split."
+        )
 
 
 def _point_to_new_parameters(

@@ -16,7 +16,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -302,9 +302,12 @@ def _end_world() -> None:
 
 
 def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None  # it was started, or there was one
-    return group
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "The world of this collective was destroyed, by its close() or by "
+            "destroy_process_group(). Make the collective again."
+        )
+    return cast("dist.ProcessGroup", dist.group.WORLD)
 
 
 def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ from .degrees import (
     check_replicas,
     data_parallel_size,
     degree,
+    is_degree,
     rank_count,
 )
 from .mesh_spec import MeshAxisName, MeshSpec, validate_mesh_spec
@@ -87,8 +88,9 @@ def create_device_meshes(
         does not use.
 
     Raises:
-        ValueError: the strategy is unknown or does not support a parallelism asked for, or the
-            degrees do not fit the ranks. Nothing has been created then.
+        ValueError: the strategy is unknown or does not support a parallelism asked for, the degrees
+            do not fit the ranks, or world_size is not that of the process group. Nothing has been
+            created then.
     """
     _check_supported(strategy_config, parallelism)
     if isinstance(strategy_config, FSDP2Config):
@@ -148,7 +150,8 @@ def create_fsdp2_device_mesh(
         The root mesh, and the mesh (ep_shard, ep) or None.
 
     Raises:
-        ValueError: the degrees do not fit the ranks or each other.
+        ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
+            the process group.
     """
     tp, pp = degree(parallelism.tp_size), degree(parallelism.pp_size)
     cp, ep = degree(parallelism.cp_size), degree(parallelism.ep_size)
@@ -170,7 +173,7 @@ def create_fsdp2_device_mesh(
             "dp_cp": ("dp_replicate", "dp_shard", "cp"),
         },
     )
-    mesh = _build(spec, timeout_minutes, ranks)
+    mesh = _build(spec, world_size, timeout_minutes, ranks)
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
 
@@ -182,9 +185,11 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
         ep_size: number of ways the experts are split.
 
     Raises:
-        ValueError: ep_size does not divide the ranks of a stage, or the mesh is not over all ranks
-            of its universe.
+        ValueError: ep_size is no int above 0, or does not divide the ranks of a stage; or the mesh
+            is not over all ranks of its universe.
     """
+    if not is_degree(ep_size):
+        raise ValueError(f"ep_size={ep_size!r}: expected an int above 0.")
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
     stage_size, remainder = divmod(mesh.size() // stages, ep_size)
     if remainder or mesh.size() != mesh.universe.size:
@@ -218,20 +223,26 @@ def create_megatron_fsdp_device_mesh(
         ranks: as for `create_device_meshes`.
 
     Raises:
-        ValueError: the degrees do not multiply out to the ranks.
+        ValueError: the degrees do not multiply out to the ranks, or world_size is not that of the
+            process group.
     """
     tp, cp = degree(parallelism.tp_size), degree(parallelism.cp_size)
     count = rank_count(world_size, ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
     flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
     spec = MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened)
-    return _build(spec, timeout_minutes, ranks)
+    return _build(spec, world_size, timeout_minutes, ranks)
 
 
 def _build(
-    spec: MeshSpec, timeout_minutes: float | None, ranks: Sequence[int] | None
+    spec: MeshSpec, world_size: int, timeout_minutes: float | None, ranks: Sequence[int] | None
 ) -> DeviceMesh:
     validate_mesh_spec(spec)
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ValueError(
+            f"world_size={world_size}, but the world has {dist.get_world_size()} ranks. Give its "
+            "size; `ranks` places a mesh on some of them."
+        )
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     mesh = init_device_mesh(
         _device_type(), spec.shape, mesh_dim_names=spec.axes, ranks=ranks, timeout=timeout

@@ -30,11 +30,11 @@ from torch.distributed.fsdp import (
 
 from meshverse.device_mesh import DeviceMesh
 
-from .config import TPPlan, default_mixed_precision
+from .config import TPPlan, check_checkpointing, default_mixed_precision
 from .hf_plan import get_hf_tp_shard_plan
 from .parallelizer_checkpointing import apply_activation_checkpointing
 from .parallelizer_imports import import_class_from_path, import_classes_from_paths
-from .parallelizer_sharding import apply_fsdp_sharding_recursively
+from .parallelizer_sharding import apply_fsdp_sharding_recursively, check_not_sharded
 from .submesh import get_flat_mesh, get_fsdp_dp_mesh
 from .tp_apply import apply_tp_plan
 from .tp_choice import apply_tensor_parallelism, check_heads, register_tp_plan
@@ -113,20 +113,24 @@ def fsdp2_strategy_parallelize(
 
     Raises:
         KeyError: the mesh has not the axes.
+        TypeError: the plan is none, or has values that are no parallel styles.
         ValueError: heads do not divide by the size of tensor parallelism, the plan does not fit the
-            model, or both cpu_offload and another offload_policy are asked for. The model is as it
-            was then.
+            model, the model is sharded already, a setting of activation checkpointing is unknown,
+            or both cpu_offload and another offload_policy are asked for. The model is as it was
+            after any of these.
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
     get_flat_mesh(device_mesh, dp_cp_mesh_name)
-    offload = _offload_policy(offload_policy, cpu_offload)
+    offload = _offload_policy(offload_policy, cpu_offload, device_mesh.device_type)
+    mode = "full" if activation_checkpointing is True else activation_checkpointing
+    check_checkpointing(mode, activation_checkpointing_scope)
+    check_not_sharded(model)
 
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel)
-    if activation_checkpointing:
-        mode = "full" if activation_checkpointing is True else activation_checkpointing
+    if mode:
         apply_activation_checkpointing(model, mode, activation_checkpointing_scope)
     precision = mp_policy or replace(
         default_mixed_precision(), param_dtype=param_dtype, output_dtype=param_dtype
@@ -146,22 +150,27 @@ def fsdp2_strategy_parallelize(
     return model
 
 
-def _offload_policy(policy: OffloadPolicy | None, cpu_offload: bool) -> OffloadPolicy | None:
+def _offload_policy(
+    policy: OffloadPolicy | None, cpu_offload: bool, device_type: str
+) -> OffloadPolicy | None:
     if not cpu_offload:
         return policy
     if policy is not None and not isinstance(policy, CPUOffloadPolicy):
         raise ValueError(
             f"cpu_offload=True and offload_policy={policy}: they contradict each other. Give one."
         )
-    return policy or CPUOffloadPolicy()
+    # Memory is pinned for copies to a device: without one, torch cannot pin it.
+    return policy or CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 @contextlib.contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     """Within the context, all parameters that FSDP2 shards are whole, on all ranks.
 
-    Changes made to them are lost, except where a rank changes its own part. With tensor
-    parallelism they are whole along the sharded axis only, and still DTensors on the TP mesh.
+    A forward gathers nothing then, but leaves its layers sharded, as it does anywhere, unless they
+    have `reshard_after_forward=False`. Changes made to parameters are lost, except where a rank
+    changes its own part. With tensor parallelism they are whole along the sharded axis only, and
+    still DTensors on the TP mesh.
 
     Example:
         >>> with unshard_fsdp2_model(model):  # doctest: +SKIP

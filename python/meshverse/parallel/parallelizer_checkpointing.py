@@ -74,19 +74,19 @@ def apply_activation_checkpointing(
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for name, layer in chain.from_iterable(layer_lists(model)):
         if "all" in parts or _part(name) in parts:
-            layer.forward = _checkpointed(layer.forward, settings)
+            # Not a closure: a copy of the model must call its own layers, not those of this one.
+            layer.forward = partial(_checkpointed, layer.forward, settings)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
 
 
-def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    def checkpointed(*arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **keywords)
-        return checkpoint(forward, *arguments, **settings, **keywords)
-
-    return checkpointed
+def _checkpointed(
+    forward: Callable[..., Any], settings: dict[str, Any], *arguments: Any, **keywords: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **keywords)
+    return checkpoint(forward, *arguments, **settings, **keywords)
 
 
 def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:

@@ -44,6 +44,6 @@ def import_classes_from_paths(paths: Sequence[str]) -> list[Any]:
 def _import_or_warn(path: str) -> list[Any]:
     try:
         return [import_class_from_path(path)]
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  (a module that is imported runs, and raises, anything)
         _logger.warning("Left out the import path %r: %s", path, error)
         return []

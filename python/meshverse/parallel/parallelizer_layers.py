@@ -18,15 +18,14 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
-    """The outermost ModuleLists and ModuleDicts in a module: their items, with their names.
+    """The outermost ModuleLists and ModuleDicts of a module: their items, with their names.
 
-    A list of lists has no forward of its own to work around: its inner lists are meant.
+    The module may be such a list itself. In a list of lists, whose items have no forward, the inner
+    lists are meant.
     """
-    for name, child in module.named_children():
-        items = [
-            (f"{prefix}{name}.{item_name}", item) for item_name, item in child.named_children()
-        ]
-        if isinstance(child, _LISTS) and not any(isinstance(item, _LISTS) for _, item in items):
-            yield items
-        else:
-            yield from layer_lists(child, f"{prefix}{name}.")
+    children = list(module.named_children())
+    if isinstance(module, _LISTS) and not any(isinstance(child, _LISTS) for _, child in children):
+        yield [(prefix + name, child) for name, child in children]
+        return
+    for name, child in children:
+        yield from layer_lists(child, f"{prefix}{name}.")

@@ -6,6 +6,7 @@ Example:
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, cast
 
 from torch import nn
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from .parallelizer_layers import layer_lists
 
-__all__ = ["apply_fsdp_sharding_recursively"]
+__all__ = ["apply_fsdp_sharding_recursively", "check_not_sharded"]
 
 
 def apply_fsdp_sharding_recursively(
@@ -26,10 +27,10 @@ def apply_fsdp_sharding_recursively(
     reshard_after_forward: bool | None = None,
     prefetch_depths: tuple[int, int] | None = None,
 ) -> None:
-    """Shard every item of every ModuleList and ModuleDict in a module; the rest is the root's.
+    """Shard every item of every ModuleList and ModuleDict of a module; the rest is the root's.
 
     Args:
-        module: to search; itself it is not sharded.
+        module: to search, which may be such a list; itself it is not sharded.
         mesh: 1-D to shard over, or 2-D (replicas, shards).
         mp_policy: of parameters, gradients and outputs; None for their own precision.
         offload_policy: where sharded parameters live; None for the mesh's device.
@@ -52,6 +53,20 @@ def apply_fsdp_sharding_recursively(
             fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
         if prefetch_depths is not None:
             _chain_prefetches(items, *prefetch_depths)
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Check that neither a model nor one of its layers is sharded by FSDP2 already.
+
+    Raises:
+        ValueError: some are.
+    """
+    modules = [("", model), *chain.from_iterable(layer_lists(model))]
+    sharded = [name or "itself" for name, module in modules if isinstance(module, FSDPModule)]
+    if sharded:
+        raise ValueError(
+            f"{type(model).__name__} is sharded already: {sharded}. Parallelize a model once."
+        )
 
 
 def _chain_prefetches(items: list[FSDPModule], backward_depth: int, forward_depth: int) -> None:

@@ -73,10 +73,16 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
     Raises:
         KeyError: there is no axis of this name.
+        TypeError: the mesh has none, and is not a `meshverse.DeviceMesh`.
     """
     own = mesh.mesh_dim_names or ()
     if name in own:
         return mesh[str(name)]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{mesh} is a mesh of torch's own, which has no flattened axis {str(name)!r} to find. "
+            "Make it with meshverse.init_device_mesh, or call meshverse.install() before."
+        )
     flattened = mesh.universe.flattened
     if name not in flattened:
         raise KeyError(

@@ -8,7 +8,9 @@ Example:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,8 @@ from .tp_local_styles import CheckedStyle, LocalParameters
 from .tp_names import matching_modules, parent_name
 
 __all__ = ["apply_tp_plan"]
+
+_logger = logging.getLogger(__name__)
 
 # What attention modules of transformers and of its relatives call the number of their heads.
 _HEAD_COUNTS = (
@@ -49,13 +53,15 @@ def apply_tp_plan(model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, Para
         model: whose parameters are whole; they become DTensors where the plan names them.
         tp_mesh: 1-D.
         plan: by module name, in which wildcards stand for one step; later entries win. Names
-            of modules that the model has not are left out.
+            of modules that the model has not are left out, with a warning.
 
     Raises:
+        TypeError: a value of the plan is no parallel style.
         ValueError: a style does not fit its module, sizes or heads do not divide by the number of
             ranks, or only some of the parameters that are one object would be split.
     """
-    styles = {name: style for key, style in plan.items() for name in matching_modules(model, key)}
+    _check_styles(plan)
+    styles = _styles_by_module(model, plan)
     for name, style in styles.items():
         _check(name, model.get_submodule(name), style, tp_mesh.size())
     shared = list(_shared_parameters(model))
@@ -71,6 +77,29 @@ def apply_tp_plan(model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, Para
         for name in others:
             owner, _, own_name = name.rpartition(".")
             model.get_submodule(owner).register_parameter(own_name, model.get_parameter(first))
+
+
+def _check_styles(plan: Mapping[str, Any]) -> None:
+    wrong = {key: style for key, style in plan.items() if not isinstance(style, ParallelStyle)}
+    if wrong:
+        raise TypeError(
+            f"The tensor-parallel plan has {wrong}: expected parallel styles by module name. "
+            "translate_to_torch_parallel_style makes one of the name that transformers gives it."
+        )
+
+
+def _styles_by_module(
+    model: nn.Module, plan: Mapping[str, ParallelStyle]
+) -> dict[str, ParallelStyle]:
+    names = {key: matching_modules(model, key) for key in plan}
+    absent = [key for key, found in names.items() if not found]
+    if absent:
+        _logger.warning(
+            "%s has no modules %s: the entries of the tensor-parallel plan are left out.",
+            type(model).__name__,
+            absent,
+        )
+    return {name: plan[key] for key, found in names.items() for name in found}
 
 
 def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
