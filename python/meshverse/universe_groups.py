@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
@@ -122,9 +123,15 @@ class UniverseGroups:
         return self._request_of(axis, axis_name, self._options(NO_OVERRIDE), False)
 
     def _options(self, override: Override) -> GroupOptions:
-        if override == NO_OVERRIDE and self._defaults.are_torchs:
-            return self._world.default_options
+        if override == NO_OVERRIDE:
+            return self._inherited_options
         return GroupOptions.resolve(override, self._world.default_group, self._defaults)
+
+    @cached_property
+    def _inherited_options(self) -> GroupOptions:
+        if self._defaults.are_torchs:
+            return self._world.default_options
+        return GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
 
     def _request_of(
         self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import meshverse
 from helpers.crew import Crew
@@ -28,3 +29,10 @@ def four() -> Iterator[Crew]:
 def uninstalled_afterwards() -> Iterator[None]:
     yield
     meshverse.uninstall()
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """What is compiled is forgotten afterwards."""
+    yield
+    torch.compiler.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
+from helpers.compiling import COMPILES
 from helpers.observation import OURS, Family, attempt
 from helpers.sides import MESHES_ARE_PLAIN_CLASSES, SIDES, mesh_class, side
 from helpers.training import batch, make_model, tensor_parallel
@@ -22,18 +23,7 @@ from helpers.worlds import fake_world
 _SIZE, _RANK = 8, 5
 _AXES = ("dp", "tp")
 
-# From torch itself while it compiles; none of them is about meshes.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
+pytestmark = COMPILES
 
 
 class Compiled(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,22 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from helpers.compiling import COMPILES
 from helpers.observation import Family
 from helpers.sides import SIDES, side
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
+pytestmark = COMPILES
 
 
 def _gather(mesh: StockDeviceMesh, x: Tensor) -> Tensor:

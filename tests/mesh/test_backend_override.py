@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
+from helpers.fake_options import fake_options, raises
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, init_device_mesh
@@ -20,43 +18,27 @@ _NAMES = ("dp", "tp")
 _RANKS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def _options(*, raises: bool = True, seconds: float = 1800) -> FakeProcessGroup.Options:
-    """Options of the fake backend. `raises` can be seen: the group's collectives raise."""
-    options = FakeProcessGroup.Options()
-    options.error_on_collective = raises
-    options._timeout = timedelta(seconds=seconds)
-    return options
-
-
-def _raises(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.all_reduce(torch.ones(1), group=group)
-    except RuntimeError:
-        return True
-    return False
-
-
 def _mesh(family: Family = OURS, **extra) -> DeviceMesh:
     return family.init_device_mesh("cpu", (2, 4), mesh_dim_names=_NAMES, **extra)
 
 
 _FORMS: dict[str, Callable[[Family], DeviceMesh]] = {
-    "by name": lambda f: _mesh(f, backend_override={"tp": _options()}),
-    "by index": lambda f: _mesh(f, backend_override={1: _options()}),
-    "with the backend": lambda f: _mesh(f, backend_override={"tp": ("fake", _options())}),
-    "beside a backend": lambda f: _mesh(f, backend_override={"tp": _options(), 0: "fake"}),
+    "by name": lambda f: _mesh(f, backend_override={"tp": fake_options()}),
+    "by index": lambda f: _mesh(f, backend_override={1: fake_options()}),
+    "with the backend": lambda f: _mesh(f, backend_override={"tp": ("fake", fake_options())}),
+    "beside a backend": lambda f: _mesh(f, backend_override={"tp": fake_options(), 0: "fake"}),
     "one pair an axis": lambda f: f.DeviceMesh(
         "cpu",
         _RANKS,
         mesh_dim_names=_NAMES,
-        backend_override=((None, None), ("fake", _options())),
+        backend_override=((None, None), ("fake", fake_options())),
     ),
     "of an unflattened axis, by name": lambda f: f.init_device_mesh(
         "cpu", (8,), mesh_dim_names=("world",)
-    )._unflatten(0, (2, 4), _NAMES, backend_override={"tp": _options()}),
+    )._unflatten(0, (2, 4), _NAMES, backend_override={"tp": fake_options()}),
     "of an unflattened axis, by index": lambda f: f.init_device_mesh(
         "cpu", (8,), mesh_dim_names=("world",)
-    )._unflatten(0, (2, 4), _NAMES, backend_override={1: ("fake", _options())}),
+    )._unflatten(0, (2, 4), _NAMES, backend_override={1: ("fake", fake_options())}),
 }
 
 
@@ -64,36 +46,40 @@ _FORMS: dict[str, Callable[[Family], DeviceMesh]] = {
 @pytest.mark.parametrize("form", _FORMS)
 def test_options_reach_the_group_and_no_other(form: str, family: Family) -> None:
     mesh = _FORMS[form](family)
-    assert _raises(mesh.get_group("tp"))
-    assert not _raises(mesh.get_group("dp"))
+    assert raises(mesh.get_group("tp"))
+    assert not raises(mesh.get_group("dp"))
     assert dist.get_process_group_ranks(mesh.get_group("tp")) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("family", [STOCK, OURS], ids=["stock", "ours"])
 @pytest.mark.parametrize(
-    "override", [lambda: _options(), lambda: ("fake", _options())], ids=["options", "pair"]
+    "override", [lambda: fake_options(), lambda: ("fake", fake_options())], ids=["options", "pair"]
 )
 def test_options_reach_a_flattened_group(family: Family, override: Callable) -> None:
     flat = _mesh(family)._flatten("all", override())
-    assert _raises(flat.get_group())
-    assert not _raises(dist.group.WORLD)
+    assert raises(flat.get_group())
+    assert not raises(dist.group.WORLD)
 
 
 def test_one_pair_an_axis_may_be_a_list_or_a_mapping() -> None:
-    for override in ([(None, None), (None, _options())], {"tp": _options()}, {1: _options()}):
+    for override in (
+        [(None, None), (None, fake_options())],
+        {"tp": fake_options()},
+        {1: fake_options()},
+    ):
         mesh = DeviceMesh("cpu", _RANKS, mesh_dim_names=_NAMES, backend_override=override)
-        assert _raises(mesh.get_group("tp"))
-        assert not _raises(mesh.get_group("dp"))
+        assert raises(mesh.get_group("tp"))
+        assert not raises(mesh.get_group("dp"))
 
 
 # --- what shares a group -------------------------------------------------------------------------
 
 _DEFAULTS_WRITTEN_OUT = {
     "backend": lambda: "fake",
-    "options": lambda: _options(raises=False),
+    "options": lambda: fake_options(raises=False),
     "backend and no options": lambda: ("fake", None),
     "neither": lambda: (None, None),
-    "both": lambda: ("fake", _options(raises=False)),
+    "both": lambda: ("fake", fake_options(raises=False)),
     "none": lambda: None,
 }
 
@@ -113,9 +99,9 @@ def test_the_default_written_out_is_the_default(written_out: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        lambda: _options(raises=True),
-        lambda: _options(raises=False, seconds=7),
-        lambda: ("fake", _options(raises=False, seconds=7)),
+        lambda: fake_options(raises=True),
+        lambda: fake_options(raises=False, seconds=7),
+        lambda: ("fake", fake_options(raises=False, seconds=7)),
         lambda: "cpu:fake",
     ],
     ids=["another field", "another timeout", "another timeout, in a pair", "another backend"],
@@ -136,7 +122,7 @@ def test_different_timeouts_do_not_share() -> None:
     with groups_created(3):
         groups = {
             mesh["tp"]
-            .flatten(f"alias_{seconds}", _options(raises=False, seconds=seconds))
+            .flatten(f"alias_{seconds}", fake_options(raises=False, seconds=seconds))
             .get_group()
             for seconds in (5, 6, 7.5)
         }
@@ -145,26 +131,26 @@ def test_different_timeouts_do_not_share() -> None:
 
 def test_an_override_of_the_whole_world_is_not_the_default_group() -> None:
     with groups_created(1):
-        mesh = init_device_mesh("cpu", (8,), backend_override={0: _options()})
-    assert _raises(mesh.get_group())
-    assert not _raises(dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (8,), backend_override={0: fake_options()})
+    assert raises(mesh.get_group())
+    assert not raises(dist.group.WORLD)
 
 
 def test_options_changed_afterwards_change_nothing() -> None:
-    options = _options(raises=False)
+    options = fake_options(raises=False)
     mesh = _mesh(backend_override={"tp": options})
     options.error_on_collective = True
     with groups_created(0):
-        same = mesh["tp"].flatten("same", _options(raises=False))
+        same = mesh["tp"].flatten("same", fake_options(raises=False))
     assert same.get_group() is mesh.get_group("tp")
     with groups_created(1):
         other = mesh["tp"].flatten("other", options)
-    assert _raises(other.get_group())
-    assert not _raises(same.get_group())
+    assert raises(other.get_group())
+    assert not raises(same.get_group())
 
 
 def test_the_users_options_object_is_not_written_to() -> None:
-    options = _options(raises=False, seconds=7)
+    options = fake_options(raises=False, seconds=7)
     before = {
         name: getattr(options, name)
         for name in ("_timeout", "backend", "group_name", "global_ranks_in_group")
@@ -174,7 +160,7 @@ def test_the_users_options_object_is_not_written_to() -> None:
 
 
 def test_explain_names_what_differs_from_the_defaults() -> None:
-    mesh = _mesh(backend_override={"tp": _options(seconds=7)})
+    mesh = _mesh(backend_override={"tp": fake_options(seconds=7)})
     dp, tp = (group.options for group in mesh.universe.explain().groups)
     assert "error_on_collective" not in dp
     assert "error_on_collective=True" in tp

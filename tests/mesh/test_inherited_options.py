@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
+from helpers.fake_options import fake_options, raises
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 
@@ -18,23 +18,6 @@ pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
 _AXES = ("dp", "tp")
 _MINUTE = timedelta(minutes=1)
-
-
-def _options(*, raises: bool = True, seconds: float | None = None) -> Any:
-    """Options of the fake backend. `raises` can be seen: the group's collectives raise."""
-    options = FakeProcessGroup.Options()
-    options.error_on_collective = raises
-    if seconds is not None:
-        options._timeout = timedelta(seconds=seconds)
-    return options
-
-
-def _raises(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.all_reduce(torch.ones(1), group=group)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _mesh(**extra: Any) -> DeviceMesh:
@@ -64,45 +47,50 @@ def _timeout(mesh: DeviceMesh) -> timedelta | None:
 
 @pytest.mark.parametrize("derived", _DERIVED)
 def test_timeout_and_options_reach(derived: str) -> None:
-    mesh = _DERIVED[derived](_mesh(timeout=_MINUTE, options=_options()))
+    mesh = _DERIVED[derived](_mesh(timeout=_MINUTE, options=fake_options()))
     assert _timeout(mesh) == _MINUTE
-    assert _raises(mesh.get_group())
-    assert not _raises(dist.group.WORLD)
+    assert raises(mesh.get_group())
+    assert not raises(dist.group.WORLD)
 
 
 def test_an_axis_may_say_another() -> None:
     mesh = _mesh(
         timeout=_MINUTE,
-        options=_options(),
-        backend_override={"tp": _options(raises=False), "dp": _options(seconds=7)},
+        options=fake_options(),
+        backend_override={"tp": fake_options(raises=False), "dp": fake_options(seconds=7)},
     )
     assert _timeout(mesh["tp"]) == _MINUTE  # a fresh object says no timeout
-    assert not _raises(mesh.get_group("tp"))
+    assert not raises(mesh.get_group("tp"))
     assert _timeout(mesh["dp"]) == timedelta(seconds=7)
 
 
 def test_options_may_carry_the_timeout_and_the_argument_wins() -> None:
-    assert _timeout(_mesh(options=_options(seconds=7))["tp"]) == timedelta(seconds=7)
-    assert _timeout(_mesh(options=_options(seconds=7), timeout=_MINUTE)["tp"]) == _MINUTE
+    assert _timeout(_mesh(options=fake_options(seconds=7))["tp"]) == timedelta(seconds=7)
+    assert _timeout(_mesh(options=fake_options(seconds=7), timeout=_MINUTE)["tp"]) == _MINUTE
 
 
 def test_options_are_for_groups_of_their_backend_only() -> None:
-    mesh = _mesh(options=_options(), backend_override={"tp": "cpu:fake"})
-    assert not _raises(mesh.get_group("tp"))
-    assert _raises(mesh.get_group("dp"))
+    mesh = _mesh(options=fake_options(), backend_override={"tp": "cpu:fake"})
+    assert not raises(mesh.get_group("tp"))
+    assert raises(mesh.get_group("dp"))
 
 
 def test_the_defaults_written_out_share_a_group_with_none() -> None:
-    mesh = _mesh(timeout=_MINUTE, options=_options())
+    mesh = _mesh(timeout=_MINUTE, options=fake_options())
     with groups_created(0):
-        for override in ("fake", _options(), ("fake", None), ("fake", _options(seconds=60))):
+        for override in (
+            "fake",
+            fake_options(),
+            ("fake", None),
+            ("fake", fake_options(seconds=60)),
+        ):
             view = init_device_mesh(
                 "cpu", (2, 4), backend_override={1: override}, universe=mesh.universe
             )
             assert view.get_group(1) is mesh.get_group("tp")
     with groups_created(1):
         init_device_mesh(
-            "cpu", (2, 4), backend_override={1: _options(raises=False)}, universe=mesh.universe
+            "cpu", (2, 4), backend_override={1: fake_options(raises=False)}, universe=mesh.universe
         )
 
 
@@ -118,11 +106,11 @@ def test_the_defaults_of_the_world_written_out_are_the_defaults() -> None:
 
 
 def test_options_changed_after_use_change_nothing() -> None:
-    options = _options()
+    options = fake_options()
     mesh = _mesh(options=options)
     options.error_on_collective = False
-    assert _raises(mesh.flatten("all").get_group())
-    assert options._timeout == _options()._timeout, "c10d wrote to the user's object"
+    assert raises(mesh.flatten("all").get_group())
+    assert options._timeout == fake_options()._timeout, "c10d wrote to the user's object"
 
 
 def test_a_universe_made_beforehand_has_them_too() -> None:
