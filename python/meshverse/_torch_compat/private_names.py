@@ -93,6 +93,3 @@ def require_supported_torch() -> None:
 
 
 require_supported_torch()
-
-
-require_supported_torch()
