@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from datetime import timedelta
@@ -104,13 +105,17 @@ def store_of(default_group: ProcessGroup) -> Any | None:
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
+    kind: Any = type(base)  # mypy takes a class's metaclass for unhashable
+    return store if _has_compare_set(kind) else None
+
+
+@functools.cache
+def _has_compare_set(kind: type) -> bool:
+    if issubclass(kind, (dist.TCPStore, dist.FileStore, dist.HashStore)):
+        return True
     # A class written in Python has what it, not c10d's own base class, defines.
-    own = (kind for kind in type(base).__mro__ if kind not in dist.Store.__mro__)
-    return store if any("compare_set" in vars(kind) for kind in own) or _is_whole(base) else None
-
-
-def _is_whole(store: object) -> bool:
-    return isinstance(store, (dist.TCPStore, dist.FileStore, dist.HashStore))
+    own = (base for base in kind.__mro__ if base not in dist.Store.__mro__)
+    return any("compare_set" in vars(base) for base in own)
 
 
 def lifetime_of(default_group: ProcessGroup) -> object:
