@@ -8,6 +8,7 @@ slower side: its one run is interrupted where many of the faster one are not.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -237,8 +238,7 @@ def same_answers(answers: dict[str, dict[str, Any]]) -> None:
     Args:
         answers: by side, then by operation.
     """
-    sides = list(answers)
-    for one, other in zip(sides, sides[1:], strict=False):
+    for one, other in itertools.pairwise(answers):
         for operation in answers[one].keys() & answers[other].keys():
             mine, theirs = answers[one][operation], answers[other][operation]
             assert mine == theirs, (

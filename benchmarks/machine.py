@@ -19,7 +19,8 @@ def circumstances(command: str) -> dict[str, str]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"`{command}`",
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory_gb()} GB, {platform.system()}",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory_gb()} GB, "
+        f"{platform.system()}",
         "load average at the end": "{:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()),
         "versions": f"Meshverse {meshverse.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",

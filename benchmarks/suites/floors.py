@@ -1,7 +1,7 @@
 """The least that each mesh operation needs, whoever does it.
 
-Where an operation makes process groups, that is c10d making this rank's own groups by its helper for
-the members of a group, and nothing else. For the others it is the least Python that gives the
+Where an operation makes process groups, that is c10d making this rank's own groups by its helper
+for the members of a group, and nothing else. For the others it is the least Python that gives the
 answer where the answer is known: a method that looks it up, a new object with known attributes, the
 pickle of a few numbers.
 """
@@ -142,9 +142,14 @@ def floor_of(axes: Axes, mesh_ranks: list[list[int]], flat_ranks: list[int]) -> 
     known, equal, unequal = _Known(parts, 1), _Known(parts, 1), _Known(parts, 2)
     plain = ("cpu", (("tp", ((axes["tp"],), (1,))),), dist.get_world_size(), (0, 1, 2))
     names = {
-        **{"known": known, "equal": equal, "unequal": unequal, "parts": ("cp", "tp")},
-        **{"pickle": pickle, "plain": plain, "pickled": pickle.dumps(plain)},
-        **{"arange": torch.arange, "size": dist.get_world_size()},
+        "known": known,
+        "equal": equal,
+        "unequal": unequal,
+        "pickle": pickle,
+        "plain": plain,
+        "pickled": pickle.dumps(plain),
+        "arange": torch.arange,
+        "size": dist.get_world_size(),
     }
     expressions = {
         _OBJECT: "known.copied()",
