@@ -1,0 +1,179 @@
+"""What meshes cost a training job: the five views, wrapping a model, its steps.
+
+The models have tensor parallelism (8 ranks) and hybrid sharding (8 ranks, replicated over the rest
+of the world), on one rank with a backend that does nothing: what is timed is the work of the host.
+Only the number of replicas grows with the world, so the model's own work does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import device_mesh as stock
+
+import meshverse
+from crews import in_crew
+from harness import (
+    OURS,
+    STOCK,
+    Action,
+    Check,
+    Outcome,
+    Run,
+    Scenario,
+    play,
+    same_answers,
+)
+from suites.floors import MakesGroups, named
+from suites.trainer_model import measure_large_model, measure_small_model
+from trainer_views import Degrees, answers, count_process_groups, five_views
+from worlds import fake_world
+
+__all__ = ["METHOD", "SCALE", "TITLE", "run"]
+
+TITLE = "A trainer: five views, wrapping, steps"
+METHOD = (
+    "one rank of a fake world, processor time of its thread; models in a fresh process each time, "
+    "as torch caches plans by the value of a mesh and equal meshes of both sides would meet; the "
+    "floor of the views is c10d making the distinct groups"
+)
+SCALE = "ranks"
+_FLOOR = "floor"
+_VIEWS = "five views of one world"
+_DEGREES = {
+    64: Degrees(pp=2, dp_shard=8, tp=4, ep=8),
+    1_024: Degrees(pp=4, dp_shard=32, tp=8, ep=16),
+    10_240: Degrees(),
+    102_400: Degrees(pp=16, dp_shard=800, tp=8, ep=64),
+    1_048_576: Degrees(pp=32, dp_shard=4096, tp=8, ep=64),
+}
+_STOCK_VIEWS = {102_400: 1, 1_048_576: 1}  # repetitions: one run takes seconds, then half a minute
+_SIZES = [64, 10_240, 102_400]
+_LAYERS_AT = 10_240
+_LIMIT_S = 200
+# Two measurements of the very same call differ by some percent on a shared machine.
+_NOT_SLOWER = 1.05
+
+
+def run(run: Run) -> Outcome:
+    """Measure the views, then the models."""
+    outcome = Outcome()
+    sizes = run.choose(list(_DEGREES), [64, 10_240])
+    model_sizes = run.choose(_SIZES, [64])
+    repetitions, model_repetitions = run.choose((7, 3), (3, 1))
+    steps = repetitions * len(sizes) + 2 * model_repetitions * (len(model_sizes) + 1)
+    step = 0
+    for repetition in range(repetitions):
+        for size in sizes:
+            run.tell(step, steps, f"five views of {size:,} ranks")
+            step += 1
+            _views(outcome, size, repetition)
+    for repetition in range(model_repetitions):
+        for size in model_sizes:
+            run.tell(step, steps, f"16 blocks, {size:,} ranks")
+            step += 2
+            _model(outcome, measure_small_model, size, repetition)
+        if not run.quick:
+            run.tell(step, steps, f"80 layers, {_LAYERS_AT:,} ranks")
+            step += 2
+            _model(outcome, measure_large_model, _LAYERS_AT, repetition)
+    outcome.measurements.sort(key=lambda one: _ORDER.index(one.operation))
+    outcome.checks = _checks(outcome, sizes, model_sizes)
+    outcome.notes.append(
+        "Stock builds the views of 102,400 and of 1,048,576 ranks once, without warming up: that "
+        "takes seconds, and half a minute."
+    )
+    return outcome
+
+
+_GROUPS = "process groups after five views"
+_ORDER = [
+    _VIEWS,
+    _GROUPS,
+    "wrap 16 blocks",
+    "wrap 80 layers",
+    "training step",
+    "compiled training step",
+    "compiled call",
+]
+
+
+def _views(outcome: Outcome, size: int, repetition: int) -> None:
+    sides = [STOCK, OURS][:: 1 if repetition % 2 == 0 else -1]
+    if repetition >= _STOCK_VIEWS.get(size, repetition + 1):
+        sides.remove(STOCK)
+    seen, ranks = {}, []
+    for side in sides:
+        with fake_world(size, 777 % size):
+            if not (side == STOCK and size in _STOCK_VIEWS):
+                play(_scenario(side, size), with_answers=False)
+            before = count_process_groups()
+            played = play(_scenario(side, size), with_answers=True)
+            groups = count_process_groups() - before + 1
+        seen[side] = played.answers
+        outcome.of(_VIEWS, size).add(side, played.times_ns[_VIEWS])
+        outcome.of(_GROUPS, size).add(side, groups)
+    same_answers(seen)
+    for view in seen[OURS][_VIEWS].values():
+        ranks += [tuple(one) for one in view["axis ranks"] if len(one) < size]
+    with fake_world(size, 777 % size):
+        played = play(_floor(sorted(set(ranks))), with_answers=False)
+        outcome.of(_VIEWS, size).add(_FLOOR, played.times_ns[_VIEWS])
+    outcome.of(_VIEWS, size).figure = "views"
+    outcome.of(_GROUPS, size).unit = "groups"
+
+
+def _scenario(side: str, size: int) -> Scenario:
+    init = meshverse.init_device_mesh if side == OURS else stock.init_device_mesh
+    names = {"five_views": five_views, "init": init, "degrees": _DEGREES[size]}
+    yield Action(
+        _VIEWS,
+        "five_views(init, degrees)",
+        names,
+        lambda views: {name: answers(view) for name, view in views.items()},
+    )
+
+
+def _floor(ranks: list[tuple[int, ...]]) -> Scenario:
+    make = MakesGroups()
+    for _ in range(2):  # once to warm up
+        groups = named([list(one) for one in ranks])
+        yield Action(_VIEWS, "make(groups)", {"make": make, "groups": groups})
+
+
+def _model(outcome: Outcome, measure: Callable[..., Any], size: int, repetition: int) -> None:
+    placed = {}
+    for side in [STOCK, OURS][:: 1 if repetition % 2 == 0 else -1]:
+        [(where, times)] = in_crew(1, measure, side, size, limit_s=_LIMIT_S)
+        placed[side] = where
+        for operation, elapsed in times.items():
+            outcome.of(operation, size).add(side, elapsed)
+            outcome.of(operation, size).figure = "models"
+    assert placed[STOCK] == placed[OURS], "the models are wrapped unlike"
+
+
+def _checks(outcome: Outcome, sizes: list[int], model_sizes: list[int]) -> list[Check]:
+    samples = outcome.of(_VIEWS, 10_240).samples
+    checks = [
+        Check.faster(
+            f"{_VIEWS}, 10,240 ranks: faster than stock", 100, samples[STOCK], samples[OURS]
+        )
+    ]
+    groups = outcome.of(_GROUPS, 10_240).median(OURS)
+    checks.append(Check(f"{_GROUPS}, 10,240 ranks", groups, 7, at_least=False, unit="groups"))
+    for operation in [_VIEWS, "wrap 16 blocks", *_ORDER[4:]]:
+        samples = outcome.of(operation, 64).samples
+        claim = f"{operation}, 64 ranks: of stock's time"
+        checks.append(Check.within(claim, _NOT_SLOWER, samples[STOCK], samples[OURS]))
+    if model_sizes != _SIZES:
+        return checks
+    for operation in ("wrap 16 blocks", "wrap 80 layers"):
+        samples = outcome.of(operation, 10_240).samples
+        claim = f"{operation}, 10,240 ranks: faster than stock"
+        checks.append(Check.faster(claim, 2.5, samples[STOCK], samples[OURS]))
+    for operation in ("wrap 16 blocks", *_ORDER[4:]):
+        small, large = (outcome.of(operation, size).samples for size in (64, 102_400))
+        claim = f"{operation}, 102,400 ranks: of its time at 64"
+        checks.append(Check.within(claim, 1.15, small[OURS], large[OURS]))
+    return checks
