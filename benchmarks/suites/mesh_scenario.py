@@ -39,6 +39,8 @@ FIGURES = {
 }
 """Operations by the plot they are drawn in."""
 
+_TURNS = 2000  # more than a batch has
+
 
 def mesh_operations(init: InitDeviceMesh, axes: Axes) -> Scenario:
     """The operations on new meshes of one shape, in the default group's world.
@@ -140,26 +142,28 @@ def _deriving_from_the_world(init: InitDeviceMesh, axes: Axes, size: int) -> Sce
         {"world": world, "sizes": tuple(axes.values()), "names": tuple(axes)},
         answers,
     )
-    # The same axes under other names: a new mesh on the same groups.
-    renamed = {"pp": "pp_", "dp": "dp_", "cp": "cp_", "tp": "tp_"}
+    # The same axes under names that are new each time: a new mesh on the same groups.
     view = yield Action(
         "unflatten to known groups",
-        "world._unflatten(0, sizes, names)",
+        "world._unflatten(0, sizes, next(names))",
         {
             "world": world,
             "sizes": tuple(axes.values()),
-            "names": tuple(renamed[name] for name in axes),
+            "names": iter([tuple(f"{name}_{turn}" for name in axes) for turn in range(_TURNS)]),
         },
-        answers,
+        lambda mesh: {**answers(mesh), "axes": len(mesh.mesh_dim_names)},
+        repeatable=True,
     )
-    yield from _flattening_to_known(view)
-
-
-def _flattening_to_known(view: Any) -> Scenario:
-    view["dp_", "cp_"]._flatten("once")
-    part = view["dp_", "cp_"]
-    # A second name for the same ranks, as that of a trainer's losses is for its batch.
-    yield Action("flatten to a known group", "part._flatten('twice')", {"part": part}, answers)
+    part = view[view.mesh_dim_names[1:3]]
+    part._flatten("dp_cp")
+    # More names for the same ranks, as that of a trainer's losses is for its batch.
+    yield Action(
+        "flatten to a known group",
+        "part._flatten(next(names))",
+        {"part": part, "names": iter([f"dp_cp_{turn}" for turn in range(_TURNS)])},
+        lambda mesh: answers(mesh)["axis ranks"],
+        repeatable=True,
+    )
 
 
 def _all_answers(meshes: Iterable[Any]) -> list[Any]:

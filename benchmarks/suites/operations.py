@@ -62,7 +62,8 @@ def run(run: Run) -> Outcome:
             run.tell(step, repetitions * len(sizes), f"{size:,} ranks, repetition {repetition + 1}")
             step += 1
             sides = _sides(size, repetition)
-            for side, times in _play_all(size, sides).items():
+            played = _play_all(size, sides, compare=repetition == 0)
+            for side, times in played.items():
                 for operation, elapsed in times.items():
                     outcome.of(operation, size).add(side, elapsed)
     outcome.checks = _checks(outcome, sizes)
@@ -81,24 +82,24 @@ def _sides(size: int, repetition: int) -> list[str]:
     return sides[:: 1 if repetition % 2 == 0 else -1]
 
 
-def _play_all(size: int, sides: list[str]) -> dict[str, dict[str, float]]:
-    """Nanoseconds of each operation by side, once all answers were seen to be the same."""
-    played = {side: _play(size, side) for side in sides}
-    answers = {side: dict(warm.answers) for side, (warm, _) in played.items()}
-    floor = answers.pop(_FLOOR)
-    same_answers(answers)
-    for operation, ranks in floor.items():
-        if WHAT[operation].startswith("c10d"):  # the others only look up what they were given
-            assert ranks == answers[OURS][operation]["axis ranks"], operation
+def _play_all(size: int, sides: list[str], *, compare: bool) -> dict[str, dict[str, float]]:
+    """Nanoseconds of each operation by side; if asked to, once all answers are seen to agree."""
+    played = {side: _play(size, side, with_answers=compare) for side in sides}
+    if compare:
+        answers = {side: dict(warm.answers) for side, (warm, _) in played.items()}
+        floor = answers.pop(_FLOOR)
+        same_answers(answers)
+        for operation, ranks in floor.items():
+            if WHAT[operation].startswith("c10d"):  # the others look up what they were given
+                assert ranks == answers[OURS][operation]["axis ranks"], operation
     return {side: timed.times_ns for side, (_, timed) in played.items()}
 
 
-def _play(size: int, side: str) -> tuple[Played, Played]:
-    """A pass that warms and answers, then one that is timed, in one world."""
-    rank = _rank_in(size)
-    with fake_world(size, rank):
+def _play(size: int, side: str, *, with_answers: bool) -> tuple[Played, Played]:
+    """A pass that warms and may answer, then one that is timed, in one world."""
+    with fake_world(size, _rank_in(size)):
         return (
-            play(_scenario(side, size), with_answers=True),
+            play(_scenario(side, size), with_answers=with_answers),
             play(_scenario(side, size), with_answers=False),
         )
 

@@ -65,12 +65,12 @@ def run(run: Run) -> Outcome:
     model_sizes = run.choose(_SIZES, [64])
     repetitions, model_repetitions = run.choose((7, 3), (3, 1))
     steps = repetitions * len(sizes) + 2 * model_repetitions * (len(model_sizes) + 1)
-    step = 0
+    step, ranks = 0, {}
     for repetition in range(repetitions):
         for size in sizes:
             run.tell(step, steps, f"five views of {size:,} ranks")
             step += 1
-            _views(outcome, size, repetition)
+            _views(outcome, size, repetition, ranks)
     for repetition in range(model_repetitions):
         for size in model_sizes:
             run.tell(step, steps, f"16 blocks, {size:,} ranks")
@@ -103,26 +103,29 @@ _ORDER = [
 ]
 
 
-def _views(outcome: Outcome, size: int, repetition: int) -> None:
+def _views(outcome: Outcome, size: int, repetition: int, ranks: dict[int, set[Any]]) -> None:
+    """Time the views on all sides; the first time also compare them and note this rank's groups."""
     sides = [STOCK, OURS][:: 1 if repetition % 2 == 0 else -1]
     if repetition >= _STOCK_VIEWS.get(size, repetition + 1):
         sides.remove(STOCK)
-    seen, ranks = {}, []
+    first, seen = repetition == 0, {}
     for side in sides:
         with fake_world(size, 777 % size):
             if not (side == STOCK and size in _STOCK_VIEWS):
-                play(_scenario(side, size), with_answers=False)
+                play(_scenario(side, size), with_answers=False)  # to warm up
             before = count_process_groups()
-            played = play(_scenario(side, size), with_answers=True)
+            played = play(_scenario(side, size), with_answers=first)
             groups = count_process_groups() - before + 1
         seen[side] = played.answers
         outcome.of(_VIEWS, size).add(side, played.times_ns[_VIEWS])
         outcome.of(_GROUPS, size).add(side, groups)
-    same_answers(seen)
-    for view in seen[OURS][_VIEWS].values():
-        ranks += [tuple(one) for one in view["axis ranks"] if len(one) < size]
+    if first:
+        same_answers(seen)
+        views = seen[OURS][_VIEWS].values()
+        ranks[size] = {tuple(one) for view in views for one in view["axis ranks"]}
     with fake_world(size, 777 % size):
-        played = play(_floor(sorted(set(ranks))), with_answers=False)
+        new = sorted(one for one in ranks[size] if len(one) < size)  # not the default group
+        played = play(_floor(new), with_answers=False)
         outcome.of(_VIEWS, size).add(_FLOOR, played.times_ns[_VIEWS])
     outcome.of(_VIEWS, size).figure = "views"
     outcome.of(_GROUPS, size).unit = "groups"
