@@ -87,9 +87,10 @@ def _summary(reports: _Reports, prefix: str) -> str:
             medians = [amount(statistics.median(samples[s]), unit) for s in (STOCK, OURS)]
             ratio = _ratio(ratio_of(samples[STOCK], samples[OURS]))
             rows.append([operation, *medians, ratio])
-    facts = reports["operations"]
-    where = f"{facts['machine']}; {facts['versions']}; {facts['date'].split()[0]}."
-    return f"{table(['operation', STOCK, OURS, 'ratio'], rows)}\n\n{where}"
+    measured = [reports[suite] for suite in dict(_README_ROWS) if suite in reports]
+    where = [f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}" for one in measured]
+    places = "\n\n".join(dict.fromkeys(where))  # of one run, there is one
+    return f"{table(['operation', STOCK, OURS, 'ratio'], rows)}\n\n{places}"
 
 
 def _floors(reports: _Reports, prefix: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Check, Measurement, Outcome, ratio_of
+from harness import OURS, STOCK, Check, Measurement, Outcome, ratio_of
 
 __all__ = ["Report", "amount", "table"]
 
@@ -85,19 +85,21 @@ def _short(sample: float) -> float:
 
 
 def figures_table(measurements: Sequence[Measurement], scale: str) -> str:
-    """Medians of each side, and how many times the first side is each of the others."""
+    """Medians of each side; how many times ours stock is, and how many times the others ours is."""
     sides = list(dict.fromkeys(side for one in measurements for side in one.samples))
-    ratios = [f"{sides[0]} / {side}" for side in sides[1:]]
+    pairs = [(STOCK, OURS)] if STOCK in sides else []
+    pairs += [(OURS, side) for side in sides if side not in (STOCK, OURS)]
     rows = []
     for one in measurements:
         medians = [amount(one.median(s), one.unit) if s in one.samples else "" for s in sides]
-        first = one.samples.get(sides[0])
-        against = [
-            _ratio(ratio_of(first, one.samples[s])) if first and s in one.samples else ""
-            for s in sides[1:]
+        ratios = [
+            _ratio(ratio_of(one.samples[over], one.samples[under]))
+            if over in one.samples and under in one.samples
+            else ""
+            for over, under in pairs
         ]
-        rows.append([one.operation, f"{one.scale:,}", *medians, *against])
-    return table(["operation", scale, *sides, *ratios], rows)
+        rows.append([one.operation, f"{one.scale:,}", *medians, *ratios])
+    return table(["operation", scale, *sides, *(" / ".join(pair) for pair in pairs)], rows)
 
 
 def checks_table(checks: Sequence[Check]) -> str:

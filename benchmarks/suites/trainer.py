@@ -63,7 +63,7 @@ def run(run: Run) -> Outcome:
     outcome = Outcome()
     sizes = run.choose(list(DEGREES), [64, 10_240])
     model_sizes = run.choose(_SIZES, [64])
-    repetitions, model_repetitions = run.choose((7, 3), (3, 1))
+    repetitions, model_repetitions = run.choose((5, 3), (3, 1))
     steps = repetitions * len(sizes) + 2 * model_repetitions * (len(model_sizes) + 1)
     step, ranks = 0, {}
     for repetition in range(repetitions):
