@@ -21,6 +21,7 @@ _COLOURS = {
 }
 _INK = {"light": ("#ffffff", "#1f2328", "#d0d7de"), "dark": ("#0d1117", "#e6edf3", "#30363d")}
 _MARKERS = "osd^vP"
+_KNOWN_SIDES = ["stock", "Meshverse", "floor"]  # of the same colour in every plot
 
 
 def draw(folder: Path, name: str) -> list[Path]:
@@ -103,7 +104,8 @@ def _panels(measurements: list[dict[str, Any]], scale: str) -> Any:
 def _lines(panel: Any, measurements: list[dict[str, Any]], sides: list[str], scale: str) -> None:
     measurements = sorted(measurements, key=lambda one: one["scale"])
     unit = measurements[0]["unit"]
-    for index, side in enumerate(sides):
+    for side in sides:
+        index = _index(side, sides)
         points = [
             (one["scale"], statistics.median(one["samples"][side]))
             for one in measurements
@@ -135,13 +137,19 @@ def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
     for index, side in enumerate(sides):
         if measurement["samples"].get(side):
             value = statistics.median(measurement["samples"][side])
-            bar = panel.bar(index, value, color=f"C{index}", label=side, width=0.7)
+            bar = panel.bar(index, value, color=f"C{_index(side, sides)}", label=side, width=0.7)
             panel.bar_label(bar, [amount(value, unit)], padding=2)
     panel.set_xticks([])
     panel.set_ylabel(_label(unit))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
     panel.margins(y=0.15)
     panel.grid(False, axis="x")
+
+
+def _index(side: str, sides: list[str]) -> int:
+    """Of a side's colour and marker."""
+    order = [*_KNOWN_SIDES, *(one for one in sides if one not in _KNOWN_SIDES)]
+    return order.index(side)
 
 
 def _label(unit: str) -> str:
