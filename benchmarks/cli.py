@@ -30,18 +30,17 @@ __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
 
-# In this order, with the seconds each takes on a quiet machine of two cores.
-SUITES = {
-    "operations": 240,
-    "layouts": 30,
-    "keys": 15,
-    "parallel_meshes": 20,
-    "trainer": 230,
-    "processes": 120,
-    "store": 60,
-    "memory": 80,
-    "gpu": 5,
-}
+SUITES = [
+    "operations",
+    "layouts",
+    "keys",
+    "parallel_meshes",
+    "trainer",
+    "processes",
+    "store",
+    "memory",
+    "gpu",
+]
 
 
 def main() -> int:
@@ -58,7 +57,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
 
     console = Console()
-    reports = run_suites(arguments.suites or list(SUITES), arguments.quick, folder, console)
+    reports = run_suites(arguments.suites or SUITES, arguments.quick, folder, console)
     _show(reports, console)
     if folder == HERE / "results":
         page.write(HERE.parent, folder)
@@ -98,7 +97,7 @@ def run_suites(names: list[str], quick: bool, folder: Path, console: Console) ->
                 seconds,
             )
             report.save(folder)
-            plots.draw(folder, name)
+            plots.draw(folder, name, ["light"] if quick else ["light", "dark"])
             reports.append(report)
             total = progress.tasks[bar].total or 1
             progress.update(bar, completed=total, total=total, now=_verdict(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ _MARKERS = "osd^vP"
 _KNOWN_SIDES = ["stock", "Meshverse", "floor"]  # of the same colour in every plot
 
 
-def draw(folder: Path, name: str) -> list[Path]:
-    """Draw each figure of a suite, as PNG and SVG, for light and for dark pages.
+def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
+    """Draw each figure of a suite, as PNG and SVG.
 
     Args:
         folder: where the suite's JSON lies and the plots go.
         name: of the suite.
+        themes: pages to draw for: "light" and "dark".
 
     Returns:
         The files written.
@@ -43,7 +45,7 @@ def draw(folder: Path, name: str) -> list[Path]:
         old.unlink()
     written = []
     for figure, measurements in figures.items():
-        for theme in _COLOURS:
+        for theme in themes:
             with plot.rc_context(_style(theme)):
                 drawn = _panels(measurements, report["scale"])
                 drawn.suptitle(f"{report['title']}: {figure}")
