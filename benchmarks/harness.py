@@ -29,7 +29,6 @@ __all__ = [
     "play",
     "ratio_of",
     "same_answers",
-    "time_ns",
 ]
 
 STOCK, OURS = "stock", "Meshverse"
@@ -50,6 +49,7 @@ class Action:
         answer: its result as plain data, equal on all sides; called outside the clock.
         operations: how many operations one evaluation is.
         repeatable: whether evaluating it again does the same work.
+        is_cold: whether its first time in a process is what counts, as it does more than others.
     """
 
     operation: str
@@ -58,6 +58,7 @@ class Action:
     answer: Callable[[Any], Any] = repr
     operations: int = 1
     repeatable: bool = False
+    is_cold: bool = False
 
 
 Scenario = Generator[Action, Any, None]
@@ -66,36 +67,42 @@ Scenario = Generator[Action, Any, None]
 
 @dataclass
 class Played:
-    """What one pass over a scenario gave, by operation.
+    """What scenarios played side by side gave, by operation.
 
     Attributes:
-        times_ns: nanoseconds an operation.
-        answers: plain data.
+        times_ns: nanoseconds an operation, of the last scenario.
+        answers: plain data, of the first.
     """
 
     times_ns: dict[str, float] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)
 
 
-def play(scenario: Scenario, *, with_answers: bool) -> Played:
-    """Evaluate a scenario's actions in turn and time each.
+def play(*scenarios: Scenario, with_answers: bool) -> Played:
+    """Evaluate the actions of equal scenarios in turn: the first warms up, the last is timed.
+
+    Each action of the last comes right after the same action of the others, on things of their
+    own: so its code is in the processor's caches. Cold, an action of some microseconds takes
+    several times as long, whatever it does.
 
     Args:
-        scenario: started, but not advanced.
+        scenarios: started, but not advanced. One alone is timed cold.
         with_answers: also turn each result into plain data, which can take long.
     """
     played = Played()
-    result: Any = None
+    results: list[Any] = [None] * len(scenarios)
     with _without_collections():
         while True:
             try:
-                action = scenario.send(result)
+                actions = [one.send(last) for one, last in zip(scenarios, results, strict=True)]
             except StopIteration:
                 return played
-            elapsed, result = time_ns(action)
-            played.times_ns[action.operation] = elapsed
+            loops = [_timed_loop(action) for action in actions]  # no compiling between the two
+            timed = [_time_ns(*pair) for pair in zip(actions, loops, strict=True)]
+            operation, results = actions[0].operation, [result for _, result in timed]
+            played.times_ns[operation] = timed[0 if actions[0].is_cold else -1][0]
             if with_answers:
-                played.answers[action.operation] = action.answer(result)
+                played.answers[operation] = actions[0].answer(results[0])
 
 
 @contextmanager
@@ -111,9 +118,12 @@ def _without_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def time_ns(action: Action) -> tuple[float, Any]:
-    """Nanoseconds of processor time an operation takes, and its last result."""
-    timed = _timed_loop(action)
+_Loop = Callable[[int], tuple[float, Any]]
+"""Evaluates an expression so many times: nanoseconds of processor time, and the last result."""
+
+
+def _time_ns(action: Action, timed: _Loop) -> tuple[float, Any]:
+    """Nanoseconds an operation takes, and its last result."""
     elapsed, result = timed(1)
     if action.repeatable:
         loops = 1
@@ -134,11 +144,11 @@ def timed(loops, clock=clock):
 """
 
 
-def _timed_loop(action: Action) -> Callable[[int], tuple[float, Any]]:
+def _timed_loop(action: Action) -> _Loop:
     # As source, like timeit's: there is no call around the expression that would be timed too.
     names = {**action.names, "clock": time.thread_time_ns}
     exec(_LOOP.format(expression=action.expression), names)
-    loop: Callable[[int], tuple[float, Any]] = names["timed"]
+    loop: _Loop = names["timed"]
     return loop
 
 
