@@ -135,7 +135,7 @@ def amount(value: float, unit: str) -> str:
     if unit == "ns":
         return _scaled(value, [(1e9, "s"), (1e6, "ms"), (1e3, "µs")], "ns")
     if unit == "bytes":
-        return _scaled(value, [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")], "bytes")
+        return _scaled(value, [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")], "bytes")
     return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
 
 
