@@ -66,13 +66,13 @@ def _collect(ranks: dict[Any, int], limit_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
         pending = [pipe for pipe, rank in ranks.items() if rank not in results]
-        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             left = sorted(ranks[pipe] for pipe in pending)
             raise TimeoutError(f"Ranks {left} were not done after {limit_s:.0f} seconds.")
         for pipe in ready:
             try:
-                error, result = pipe.recv()  # type: ignore[union-attr]
+                error, result = pipe.recv()
             except EOFError:
                 error, result = "The process died.", None
             if error is not None:

@@ -47,13 +47,13 @@ _Reports = dict[str, dict[str, Any]]
 def _samples(reports: _Reports, suite: str, operation: str, scale: int) -> dict[str, list[float]]:
     for one in reports.get(suite, {"measurements": []})["measurements"]:
         if (one["operation"], one["scale"]) == (operation, scale):
-            return one["samples"]
+            return dict(one["samples"])
     return {}
 
 
 def _unit(reports: _Reports, suite: str, operation: str) -> str:
     units = [o["unit"] for o in reports[suite]["measurements"] if o["operation"] == operation]
-    return units[0]
+    return str(units[0])
 
 
 def _ratio(ratio: float) -> str:

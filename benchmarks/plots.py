@@ -93,7 +93,7 @@ def _panels(measurements: list[dict[str, Any]], scale: str) -> Any:
         panel.set_title(operation, fontsize=10)
     for panel in axes.flat[len(operations) :]:
         panel.set_visible(False)
-    handles = {}
+    handles: dict[str, Any] = {}
     for panel in axes.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)

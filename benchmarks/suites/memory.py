@@ -33,7 +33,7 @@ METHOD = (
 )
 SCALE = "ranks"
 _STOCK_UP_TO = 102_400
-_LIMIT_S = 120
+_LIMIT_S = 300
 _SLICES = 200
 
 

@@ -9,6 +9,7 @@ TCPStore, by a few client processes that each play their share of the ranks in a
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -89,8 +90,8 @@ def run(run: Run) -> Outcome:
             for side in list(_SIDES)[:: 1 if repetition % 2 == 0 else -1]:
                 run.tell(next(step), steps, f"{size:,} ranks, {side}")
                 outcome.of("time to answer them", size).add(side, _replay(size, recorded[side]))
-    for one in outcome.measurements:
-        one.figure = "store"
+    for measurement in outcome.measurements:
+        measurement.figure = "store"
     outcome.measurements.sort(key=lambda one: one.operation)
     outcome.checks = _checks(outcome, sizes)
     return outcome
@@ -116,6 +117,7 @@ def _kinds(recorded: _Recorded) -> Any:
 
 def _record(side: str, size: int, rank: int) -> tuple[_Recorded, dict[str, Any]]:
     store = CountingStore(dist.HashStore(), keep_arguments=True)
+    hook = sys.excepthook  # torch wraps it once more in every world
     dist.init_process_group("fake", rank=rank, world_size=size, store=store)
     try:
         before = set(dist.distributed_c10d._world.pg_names)
@@ -138,6 +140,7 @@ def _record(side: str, size: int, rank: int) -> tuple[_Recorded, dict[str, Any]]
         }
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _replay(size: int, recorded: _Recorded) -> float:

@@ -65,7 +65,8 @@ def run(run: Run) -> Outcome:
     model_sizes = run.choose(_SIZES, [64])
     repetitions, model_repetitions = run.choose((5, 3), (3, 1))
     steps = repetitions * len(sizes) + 2 * model_repetitions * (len(model_sizes) + 1)
-    step, ranks = 0, {}
+    step = 0
+    ranks: dict[int, set[Any]] = {}
     for repetition in range(repetitions):
         for size in sizes:
             run.tell(step, steps, f"five views of {size:,} ranks")
