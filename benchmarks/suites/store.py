@@ -70,6 +70,7 @@ class _Communicator(NamedTuple):
 class _Recorded(NamedTuple):
     """What one rank asks for: of Python, the operations; of NCCL, the communicators."""
 
+    rank: int
     operations: list[tuple[str, tuple[Any, ...]]]
     communicators: list[_Communicator]
 
@@ -135,7 +136,7 @@ def _record(side: str, size: int, rank: int) -> tuple[_Recorded, dict[str, Any]]
             assert len(ranks) < 2 or ranks == list(
                 range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
             ), "not evenly spaced"
-        return _Recorded(operations, communicators), {
+        return _Recorded(rank, operations, communicators), {
             name: answers(view) for name, view in views.items()
         }
     finally:
@@ -161,7 +162,7 @@ def _play_ranks(
     start = time.monotonic_ns()  # one clock for all processes of a machine
     for rank in range(client, size, _CLIENTS):
         for name, arguments in recorded.operations:
-            getattr(store, name)(*_as_rank(rank, arguments))
+            getattr(store, name)(*_as_rank(rank, recorded.rank, arguments))
         for one in recorded.communicators:
             # The first rank is the lowest, and each client goes upwards: nobody waits in a circle.
             first = one.first_rank(rank)
@@ -175,11 +176,13 @@ def _play_ranks(
     return start, end, store.num_keys()
 
 
-def _as_rank(rank: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a rank writes begins with its number."""
-    *others, written = arguments
-    text = written.encode() if isinstance(written, str) else bytes(written)
-    return (*others, f"{rank} ".encode() + text.partition(b" ")[2])
+def _as_rank(rank: int, recorded: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of another rank: what a rank writes begins with its number."""
+    *others, last = arguments
+    mine = f"{recorded} ".encode()
+    if isinstance(last, bytes) and last.startswith(mine):
+        return (*others, f"{rank} ".encode() + last.removeprefix(mine))
+    return arguments
 
 
 def _meet(store: dist.Store, where: str) -> None:
