@@ -85,6 +85,9 @@ def run(run: Run) -> Outcome:
     outcome.checks = _checks(outcome, sizes, model_sizes)
     if not run.quick:
         outcome.notes.append(
+            "Stock wraps and trains the model in a world of 102,400 ranks once, for time."
+        )
+        outcome.notes.append(
             "Stock builds the views of 102,400 ranks once, without warming up, in some ten "
             "seconds, and not those of 1,048,576, which would take minutes: it goes through a "
             "million groups of one rank for every axis of size 1."
@@ -149,14 +152,17 @@ def _floor(ranks: list[tuple[int, ...]]) -> Scenario:
 
 
 def _model(outcome: Outcome, measure: Callable[..., Any], size: int, repetition: int) -> None:
-    placed = {}
-    for side in [STOCK, OURS][:: 1 if repetition % 2 == 0 else -1]:
+    placed: dict[str, Any] = {}
+    sides = [STOCK, OURS][:: 1 if repetition % 2 == 0 else -1]
+    if size == _SIZES[-1] and repetition > 0:  # stock takes half a minute there
+        sides.remove(STOCK)
+    for side in sides:
         [(where, times)] = in_crew(1, measure, side, size, limit_s=_LIMIT_S)
         placed[side] = where
         for operation, elapsed in times.items():
             outcome.of(operation, size).add(side, elapsed)
             outcome.of(operation, size).figure = "models"
-    assert placed[STOCK] == placed[OURS], "the models are wrapped unlike"
+    assert all(one == placed[OURS] for one in placed.values()), "the models are wrapped unlike"
 
 
 def _checks(outcome: Outcome, sizes: list[int], model_sizes: list[int]) -> list[Check]:
