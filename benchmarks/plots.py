@@ -52,7 +52,7 @@ def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
                 stem = f"{name}-{figure.replace(' ', '_')}-{theme}"
                 for kind, more in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 110})):
                     path = folder / f"{stem}.{kind}"
-                    drawn.savefig(path, bbox_inches="tight", **more)
+                    drawn.savefig(path, **more)
                     written.append(path)
                 plot.close(drawn)
     return written
