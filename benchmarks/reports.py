@@ -94,7 +94,7 @@ def figures_table(measurements: Sequence[Measurement], scale: str) -> str:
         medians = [amount(one.median(s), one.unit) if s in one.samples else "" for s in sides]
         ratios = [
             _ratio(ratio_of(one.samples[over], one.samples[under]))
-            if over in one.samples and under in one.samples
+            if over in one.samples and under in one.samples and one.median(under) > 0
             else ""
             for over, under in pairs
         ]
