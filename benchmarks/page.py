@@ -57,7 +57,7 @@ def _unit(reports: _Reports, suite: str, operation: str) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 20 else f"{ratio:.1f}x"
+    return f"{ratio:,.0f}x" if ratio >= 20 else f"{ratio:.3g}x"
 
 
 _README_ROWS = [
