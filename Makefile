@@ -31,7 +31,7 @@ demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
 demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is right
 	$(VENV)/bin/python examples/demo.py $(ARGS)
 
-bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch
+bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 lint: $(TOOLS)/.tools ## check style and format of Python and C++

@@ -1,183 +1,273 @@
-"""Paired measurement: two ways to do one thing, checked, interleaved in one run, and compared.
+"""Timing, and what is kept of it: actions that say what they answered, measurements and checks.
 
-Each repetition sets up and times both sides, each in a fake world of its own, in turn first and
-second. Only the statement itself is timed, after one run to warm it, without garbage collection.
-The ratio reported is the median of the ratios of the repetitions, so what slows the machine for a
-while slows both sides.
-
-The clock is the thread's processor time. Nothing that is timed here waits, so on a quiet machine
-it shows what a wall clock shows. On a busy one a wall clock would count the time of others, and
-more so for the slower side: its one run is interrupted where many of the faster one are not.
+The clock of what does not wait is the thread's processor time. On a quiet machine it shows what a
+wall clock shows. On a busy one a wall clock would count the time of others, and more so for the
+slower side: its one run is interrupted where many of the faster one are not.
 """
 
 from __future__ import annotations
 
 import gc
-import math
+import itertools
 import statistics
 import time
-import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from worlds import fake_world
+__all__ = [
+    "OURS",
+    "STOCK",
+    "Action",
+    "Check",
+    "Measurement",
+    "Outcome",
+    "Played",
+    "Run",
+    "Scenario",
+    "play",
+    "ratio_of",
+    "same_answers",
+]
 
-__all__ = ["Action", "Bound", "Comparison", "Result", "Side", "compare", "same_answer"]
+STOCK, OURS = "stock", "Meshverse"
 
-# Statements that may be repeated are, for about this long: well above the clock's resolution.
-_BATCH_NS = 2_000_000
+# What may be repeated is, for about this long: well above the clock's resolution.
+_BATCH_NS = 1_000_000
+_MOST_LOOPS = 20_000
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something set up and ready to be timed.
+    """One operation of a scenario.
 
     Attributes:
-        statement: what is timed, as Python source.
-        names: what the statement's names stand for.
-        answer: does the operation once, and gives its result as plain data.
-        operations: how many operations one run of the statement is.
-        repeatable: whether the statement does the same work when run again.
+        operation: its name in tables and plots.
+        expression: what is timed, as Python source.
+        names: what the expression's names stand for.
+        answer: its result as plain data, equal on all sides; called outside the clock.
+        operations: how many operations one evaluation is.
+        repeatable: whether evaluating it again does the same work.
+        is_cold: whether its first time in a process is what counts, as it does more than others.
     """
 
-    statement: str
+    operation: str
+    expression: str
     names: dict[str, Any]
-    answer: Callable[[], Any]
+    answer: Callable[[Any], Any] = repr
     operations: int = 1
     repeatable: bool = False
+    is_cold: bool = False
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of the two ways, and the world it runs in.
-
-    Attributes:
-        label: how a report calls it.
-        set_up: makes the action, within the world; not timed.
-        world_size: ranks of the fake world.
-        rank: the rank this process plays.
-        warm_up: makes an action that runs the same code, where `set_up` is not to warm itself.
-    """
-
-    label: str
-    set_up: Callable[[], Action]
-    world_size: int
-    rank: int
-    warm_up: Callable[[], Action] | None = None
+Scenario = Generator[Action, Any, None]
+"""Operations in the order in which a program calls them; each `yield` gives back its result."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What is to be reached.
+@dataclass
+class Played:
+    """What scenarios played side by side gave, by operation.
 
     Attributes:
-        at_least: so many times faster than the baseline; or
-        at_most: so many times its time.
+        times_ns: nanoseconds an operation, of the last scenario.
+        answers: plain data, of the first.
     """
 
-    at_least: float | None = None
-    at_most: float | None = None
-
-    def __str__(self) -> str:
-        if self.at_least is not None:
-            return f"≥ {self.at_least:g}x faster"
-        return f"≤ {self.at_most:g}x the time"
-
-    def ratio(self, baseline: float, subject: float) -> float:
-        """The figure that the bound is about."""
-        return baseline / subject if self.at_least is not None else subject / baseline
-
-    def is_met(self, ratio: float) -> bool:
-        return (self.at_least or 0.0) <= ratio <= (self.at_most or math.inf)
+    times_ns: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
 
 
-def same_answer(baseline: Any, subject: Any) -> None:
-    """The default check of a comparison: both sides give the same."""
-    assert subject == baseline, f"{str(subject)[:500]} is not {str(baseline)[:500]}"
+def play(*scenarios: Scenario, with_answers: bool) -> Played:
+    """Evaluate the actions of equal scenarios in turn: the first warms up, the last is timed.
+
+    Each action of the last comes right after the same action of the others, on things of their
+    own: so its code is in the processor's caches. Cold, an action of some microseconds takes
+    several times as long, whatever it does.
+
+    Args:
+        scenarios: started, but not advanced. One alone is timed cold.
+        with_answers: also turn each result into plain data, which can take long.
+    """
+    played = Played()
+    results: list[Any] = [None] * len(scenarios)
+    with _without_collections():
+        while True:
+            try:
+                actions = [one.send(last) for one, last in zip(scenarios, results, strict=True)]
+            except StopIteration:
+                return played
+            loops = [_timed_loop(action) for action in actions]  # no compiling between the two
+            timed = [_time_ns(*pair) for pair in zip(actions, loops, strict=True)]
+            operation, results = actions[0].operation, [result for _, result in timed]
+            played.times_ns[operation] = timed[0 if actions[0].is_cold else -1][0]
+            if with_answers:
+                played.answers[operation] = actions[0].answer(results[0])
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What is compared, and what is to be reached.
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collection until the end; there, of what was made inside."""
+    gc.collect()
+    gc.freeze()  # what was there before is not walked through again
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+_Loop = Callable[[int], tuple[float, Any]]
+"""Evaluates an expression so many times: nanoseconds of processor time, and the last result."""
+
+
+def _time_ns(action: Action, timed: _Loop) -> tuple[float, Any]:
+    """Nanoseconds an operation takes, and its last result."""
+    elapsed, result = timed(1)
+    if action.repeatable:
+        loops = 1
+        while elapsed < _BATCH_NS and loops < _MOST_LOOPS:
+            loops = min(_MOST_LOOPS, max(2 * loops, int(loops * _BATCH_NS / max(elapsed, 1)) + 1))
+            elapsed, result = timed(loops)
+        elapsed /= loops
+    return elapsed / action.operations, result
+
+
+_LOOP = """
+def timed(loops, clock=clock):
+    turns = range(loops)
+    start = clock()
+    for _ in turns:
+        result = {expression}
+    return clock() - start, result
+"""
+
+
+def _timed_loop(action: Action) -> _Loop:
+    # As source, like timeit's: there is no call around the expression that would be timed too.
+    names = {**action.names, "clock": time.thread_time_ns}
+    exec(_LOOP.format(expression=action.expression), names)
+    loop: _Loop = names["timed"]
+    return loop
+
+
+@dataclass
+class Measurement:
+    """Samples of one operation at one scale.
 
     Attributes:
-        title: of the operation.
-        baseline: what the subject is compared with.
-        subject: what is judged.
-        bound: on the ratio of the two.
-        check: raises unless the two answers are right; called before anything is timed.
+        operation: its name.
+        scale: of the world, mostly: ranks or processes.
+        samples: of each side, in the unit. Those of one place were taken in one repetition.
+        unit: "ns", "bytes" or what is counted.
+        figure: the plot it is part of; "" for none.
     """
 
-    title: str
-    baseline: Side
-    subject: Side
-    bound: Bound
-    check: Callable[[Any, Any], None] = same_answer
+    operation: str
+    scale: int
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    unit: str = "ns"
+    figure: str = ""
+
+    def add(self, side: str, sample: float) -> None:
+        self.samples.setdefault(side, []).append(sample)
+
+    def median(self, side: str) -> float:
+        return statistics.median(self.samples[side])
+
+
+def ratio_of(over: Sequence[float], under: Sequence[float]) -> float:
+    """How many times `under` is `over`: the median of the ratios of the repetitions.
+
+    What slows the machine for a while slows both sides of a repetition.
+    """
+    pairs = zip(over, under, strict=False)  # the costlier side can have been repeated less
+    return statistics.median(one / max(other, 1e-9) for one, other in pairs)
 
 
 @dataclass(frozen=True)
-class Result:
-    """Times of each repetition, in nanoseconds an operation."""
+class Check:
+    """A figure that is to be reached.
 
-    comparison: Comparison
-    baseline_ns: list[float] = field(default_factory=list)
-    subject_ns: list[float] = field(default_factory=list)
+    Attributes:
+        claim: in words.
+        figure: what was measured.
+        limit: what is to be reached.
+        at_least: whether the figure is to be at least the limit, or at most.
+        unit: of both.
+    """
 
-    @property
-    def ratios(self) -> list[float]:
-        """The bound's ratio in each repetition."""
-        pairs = zip(self.baseline_ns, self.subject_ns, strict=True)
-        return [self.comparison.bound.ratio(*pair) for pair in pairs]
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.ratios)
+    claim: str
+    figure: float
+    limit: float
+    at_least: bool
+    unit: str = "x"
 
     @property
     def is_met(self) -> bool:
-        return self.comparison.bound.is_met(self.ratio)
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    @classmethod
+    def faster(cls, claim: str, by: float, baseline: list[float], subject: list[float]) -> Check:
+        """The baseline takes at least so many times what the subject takes."""
+        return cls(claim, ratio_of(baseline, subject), by, at_least=True)
+
+    @classmethod
+    def within(cls, claim: str, times: float, baseline: list[float], subject: list[float]) -> Check:
+        """The subject takes at most so many times what the baseline takes."""
+        return cls(claim, ratio_of(subject, baseline), times, at_least=False)
 
 
-def compare(comparison: Comparison, repetitions: int) -> Result:
-    """Check the answers of both sides, then time them in turn."""
-    sides = (comparison.baseline, comparison.subject)
-    comparison.check(*(_answer(side) for side in sides))
-    loops = {side.label: _loops(side) for side in sides}
-    result = Result(comparison)
-    for repetition in range(repetitions):
-        times = {}
-        for side in sides if repetition % 2 == 0 else reversed(sides):
-            times[side.label] = _time_ns(side, loops[side.label])
-        result.baseline_ns.append(times[comparison.baseline.label])
-        result.subject_ns.append(times[comparison.subject.label])
-    return result
+@dataclass
+class Outcome:
+    """What a suite measured.
+
+    Attributes:
+        measurements: in the order of the tables.
+        checks: what was to be reached.
+        notes: what was left out and why, for the page.
+    """
+
+    measurements: list[Measurement] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, operation: str, scale: int) -> Measurement:
+        """The measurement of this name and scale; made if new."""
+        for one in self.measurements:
+            if (one.operation, one.scale) == (operation, scale):
+                return one
+        self.measurements.append(Measurement(operation, scale))
+        return self.measurements[-1]
 
 
-def _answer(side: Side) -> Any:
-    with fake_world(side.world_size, side.rank):
-        return side.set_up().answer()
+def same_answers(answers: dict[str, dict[str, Any]]) -> None:
+    """Raise AssertionError unless all sides gave the same answer to what they have in common.
+
+    Args:
+        answers: by side, then by operation.
+    """
+    for one, other in itertools.pairwise(answers):
+        for operation in answers[one].keys() & answers[other].keys():
+            mine, theirs = answers[one][operation], answers[other][operation]
+            assert mine == theirs, (
+                f"{operation}: {one} answers {str(mine)[:500]}, {other} {str(theirs)[:500]}"
+            )
 
 
-def _loops(side: Side) -> int:
-    """Runs of the statement in a batch."""
-    with fake_world(side.world_size, side.rank):
-        action = side.set_up()
-        once_ns = min(_timer(action).repeat(3, 1)) if action.repeatable else _BATCH_NS
-    return max(1, round(_BATCH_NS / once_ns))
+@dataclass
+class Run:
+    """How a suite is to run, and whom it tells how far it is.
 
+    Attributes:
+        quick: small scales and few repetitions, to see that everything works.
+        tell: called with the number of steps done, of how many, and what comes next.
+    """
 
-def _time_ns(side: Side, loops: int) -> float:
-    """Nanoseconds an operation takes. The world, with what the statement made, goes untimed."""
-    gc.collect()
-    with fake_world(side.world_size, side.rank):
-        # A run of the same code brings it into the processor's caches: cold, a statement of
-        # microseconds takes ten times as long, whatever it does.
-        _timer((side.warm_up or side.set_up)()).timeit(1)
-        action = side.set_up()
-        return _timer(action).timeit(loops) / (loops * action.operations)
+    quick: bool
+    tell: Callable[[int, int, str], None]
 
-
-def _timer(action: Action) -> timeit.Timer:
-    # timeit puts the statement into a loop of its own, with no call around it to measure too.
-    return timeit.Timer(action.statement, timer=time.thread_time_ns, globals=action.names)
+    def choose(self, full: Any, quick: Any) -> Any:
+        """One of two values, by whether the run is a quick one."""
+        return quick if self.quick else full

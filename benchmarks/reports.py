@@ -1,182 +1,150 @@
-"""What was measured, where and how: as Markdown to read, JSON to keep, and a plot."""
+"""What a suite measured, as Markdown to read and JSON to keep."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
+from harness import OURS, STOCK, Check, Measurement, Outcome, ratio_of
 
-import meshverse
-from harness import Result
-
-__all__ = ["Quantity", "Report"]
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """Something that is counted rather than timed, once for each side."""
-
-    title: str
-    unit: str
-    baseline: int
-    subject: int
-    at_most: int
-
-    @property
-    def is_met(self) -> bool:
-        return self.subject <= self.at_most
+__all__ = ["Report", "amount", "table"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """One suite of benchmarks.
+    """One suite, measured.
 
     Attributes:
         name: of its files.
         title: its heading.
-        command: what was run.
-        repetitions: of each comparison.
-        results: what was timed.
-        quantities: what was counted.
-        method: where, and by which clock.
+        method: how it was measured.
+        scale: what the measurements' scale counts.
+        outcome: what was measured.
+        circumstances: where, when and with what.
+        seconds: that it took.
     """
 
     name: str
     title: str
-    command: str
-    repetitions: int
-    results: Sequence[Result]
-    quantities: Sequence[Quantity]
-    method: str = "one rank of a fake world; processor time"
+    method: str
+    scale: str
+    outcome: Outcome
+    circumstances: dict[str, str]
+    seconds: float
 
     def save(self, folder: Path) -> None:
+        """Write the Markdown and the JSON; `plots.draw` reads the latter."""
         folder.mkdir(exist_ok=True)
         (folder / f"{self.name}.md").write_text(self.markdown())
         (folder / f"{self.name}.json").write_text(json.dumps(self.data(), indent=1) + "\n")
-        self._save_plot(folder / f"{self.name}.svg")
 
     def markdown(self) -> str:
-        sides = (self._label("baseline"), self._label("subject"))
-        rows: list[tuple[str, ...]] = [
-            ("operation", *sides, "ratio", "middle half", "reach", "met")
-        ]
-        rows += [_result_row(result, sides) for result in self.results]
-        rows += [_quantity_row(quantity) for quantity in self.quantities]
-        table = [f"| {' | '.join(row)} |" for row in rows]
-        table.insert(1, "|---" + "|---:" * 4 + "|---|---|")
-        facts = [f"- {name}: {value}" for name, value in self._circumstances().items()]
-        return "\n".join([f"# {self.title}", "", *table, "", *facts, ""])
+        """All tables."""
+        parts = [f"# {self.title}"]
+        if self.outcome.measurements:
+            parts.append(figures_table(self.outcome.measurements, self.scale))
+        if self.outcome.checks:
+            parts += ["## What was to be reached", checks_table(self.outcome.checks)]
+        facts = {
+            **self.circumstances,
+            "method": self.method + "; medians, a ratio's that of the repetitions' ratios",
+            "duration": f"{self.seconds:.0f} s",
+        }
+        notes = [f"- {note}" for note in self.outcome.notes]
+        parts.append("\n".join([*notes, *(f"- {name}: {value}" for name, value in facts.items())]))
+        return "\n\n".join(parts) + "\n"
 
     def data(self) -> dict[str, Any]:
+        """Everything, samples included."""
         return {
             "title": self.title,
-            **self._circumstances(),
-            "results": [
+            "scale": self.scale,
+            "method": self.method,
+            **self.circumstances,
+            "duration_s": round(self.seconds, 1),
+            "measurements": [
                 {
-                    "operation": result.comparison.title,
-                    "baseline": result.comparison.baseline.label,
-                    "subject": result.comparison.subject.label,
-                    "baseline_ns": result.baseline_ns,
-                    "subject_ns": result.subject_ns,
-                    "ratio": result.ratio,
-                    "bound": asdict(result.comparison.bound),
-                    "met": result.is_met,
+                    **asdict(one),
+                    "samples": {side: [_short(s) for s in of] for side, of in one.samples.items()},
                 }
-                for result in self.results
+                for one in self.outcome.measurements
             ],
-            "quantities": [{**asdict(one), "met": one.is_met} for one in self.quantities],
+            "checks": [
+                {**asdict(one), "figure": float(f"{one.figure:.4g}"), "met": one.is_met}
+                for one in self.outcome.checks
+            ],
+            "notes": self.outcome.notes,
         }
 
-    def _circumstances(self) -> dict[str, str]:
-        return {
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": f"`{self.command}`",
-            "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
-            "load average at the end": "{:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()),
-            "versions": f"Meshverse {meshverse.__version__}, torch {torch.__version__}, "
-            f"Python {platform.python_version()}",
-            "method": f"{self.method}; {self.repetitions} repetitions of both sides in turn; "
-            "medians, the ratio's that of the repetitions' ratios",
-        }
 
-    def _label(self, side: str) -> str:
-        """What all comparisons call their baseline or subject, or just that."""
-        labels = {getattr(result.comparison, side).label for result in self.results}
-        return labels.pop() if len(labels) == 1 else side
-
-    def _save_plot(self, path: Path) -> None:
-        from matplotlib import pyplot as plot
-
-        plot.rcParams["svg.fonttype"] = "none"  # text as text, not as outlines
-        plot.rcParams["svg.hashsalt"] = self.name  # the same figures give the same file
-        figure, axes = plot.subplots(figsize=(8, 0.6 * len(self.results) + 1))
-        titles = [result.comparison.title for result in self.results]
-        for offset, side in ((-0.2, "baseline_ns"), (0.2, "subject_ns")):
-            times_us = [statistics.median(getattr(result, side)) / 1e3 for result in self.results]
-            places = [index + offset for index in range(len(titles))]
-            label = self._label(side.removesuffix("_ns"))
-            bars = axes.barh(places, times_us, height=0.38, label=label)
-            axes.bar_label(bars, [_time(time_us * 1e3) for time_us in times_us], padding=3)
-        axes.set(xscale="log", xlabel="microseconds an operation", title=self.title)
-        axes.set_yticks(range(len(titles)), titles)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.legend()
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-        plot.close(figure)
+def _short(sample: float) -> float:
+    return float(f"{sample:.5g}")
 
 
-def _result_row(result: Result, headings: tuple[str, str]) -> tuple[str, ...]:
-    comparison = result.comparison
-    baseline = comparison.baseline.label
-    whose = "" if baseline in headings else f" ({baseline})"
-    low, _, high = statistics.quantiles(result.ratios, n=4)
-    return (
-        comparison.title,
-        _time(statistics.median(result.baseline_ns)) + whose,
-        _time(statistics.median(result.subject_ns)),
-        f"**{_ratio(result.ratio)}**",
-        f"{_ratio(low)} to {_ratio(high)}",
-        str(comparison.bound),
-        "yes" if result.is_met else "no",
-    )
+def figures_table(measurements: Sequence[Measurement], scale: str) -> str:
+    """Medians of each side; how many times ours stock is, and how many times the others ours is."""
+    sides = list(dict.fromkeys(side for one in measurements for side in one.samples))
+    pairs = [(STOCK, OURS)] if STOCK in sides else []
+    pairs += [(OURS, side) for side in sides if side not in (STOCK, OURS)]
+    rows = []
+    for one in measurements:
+        medians = [amount(one.median(s), one.unit) if s in one.samples else "" for s in sides]
+        ratios = [
+            _ratio(ratio_of(one.samples[over], one.samples[under]))
+            if over in one.samples and under in one.samples and one.median(under) > 0
+            else ""
+            for over, under in pairs
+        ]
+        rows.append([one.operation, f"{one.scale:,}", *medians, *ratios])
+    return table(["operation", scale, *sides, *(" / ".join(pair) for pair in pairs)], rows)
 
 
-def _quantity_row(quantity: Quantity) -> tuple[str, ...]:
-    return (
-        quantity.title,
-        f"{quantity.baseline:,} {quantity.unit} (stock)",
-        f"{quantity.subject:,} {quantity.unit}",
-        f"**{_ratio(quantity.baseline / quantity.subject)}**",
-        "",
-        f"≤ {quantity.at_most:,} {quantity.unit}",
-        "yes" if quantity.is_met else "no",
-    )
+def checks_table(checks: Sequence[Check]) -> str:
+    """What was claimed, measured and met."""
+    rows = [
+        [
+            one.claim,
+            f"**{_checked(one, one.figure)}**",
+            f"{'≥' if one.at_least else '≤'} {_checked(one, one.limit)}",
+            "yes" if one.is_met else "**no**",
+        ]
+        for one in checks
+    ]
+    return table(["claim", "measured", "reach", "met"], rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are aligned right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _checked(check: Check, value: float) -> str:
+    return _ratio(value) if check.unit == "x" else amount(value, check.unit)
 
 
 def _ratio(ratio: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 20 else f"{ratio:.2f}x"
 
 
-def _time(nanoseconds: float) -> str:
-    for factor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if nanoseconds >= factor:
-            return f"{nanoseconds / factor:.3g} {unit}"
-    return f"{nanoseconds:.0f} ns"
+def amount(value: float, unit: str) -> str:
+    """A value with a unit that suits its size."""
+    if unit == "ns":
+        return _scaled(value, [(1e9, "s"), (1e6, "ms"), (1e3, "µs")], "ns")
+    if unit == "bytes":
+        return _scaled(value, [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")], "bytes")
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+def _scaled(value: float, units: list[tuple[float, str]], smallest: str) -> str:
+    for factor, unit in units:
+        if abs(value) >= factor:
+            return (
+                f"{value / factor:.3g} {unit}"
+                if value < 1000 * factor
+                else (f"{value / factor:,.0f} {unit}")
+            )
+    return f"{value:.0f} {smallest}"

@@ -1,0 +1,125 @@
+"""The command line: which suites, how large, and where the results go."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+import page
+import plots
+from harness import Run
+from machine import circumstances
+from reports import Report
+
+__all__ = ["main"]
+
+HERE = Path(__file__).resolve().parent
+
+SUITES = [
+    "operations",
+    "layouts",
+    "keys",
+    "parallel_meshes",
+    "trainer",
+    "processes",
+    "store",
+    "memory",
+    "gpu",
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure Meshverse against stock torch.")
+    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; by default all")
+    parser.add_argument("--quick", action="store_true", help="small scales, in under two minutes")
+    parser.add_argument("--results", type=Path, help="folder; by default results/, or build/")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.suites) - set(SUITES):
+        parser.error(f"unknown suites {sorted(unknown)}: choose of {', '.join(SUITES)}")
+    # A quick run shows that everything works; its figures do not take the place of real ones.
+    default = HERE.parent / "build" / "quick-benchmarks" if arguments.quick else HERE / "results"
+    folder = arguments.results or default
+    folder.mkdir(parents=True, exist_ok=True)
+
+    console = Console()
+    reports = run_suites(arguments.suites or SUITES, arguments.quick, folder, console)
+    _show(reports, console)
+    if folder == HERE / "results":
+        page.write(HERE.parent, folder)
+    console.print(f"Tables, samples and plots: {folder}")
+    return 0
+
+
+def run_suites(names: list[str], quick: bool, folder: Path, console: Console) -> list[Report]:
+    """Measure suites in turn and save each when it is done."""
+    command = shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
+    reports = []
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        for name in names:
+            bar = progress.add_task(name, total=None, now="")
+
+            def tell(done: int, total: int, now: str, bar: Any = bar) -> None:
+                progress.update(bar, completed=done, total=total, now=now)
+
+            suite = importlib.import_module(f"suites.{name}")
+            start = time.monotonic()
+            outcome = suite.run(Run(quick, tell))
+            seconds = time.monotonic() - start
+            report = Report(
+                name,
+                suite.TITLE,
+                suite.METHOD,
+                suite.SCALE,
+                outcome,
+                circumstances(command),
+                seconds,
+            )
+            report.save(folder)
+            plots.draw(folder, name, ["light"] if quick else ["light", "dark"])
+            reports.append(report)
+            total = progress.tasks[bar].total or 1
+            progress.update(bar, completed=total, total=total, now=_verdict(report))
+            progress.stop_task(bar)
+    return reports
+
+
+def _verdict(report: Report) -> str:
+    checks = report.outcome.checks
+    return f"{sum(check.is_met for check in checks)} of {len(checks)} reached" if checks else "done"
+
+
+def _show(reports: list[Report], console: Console) -> None:
+    missed = [(report, check) for report in reports for check in report.outcome.checks]
+    missed = [(report, check) for report, check in missed if not check.is_met]
+    if not missed:
+        console.print("Everything that was to be reached was reached.")
+        return
+    table = Table("suite", "not reached", "measured", "reach", title="Not reached")
+    for report, check in missed:
+        sign = "≥" if check.at_least else "≤"
+        table.add_row(
+            report.name, check.claim, f"{check.figure:,.3g}", f"{sign} {check.limit:,.3g}"
+        )
+    console.print(table)

@@ -1,0 +1,167 @@
+"""Plots of a suite's JSON: against the scale where there are several, bars where there is one."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plot
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from reports import amount
+
+__all__ = ["draw"]
+
+_COLOURS = {
+    "light": ["#c2410c", "#1d4ed8", "#6b7280", "#15803d", "#7e22ce", "#0e7490"],
+    "dark": ["#fb923c", "#60a5fa", "#9ca3af", "#4ade80", "#c084fc", "#22d3ee"],
+}
+_INK = {"light": ("#ffffff", "#1f2328", "#d0d7de"), "dark": ("#0d1117", "#e6edf3", "#30363d")}
+_MARKERS = "osd^vP"
+_KNOWN_SIDES = ["stock", "Meshverse", "floor"]  # of the same colour in every plot
+
+
+def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
+    """Draw each figure of a suite, as PNG and SVG.
+
+    Args:
+        folder: where the suite's JSON lies and the plots go.
+        name: of the suite.
+        themes: pages to draw for: "light" and "dark".
+
+    Returns:
+        The files written.
+    """
+    report = json.loads((folder / f"{name}.json").read_text())
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for one in report["measurements"]:
+        if one["figure"] and one["samples"]:
+            figures.setdefault(one["figure"], []).append(one)
+    for old in folder.glob(f"{name}-*-*.*"):
+        old.unlink()
+    written = []
+    for figure, measurements in figures.items():
+        for theme in themes:
+            with plot.rc_context(_style(theme)):
+                drawn = _panels(measurements, report["scale"])
+                drawn.suptitle(f"{report['title']}: {figure}")
+                stem = f"{name}-{figure.replace(' ', '_')}-{theme}"
+                for kind, more in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 110})):
+                    path = folder / f"{stem}.{kind}"
+                    drawn.savefig(path, **more)
+                    written.append(path)
+                plot.close(drawn)
+    return written
+
+
+def _style(theme: str) -> dict[str, Any]:
+    paper, ink, lines = _INK[theme]
+    return {
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "legend.edgecolor"), lines),
+        "axes.prop_cycle": plot.cycler(color=_COLOURS[theme]),
+        "legend.facecolor": paper,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.linewidth": 0.6,
+        "font.size": 10,
+        "svg.fonttype": "none",  # text as text, not as outlines
+        "svg.hashsalt": "meshverse",  # the same figures give the same file
+    }
+
+
+def _panels(measurements: list[dict[str, Any]], scale: str) -> Any:
+    """A panel for each operation, with a line for each side."""
+    operations = list(dict.fromkeys(one["operation"] for one in measurements))
+    sides = list(dict.fromkeys(side for one in measurements for side in one["samples"]))
+    columns = min(3, len(operations)) if len(operations) != 4 else 2
+    rows = math.ceil(len(operations) / columns)
+    figure, axes = plot.subplots(
+        rows, columns, figsize=(4.4 * columns, 3.1 * rows), layout="constrained", squeeze=False
+    )
+    for panel, operation in zip(axes.flat, operations, strict=False):
+        of = [one for one in measurements if one["operation"] == operation]
+        if len(of) > 1:
+            _lines(panel, of, sides, scale)
+        else:
+            _bars(panel, of[0], sides)
+        panel.set_title(operation, fontsize=10)
+    for panel in axes.flat[len(operations) :]:
+        panel.set_visible(False)
+    handles: dict[str, Any] = {}
+    for panel in axes.flat:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(sides), frameon=False
+    )
+    return figure
+
+
+def _lines(panel: Any, measurements: list[dict[str, Any]], sides: list[str], scale: str) -> None:
+    measurements = sorted(measurements, key=lambda one: one["scale"])
+    unit = measurements[0]["unit"]
+    for side in sides:
+        index = _index(side, sides)
+        points = [
+            (one["scale"], statistics.median(one["samples"][side]))
+            for one in measurements
+            if one["samples"].get(side)
+        ]
+        if points:
+            panel.plot(
+                *zip(*points, strict=True),
+                label=side,
+                color=f"C{index}",
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=5,
+            )
+    scales = [one["scale"] for one in measurements]
+    panel.set(xscale="log", yscale="log", xlabel=scale, ylabel=_label(unit))
+    panel.xaxis.set_major_locator(FixedLocator(scales))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    low, high = panel.get_ylim()
+    if high / low < 30:  # so that a flat line looks flat
+        middle = math.sqrt(low * high)
+        panel.set_ylim(middle / 6, middle * 6)
+
+
+def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
+    unit = measurement["unit"]
+    for index, side in enumerate(sides):
+        if measurement["samples"].get(side):
+            value = statistics.median(measurement["samples"][side])
+            bar = panel.bar(index, value, color=f"C{_index(side, sides)}", label=side, width=0.7)
+            panel.bar_label(bar, [amount(value, unit)], padding=2)
+    panel.set_xticks([])
+    panel.set_ylabel(_label(unit))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
+    panel.margins(y=0.15)
+    panel.grid(False, axis="x")
+
+
+def _index(side: str, sides: list[str]) -> int:
+    """Of a side's colour and marker."""
+    order = [*_KNOWN_SIDES, *(one for one in sides if one not in _KNOWN_SIDES)]
+    return order.index(side)
+
+
+def _label(unit: str) -> str:
+    return {"ns": "time", "bytes": "memory"}.get(unit, unit)
+
+
+def _short(scale: float) -> str:
+    for factor, unit in ((2**20, "Mi"), (1000, "k")):
+        if scale >= factor and unit == "Mi":
+            return f"{scale / factor:g} Mi"
+        if scale >= factor:
+            return f"{scale / factor:.3g}k"
+    return f"{scale:g}"
