@@ -64,10 +64,12 @@ class ConsistencyCheck:
     Args:
         rank_map: the universe's.
         world: the default group whose store is used.
+        lazy: whether groups are made when they are first used.
     """
 
-    def __init__(self, rank_map: RankMap, world: World) -> None:
+    def __init__(self, rank_map: RankMap, world: World, *, lazy: bool) -> None:
         self._rank_map = rank_map
+        self._how = "lazy" if lazy else "at once"
         self._world = world
         ranks = rank_map.sorted().fingerprint
         self._order: RootOrder = world.root_orders.setdefault(ranks, RootOrder())
@@ -129,7 +131,8 @@ class ConsistencyCheck:
     def _digest(self, requests: Sequence[GroupRequest]) -> str:
         # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
         # choose its own there.
-        digest = hashlib.blake2b(self._rank_map.fingerprint.encode(), digest_size=16)
+        begin = f"{self._how} {self._rank_map.fingerprint}"
+        digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
             key = options.key if options.says_timeout else options.name_key
@@ -140,4 +143,4 @@ class ConsistencyCheck:
         sizes = ", ".join(f"{request.axis_name}={request.axis.size}" for request in requests)
         layouts = ", ".join(str(request.axis) for request in requests)
         options = " ".join(dict.fromkeys(str(request.options.key) for request in requests))
-        return f"{call} ({sizes}) over {self._rank_map}, layout {layouts}, {options}"
+        return f"{call} ({sizes}), {self._how}, over {self._rank_map}, layout {layouts}, {options}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -326,8 +327,8 @@ class DeviceMesh(MeshBase):
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
                 )
-            if mesh._universe is not first._universe:  # its groups are looked up in the first's
-                first._universe.process_groups.update(mesh._universe.process_groups)
+            if mesh._universe is not first._universe and mesh.group_names:
+                first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
         description = concatenate([mesh._description for mesh in meshes])
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         group_names: Sequence[str] | None = _joined_group_names(axes)
@@ -350,10 +351,10 @@ class DeviceMesh(MeshBase):
         if torch.compiler.is_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
-            index = self._group_index(mesh_dim)
-            if index is None:
+            name = self._group_name(mesh_dim)
+            if name is None:
                 return StockDeviceMesh.get_group(self, mesh_dim)
-            return compat.resolve_group(self._dim_group_names[index])
+            return compat.resolve_group(name)
         except IndexError:
             if self.group_names:
                 raise
@@ -363,17 +364,29 @@ class DeviceMesh(MeshBase):
                 "get_coordinate() is None on such a rank."
             ) from None
 
-    def _group_index(self, mesh_dim: int | str | None) -> int | None:
-        """The axis meant, where it is plainly one of mine; else stock finds it, or says why not."""
+    def _group_name(self, mesh_dim: int | str | None) -> str | None:
+        """c10d's name of the group meant; None where stock is to say what is wrong."""
         if isinstance(mesh_dim, int):
-            return mesh_dim
+            return self._dim_group_names[mesh_dim]
         if mesh_dim is None:
-            return 0 if len(self._shape) == 1 else None
+            return self._dim_group_names[0] if len(self._shape) == 1 else None
         root = self if self._root_mesh is None else self._root_mesh
+        flattened = root._flatten_mapping.get(mesh_dim)
+        if flattened is not None:  # before an axis of mine of the same name, as in stock
+            return flattened._dim_group_names[0]
         names = self._mesh_dim_names or ()
-        # As in stock, a flattened axis comes before one of mine of the same name.
-        is_mine = mesh_dim in names and mesh_dim not in root._flatten_mapping
-        return names.index(mesh_dim) if is_mine else None
+        return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
+
+    def __copy__(self) -> DeviceMesh:
+        return self._saved_and_loaded() if self.decouple_backend_at_save else self
+
+    def __deepcopy__(self, memo: object) -> DeviceMesh:
+        return self.__copy__()
+
+    def _saved_and_loaded(self) -> DeviceMesh:
+        reduce: Any = copyreg.dispatch_table[DeviceMesh]
+        load, state = reduce(self)
+        return cast("DeviceMesh", load(*state))
 
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.

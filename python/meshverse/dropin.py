@@ -37,7 +37,11 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if root is not None:  # torch derives a mesh: it stays with its root's class
         return isinstance(root, DeviceMesh)
     # Without arguments it is no construction: copy or pickle fills in a stock mesh by itself.
-    return bool(args or kwargs) and (_installed or _open_blocks > 0)
+    return bool(args or kwargs) and _is_installed()
+
+
+def _is_installed() -> bool:
+    return _installed or _open_blocks > 0
 
 
 # Set once and left there: CPython cannot take a __new__ off a class again without breaking it.
@@ -46,6 +50,7 @@ _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
+compat.hook_from_group(DeviceMesh.from_group, _is_installed)
 compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
 
 
@@ -74,6 +79,9 @@ def install(share: Literal["mesh", "world"] = "mesh") -> None:
 
 def uninstall() -> None:
     """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again.
+
+    What importing Meshverse leaves on torch's class stays, and passes everything on to stock:
+    `__new__`, `from_group` and `_concatenate`, which still combines our meshes as ours.
 
     Root meshes built from now on share no process groups. Blocks of `installed()` that are open
     stay in force to their end.

@@ -186,13 +186,21 @@ def _new_name(request: GroupRequest, world: World) -> str:
 
 
 def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
-    options = request.options
-    return compat.create_by_members(
-        request.my_ranks(),
-        world.default_group,
-        backend=options.backend,
-        options=options.options_to_give_away(),
-        timeout=options.timeout,
-        name=name,
-        description=f"mesh_{request.axis_name}",
-    )
+    options, ranks = request.options, request.my_ranks()
+    try:
+        return compat.create_by_members(
+            ranks,
+            world.default_group,
+            backend=options.backend,
+            options=options.options_to_give_away(),
+            timeout=options.timeout,
+            name=name,
+            description=f"mesh_{request.axis_name}",
+        )
+    except RuntimeError as error:
+        members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
+        raise type(error)(
+            f"Rank {world.rank} could not make the process group of axis {request.axis_name!r} "
+            f"with ranks {members}: {error}\nOne of them has died, or is building a mesh over "
+            "other ranks: all ranks of a mesh must make it."
+        ) from error

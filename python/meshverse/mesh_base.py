@@ -43,13 +43,17 @@ class MeshBase(StockDeviceMesh):
         self._universe = universe
         self._rank = universe.rank
         self._thread_id = universe.thread_id
-        self._root_mesh = None if universe.root is self else universe.root
         self._pg_registry = universe.process_groups
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
         position = universe.position
         self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
+        self.take_root(universe.root)
+
+    def take_root(self, root: MeshBase | None) -> None:
+        """Have this root; itself, or none yet, makes it a root."""
+        self._root_mesh = None if root is self else root
 
     @classmethod
     def _in_universe(
@@ -67,7 +71,7 @@ class MeshBase(StockDeviceMesh):
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
-            else GroupNames(group_names, self._universe.ready_groups, self._before_use)
+            else GroupNames(group_names, self._universe.process_groups, self._before_use)
         )
 
     def _before_use(self, group_name: str) -> None:

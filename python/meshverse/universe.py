@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Container, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -104,10 +104,8 @@ class Universe:
                 share_world=_shares_world_wide,
             )
             self.process_groups = self._groups.handles
-        # Names of groups that need nothing before they are used.
-        watched = self.world is not None and self.world.notices_its_end
-        self.ready_groups: Container[str] = self.process_groups if watched else ()
         self._ended: str | None = None  # how: "destroyed" or "aborted"
+        self._lock = threading.Lock()  # protects the root and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
@@ -246,9 +244,11 @@ class Universe:
 
     def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
-        if self.root is None:
-            self.root = mesh
-        self._keep()
+        with self._lock:  # of several threads, one makes the root
+            if self.root is None:
+                self.root = mesh
+            mesh.take_root(self.root)
+            self._keep()
         return self._meshes.setdefault(mesh.intern_key, mesh)
 
     def _keep(self) -> None:

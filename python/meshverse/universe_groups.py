@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
 from . import _torch_compat as compat
@@ -58,7 +58,7 @@ class UniverseGroups:
         self._defaults = defaults
         self._lazy = lazy
         self._share_world = share_world
-        self._check = ConsistencyCheck(rank_map, world) if check_consistency else None
+        self._check = ConsistencyCheck(rank_map, world, lazy=lazy) if check_consistency else None
         self._cache = GroupCache()
         self._given: list[Group] = []
         self.handles: dict[str, compat.ProcessGroup] = {}
@@ -149,7 +149,7 @@ class UniverseGroups:
     def _get_or_make(
         self, requests: Sequence[GroupRequest], call: str, *, asked: bool = True
     ) -> list[Group]:
-        known: list[Group | None] = [self._cache.get(r.axis, r.options.key) for r in requests]
+        known = [self._known(request) for request in requests]
         if None in known and self._check is not None and self._position is not None:
             self._check.compare(call, requests)
         groups = []
@@ -159,6 +159,18 @@ class UniverseGroups:
                 group.count_request(request.axis_name)
             groups.append(group)
         return groups
+
+    def _known(self, request: GroupRequest) -> Group | None:
+        group: Group | None = self._cache.get(request.axis, request.options.key)
+        handle = None if group is None else self.handles.get(group.name or "")
+        if group is None or handle is None or compat.is_alive(handle):
+            return group
+        # The user destroyed it.
+        assert group.name is not None
+        self._cache.remove(request.axis, request.options.key)
+        del self.handles[group.name]
+        self._world.release(group.name, self._shared_as(group))
+        return None
 
     def _get_or_make_one(self, request: GroupRequest) -> Group:
         group: Group = self._cache.get_or_create(
@@ -170,33 +182,37 @@ class UniverseGroups:
 
     def _make(self, request: GroupRequest) -> Group:
         if self._share_world and is_made_by_members(request, self._world):
-            group = self._share(request)
-        else:
-            group = self._make_own(request)
-        if group.name is not None and not group.borrowed:
-            self._world.retain(group.name)
-        return group
+            return self._share(request)
+        return self._make_own(request)
 
     def _make_own(self, request: GroupRequest) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
         if group is not None:
             postpone(group, self._world)
-            return group
-        group = make_group(request, self._world)
-        if group.name is not None:
-            self.handles[group.name] = compat.resolve_group(group.name)
+        else:
+            group = make_group(request, self._world)
+            if group.name is not None:
+                self.handles[group.name] = compat.resolve_group(group.name)
+        if group.name is not None and not group.borrowed:
+            self._world.retain(group.name)
         return group
 
     def _share(self, request: GroupRequest) -> Group:
         # Positions and layouts mean something within one universe only, ranks everywhere.
-        shared: Group = self._world.shared_groups.get_or_create(
-            *_shared_key(request), lambda: self._make_own(request)
-        )
-        if shared.request is request:
-            return shared
-        group = Group(request, shared.name, SHARED, created=False)
-        if not self._lazy and group.name is not None:
-            group.note_first_use(made_here=self._make_pending(group.name))
+        name = None
+        while name is None:
+            shared: Group = self._world.shared_groups.get_or_create(
+                *_shared_key(request), lambda: self._make_own(request)
+            )
+            if shared.request is request:
+                return shared
+            assert shared.name is not None  # it was made by its members
+            if self._world.retain_shared(shared.name):
+                name = shared.name
+            # Otherwise another thread has just ended it.
+        group = Group(request, name, SHARED, created=False)
+        if not self._lazy:
+            group.note_first_use(made_here=self._make_pending(name))
         return group
 
     def before_use(self, name: str) -> None:
@@ -210,7 +226,14 @@ class UniverseGroups:
 
     def _make_pending(self, name: str) -> bool:
         made_here = make_pending(name, self._world)
-        self.handles[name] = compat.resolve_group(name)
+        try:
+            self.handles[name] = compat.resolve_group(name)
+        except RuntimeError:
+            raise RuntimeError(
+                f"The process group {name} was destroyed, by destroy_process_group(group) or with "
+                "another universe that made it. Make the mesh again: where a group is known to be "
+                "gone, a new one is made."
+            ) from None
         return made_here
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
@@ -227,6 +250,16 @@ class UniverseGroups:
         self._given.append(given)
         self.handles[name] = group
         return name
+
+    def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
+        """List groups of another universe too, by their names: of a mesh combined with one here."""
+        known = {group.name for group in self}
+        self._given.extend(
+            Group(group.request, group.name, "of another universe", created=False, borrowed=True)
+            for group in other
+            if group.name in names and group.name not in known
+        )
+        self.handles.update((n, group) for n, group in other.handles.items() if n in names)
 
     # --- looking at them ------------------------------------------------------------------------
 
@@ -255,8 +288,10 @@ class UniverseGroups:
             if abort and not world.is_over and self._uses_default_group():
                 compat.abort_all()
             for group in reversed(list(self)):
-                if not group.borrowed and group.name is not None and world.release(group.name):
-                    self._end(group.request, group.name, abort=abort)
+                if group.borrowed or group.name is None:
+                    continue
+                if world.release(group.name, self._shared_as(group)):
+                    self._end(group.name, abort=abort)
         finally:
             self._cache.clear()
             self._given.clear()
@@ -265,10 +300,11 @@ class UniverseGroups:
         if self._check is not None and not abort and not world.is_over:
             self._check.forget()
 
-    def _end(self, request: GroupRequest, name: str, *, abort: bool) -> None:
+    def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
+        return _shared_key(group.request) if self._share_world else None
+
+    def _end(self, name: str, *, abort: bool) -> None:
         world = self._world
-        if self._share_world:
-            world.shared_groups.remove(*_shared_key(request))
         if world.pending.pop(name, None) is not None or world.is_over:
             return
         for holder in world.holders.alive():  # of meshes concatenated across universes, too

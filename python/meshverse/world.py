@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from . import _torch_compat as compat
-from ._core import GroupCache
+from ._core import AxisLayout, GroupCache, OptionsKey
 from .backend_override import NO_OVERRIDE
 from .group_options import GroupOptions
 from .weak_registry import WeakRegistry
@@ -34,7 +34,7 @@ class World:
         rank: this process's global rank.
         size: number of ranks.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
-        life: how many worlds this rank had before, as all ranks of a job count them.
+        life: how many worlds this rank had before. Ranks that were in the same worlds agree on it.
         holders: what keeps process groups alive, by c10d name, for its universes; emptied when the
             world ends, so that meshes that live on keep no ended group, with its threads, alive.
         universes: those that made process groups, oldest first. They are kept as long as c10d keeps
@@ -48,9 +48,7 @@ class World:
         self.holders: WeakRegistry[Holder] = WeakRegistry()
         self._default_group = weakref.ref(default_group)
         self.universes: list[Any] = []
-        end = weakref.finalize(
-            compat.lifetime_of(default_group), _let_go, self.holders, self.universes
-        )
+        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, self.universes)
         end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
@@ -91,12 +89,6 @@ class World:
         """Whether this world's process groups are gone, with its default group or by a fork."""
         group = self._default_group()
         return group is None or group is not compat.current_default_group() or self.is_of_parent
-
-    @property
-    def notices_its_end(self) -> bool:
-        """Whether the holders' handles are emptied as soon as this world is over."""
-        default_group = self._default_group()
-        return default_group is not None and compat.lifetime_of(default_group) is not default_group
 
     @property
     def default_group(self) -> compat.ProcessGroup:
@@ -164,13 +156,28 @@ class World:
         with self._lock:
             self._users[group_name] += 1
 
-    def release(self, group_name: str) -> bool:
-        """Note that one universe less uses a group; whether that was the last one."""
+    def retain_shared(self, group_name: str) -> bool:
+        """The same of a group that others use too, if one of them still does."""
+        with self._lock:
+            if self._users[group_name] == 0:
+                return False
+            self._users[group_name] += 1
+            return True
+
+    def release(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
+        """Note that one universe less uses a group; whether that was the last one.
+
+        Args:
+            group_name: c10d's.
+            shared_as: its key among the shared groups, of which the last user takes it out.
+        """
         with self._lock:
             self._users[group_name] -= 1
             if self._users[group_name] > 0:
                 return False
             del self._users[group_name]
+            if shared_as is not None:
+                self.shared_groups.remove(*shared_as)
             return True
 
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
@@ -189,10 +196,14 @@ def _let_go(holders: WeakRegistry[Holder], universes: list[Any]) -> None:
 def _leave_to_parent() -> None:
     for world in list(_worlds.values()):
         world.is_of_parent = True
-        _let_go(world.holders, world.universes)
+        for holder in world.holders.alive():
+            # Ending a parent's group would wait for threads that this process has not.
+            _of_parents.append(dict(holder.handles))
+            holder.handles.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+_of_parents: list[dict[str, compat.ProcessGroup]] = []  # handles of processes this one is a fork of
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds

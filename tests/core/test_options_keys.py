@@ -17,9 +17,8 @@ import weakref
 import pytest
 import torch.distributed as dist
 
+from helpers.nccl_options import C10D_FIELDS, changed_nccl_options, needs_nccl
 from meshverse._core import OptionsKey
-
-C10D_FIELDS = ("backend", "_timeout", "group_name", "global_ranks_in_group", "split_from")
 
 
 class Color(enum.Enum):
@@ -358,49 +357,19 @@ def test_gloo_options():
     assert "_timeout" in OptionsKey.of("gloo", one).fields
 
 
-nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
-
-
-def other_value(value):
-    """Another value of the same type, to set a field to."""
-    if isinstance(value, bool):
-        return not value
-    return {int: 3, type(None): "text", str: "text"}[type(value)]
-
-
-def settable_fields(options_type):
-    return sorted(
-        name
-        for base in options_type.__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, property) and member.fset and name not in C10D_FIELDS
-    )
-
-
-@nccl
+@needs_nccl
 def test_every_field_of_nccl_options_counts():
-    new = dist.ProcessGroupNCCL.Options
-    default = OptionsKey.of("nccl", new(), ignored=C10D_FIELDS)
+    default = OptionsKey.of("nccl", dist.ProcessGroupNCCL.Options(), ignored=C10D_FIELDS)
     assert default == OptionsKey.of("nccl")
     seen = {default}
-    for name in settable_fields(new):
-        if name == "config":
-            continue
-        options = new()
-        setattr(options, name, other_value(getattr(options, name)))
+    for name, options in changed_nccl_options():
         changed_key = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
         assert list(changed_key.fields) == [name]
-        seen.add(changed_key)
-    for name in settable_fields(type(new().config)):
-        options = new()
-        setattr(options.config, name, other_value(getattr(options.config, name)))
-        changed_key = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
-        assert list(changed_key.fields) == [f"config.{name}"]
         seen.add(changed_key)
     assert len(seen) > 8
 
 
-@nccl
+@needs_nccl
 def test_an_nccl_key_outlives_the_change_of_its_options():
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.net_name = "eth0"

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import meshverse
 from helpers.observation import OURS, STOCK, observe
 from helpers.sides import MESHES_ARE_PLAIN_CLASSES
+from helpers.worlds import fake_world
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
 
@@ -232,6 +233,30 @@ def test_what_derives_from_a_stock_mesh_stays_in_its_family(which: str) -> None:
         assert derived._get_root_mesh() is stock
 
 
+def test_a_mesh_of_given_groups_is_of_this_world_only() -> None:
+    meshverse.install()
+    try:
+        mesh = ImportedBefore.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("all",))
+    finally:
+        meshverse.uninstall()
+    assert mesh.get_group() is dist.group.WORLD
+    told = [group["how"] for group in mesh.universe.explain().to_dict()["groups"]]
+    assert told == ["given by the user"]
+    dist.destroy_process_group()
+    with fake_world(8, 5), pytest.raises(RuntimeError, match="there is another one"):
+        mesh.get_group()
+
+
+def test_submeshes_of_a_stock_mesh_are_the_same_while_installed() -> None:
+    stock = _build()
+    expected = stock._get_all_submeshes("tp")
+    with meshverse.installed():
+        submeshes = stock._get_all_submeshes("tp")
+    assert submeshes == expected
+    assert [mesh.mesh.tolist() for mesh in submeshes] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert submeshes[1].get_group() is stock.get_group("tp")
+
+
 def test_stock_meshes_and_their_tensors_work_on_while_installed() -> None:
     stock = _build()
     tensor = _distribute(stock, [Shard(0), Shard(1)])
@@ -286,13 +311,13 @@ print(sorted(changed + list(set(after) - set(before))))
 
 
 @pytest.mark.timeout(90)
-def test_importing_changes_two_attributes_of_torch() -> None:
+def test_importing_changes_three_attributes_of_torch() -> None:
     told = subprocess.run(
         [sys.executable, "-c", _IMPORTING], capture_output=True, text=True, check=True, timeout=80
     )
     changed = ast.literal_eval(told.stdout)
     # The compiler of 2.11 does not take a subclass for a mesh, so it is told that ours are meshes.
-    expected = [("DeviceMesh", "__new__"), ("DeviceMesh", "_concatenate")]
+    expected = [("DeviceMesh", name) for name in ("__new__", "_concatenate", "from_group")]
     if MESHES_ARE_PLAIN_CLASSES:
         expected.append(("DeviceMeshVariable", "is_device_mesh"))
     assert changed == expected

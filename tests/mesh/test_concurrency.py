@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
 from meshverse.universe import Universe
+from meshverse.world import World
 
 _THREADS = 8
 _ROUNDS = 20
@@ -96,6 +99,51 @@ def test_threads_make_universes_of_their_own() -> None:
             assert Universe.find(RankMap.identity(32), universes[5].serial) is universes[5]
             _at_once(lambda number, meshes=meshes: [m.universe.destroy() for m in meshes[number]])
             assert len(group_names()) == 1
+
+
+def test_threads_that_make_a_universes_first_mesh_make_one_root() -> None:
+    with fake_world(32, 21), switching_often():
+        for _ in range(_ROUNDS):
+            universe = Universe(32)
+            meshes = _at_once(lambda number, universe=universe: _of_sizes(universe, 2**number))
+            roots = [mesh for mesh in meshes if mesh._get_root_mesh() is mesh]
+            assert roots == [universe.root]
+            assert {id(mesh._get_root_mesh()) for mesh in meshes} == {id(universe.root)}
+            universe.destroy()
+            assert World.current().universes == []
+
+
+def _of_sizes(universe: Universe, inner: int) -> DeviceMesh:
+    shape = (32 // min(inner, 32), min(inner, 32))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"), universe=universe)
+
+
+def test_threads_share_groups_that_others_are_ending() -> None:
+    meshverse.install(share="world")
+    try:
+        with fake_world(32, 21), switching_often():
+
+            def make_and_end(number: int) -> None:
+                for _ in range(3 * _ROUNDS):
+                    mesh = init_device_mesh("cpu", (4, 8), mesh_dim_names=("dp", "tp"))
+                    assert mesh.get_group("tp").size() == 8
+                    mesh.universe.destroy()
+
+            _at_once(make_and_end)
+            assert len(group_names()) == 1
+    finally:
+        meshverse.uninstall()
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 @pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from helpers.fake_options import fake_options, raises
+from helpers.nccl_options import C10D_FIELDS, changed_nccl_options, needs_nccl
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
+from meshverse._core import OptionsKey
+from meshverse.group_options import GroupOptions
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -117,6 +120,19 @@ def test_a_universe_made_beforehand_has_them_too() -> None:
     universe = Universe(range(8), timeout=_MINUTE)
     mesh = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=_AXES, universe=universe)
     assert _timeout(mesh["dp"]) == _MINUTE
+
+
+@needs_nccl
+def test_what_c10d_is_given_has_every_field_of_nccl_options() -> None:
+    seen = set()
+    for name, options in changed_nccl_options():
+        asked = GroupOptions.resolve(("nccl", options), dist.group.WORLD)
+        given = asked.options_to_give_away()
+        assert given is not options
+        assert OptionsKey.of("nccl", given, ignored=C10D_FIELDS).fields.keys() == {name}
+        assert OptionsKey.of("nccl", options, ignored=C10D_FIELDS).fields.keys() == {name}
+        seen.add(asked.key)
+    assert len(seen) > 8
 
 
 @pytest.mark.parametrize(

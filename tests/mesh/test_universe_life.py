@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from helpers.worlds import fake_world, group_names, groups_created, start_fake_world
 from meshverse import DeviceMesh, Universe, init_device_mesh
@@ -41,6 +42,26 @@ def test_a_stale_universe_makes_no_group(ask: str, alive: bool) -> None:
     ):
         _NEW_GROUPS[ask](mesh)
     assert len(held) == (3 if alive else 0)
+
+
+def test_a_stale_group_is_not_given_out_though_the_worlds_store_is_held() -> None:
+    start_fake_world(8, 5)
+    store, default_group = c10d._get_default_store(), dist.group.WORLD
+    meshes = [_mesh(), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))]
+    names = [mesh.group_names for mesh in meshes]
+    dist.destroy_process_group()
+    with fake_world(8, 5):
+        again = [_mesh(), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))]
+        assert [mesh.group_names for mesh in again] == names  # so c10d would find the new groups
+        for mesh in meshes:
+            assert not mesh.universe.process_groups
+            for use in (
+                lambda mesh=mesh: mesh.get_group("dp"),
+                lambda mesh=mesh: mesh["dp"].get_group(),
+            ):
+                with pytest.raises(RuntimeError, match=r"there is another one.*Make the mesh"):
+                    use()
+    assert (store, default_group) != (None, None)
 
 
 def test_without_a_default_group_nothing_is_made() -> None:

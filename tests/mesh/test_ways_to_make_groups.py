@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from helpers.worlds import fake_world
+from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
 
@@ -48,10 +49,39 @@ def test_a_mesh_of_an_ended_world_gives_no_group_of_the_next() -> None:
 
 
 def test_concatenating_meshes_of_two_universes_keeps_all_groups_at_hand(world) -> None:
+    one = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    other = init_device_mesh("cpu", (4, 2), mesh_dim_names=("ep", "pair"))
+    joined = DeviceMesh._concatenate([one["dp"], other["pair"]])
+    assert set(joined._dim_group_names) <= set(joined._pg_registry)
+    assert joined.get_group("pair") is other.get_group("pair")
+    assert pickle.loads(pickle.dumps(joined)) is joined
+    hows = {group["name"]: group["how"] for group in one.universe.explain().to_dict()["groups"]}
+    name = other.get_group("pair").group_name
+    assert hows[name] == "of another universe"
+    one.universe.destroy()
+    assert other.get_group("pair").group_name == name
+
+
+def test_groups_of_a_combined_mesh_end_with_their_universe(world) -> None:
     one, other = (init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES) for _ in range(2))
     joined = DeviceMesh._concatenate([one["dp"], other["tp"]])
-    assert set(joined._dim_group_names) <= set(joined._pg_registry)
-    assert joined.get_group("tp") is other.get_group("tp")
+    other.universe.destroy()
+    with pytest.raises(RuntimeError, match=r"was destroyed, by .*Make the mesh again"):
+        joined.get_group("tp")
+    assert joined.get_group("dp") is one.get_group("dp")
+
+
+def test_a_group_that_the_user_destroyed_is_made_anew(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    gone = mesh.get_group("tp").group_name
+    dist.destroy_process_group(mesh.get_group("tp"))
+    with pytest.raises(RuntimeError):
+        mesh.get_group("tp")
+    with groups_created(1):
+        again = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, universe=mesh.universe)
+    assert again.get_group("tp").group_name != gone
+    assert again.get_group("dp") is mesh.get_group("dp")
+    again.universe.destroy()
 
 
 def test_a_loaded_mesh_finds_its_universe_whatever_other_meshes_were_made() -> None:

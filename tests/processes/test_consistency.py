@@ -82,6 +82,7 @@ _DIFFERENCES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: _mesh((4, 1)),
         lambda: _mesh((4, 1), timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS)),
     ),
+    "laziness": (lambda: _mesh(), lambda: _mesh(lazy=True)),
     "isolation": (lambda: _mesh(), _isolated),
     "order of calls": (
         lambda: _derived(_flatten_all, _flatten_own),

@@ -19,8 +19,8 @@ from .groups import (
     default_backend,
     default_timeout,
     end_group,
+    is_alive,
     is_backend_options,
-    lifetime_of,
     live_options,
     members_only_hazard,
     needs_own_world_group,
@@ -30,6 +30,7 @@ from .groups import (
     set_up_device,
     store_of,
     thread_id,
+    world_lifetime,
 )
 from .layouts import (
     FLATTENED_ARE_APART,
@@ -47,6 +48,7 @@ from .private_names import (
 from .tracing import (
     has_no_values,
     hook_concatenate,
+    hook_from_group,
     let_compile_know,
     real_mesh,
     stock_concatenate,
@@ -78,9 +80,10 @@ __all__ = [
     "from_torch_layout",
     "has_no_values",
     "hook_concatenate",
+    "hook_from_group",
+    "is_alive",
     "is_backend_options",
     "let_compile_know",
-    "lifetime_of",
     "live_options",
     "members_only_hazard",
     "needs_own_world_group",
@@ -94,4 +97,5 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "world_lifetime",
 ]

@@ -66,6 +66,22 @@ def hook_concatenate(
     StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 
 
+def hook_from_group(
+    ours: Callable[..., StockDeviceMesh], shall_be_ours: Callable[[], bool]
+) -> None:
+    """Have `DeviceMesh.from_group`, called by the stock name, use ours where meshes shall be ours.
+
+    Stock's would write the groups' names into the mesh, past its universe.
+    """
+    stock = StockDeviceMesh.from_group
+
+    @functools.wraps(stock)
+    def from_group(*args: Any, **kwargs: Any) -> StockDeviceMesh:
+        return (ours if shall_be_ours() else stock)(*args, **kwargs)
+
+    StockDeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
+
+
 def real_mesh(value: object) -> Any:
     """The mesh inside one of torch.compile's stand-ins (`FakeScriptObject`), or the value."""
     return getattr(value, "real_obj", value)
