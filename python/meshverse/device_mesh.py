@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
@@ -166,7 +167,7 @@ class DeviceMesh(MeshBase):
             RuntimeError: the mesh has no names, or the axes overlap.
             KeyError: an unknown name, or names in another order than in the mesh.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
             known = self._slices.get(mesh_dim_names)
@@ -348,11 +349,17 @@ class DeviceMesh(MeshBase):
             RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
             KeyError: no such name.
         """
-        if torch.compiler.is_compiling():  # which traces stock's method
+        if is_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
-            name = self._group_name(mesh_dim)
-            if name is None:
+            name: str | None
+            if isinstance(mesh_dim, int):
+                name = self._dim_group_names[mesh_dim]
+            elif mesh_dim is None and len(self._shape) == 1:
+                name = self._dim_group_names[0]
+            else:
+                name = self._name_of_named_group(mesh_dim)
+            if name is None:  # stock says what is wrong
                 return StockDeviceMesh.get_group(self, mesh_dim)
             return compat.resolve_group(name)
         except IndexError:
@@ -364,14 +371,9 @@ class DeviceMesh(MeshBase):
                 "get_coordinate() is None on such a rank."
             ) from None
 
-    def _group_name(self, mesh_dim: int | str | None) -> str | None:
-        """c10d's name of the group meant; None where stock is to say what is wrong."""
-        if isinstance(mesh_dim, int):
-            return self._dim_group_names[mesh_dim]
-        if mesh_dim is None:
-            return self._dim_group_names[0] if len(self._shape) == 1 else None
+    def _name_of_named_group(self, mesh_dim: str | None) -> str | None:
         root = self if self._root_mesh is None else self._root_mesh
-        flattened = root._flatten_mapping.get(mesh_dim)
+        flattened = root._flatten_mapping.get(mesh_dim)  # type: ignore[arg-type]  # None is in none
         if flattened is not None:  # before an axis of mine of the same name, as in stock
             return flattened._dim_group_names[0]
         names = self._mesh_dim_names or ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-import torch
+from torch.compiler import is_compiling
 
 __all__ = ["GroupNames", "MissingGroups"]
 
@@ -33,7 +33,7 @@ class GroupNames(list[str]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        if isinstance(index, slice) or found in self._ready or torch.compiler.is_compiling():
+        if isinstance(index, slice) or found in self._ready or is_compiling():
             return found
         self._before_use(found)
         return found

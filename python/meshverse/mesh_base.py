@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import Self
 from . import _torch_compat as compat
 from ._core import Layout
 from .backend_override import NO_OVERRIDE, Override
+from .computed import computed
 from .derivation import MeshDescription
 from .group_names import GroupNames, MissingGroups
 from .isolation import current_tag
@@ -98,7 +99,7 @@ class MeshBase(StockDeviceMesh):
         """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
         return tuple(self._dim_group_names) if self.has_groups else None
 
-    @cached_property
+    @computed
     def key_digests(self) -> list[str | None]:
         """Digests of the options keys of my groups, one an axis; none outside the mesh."""
         pairs = zip(self.layout, self.group_names or (), strict=False)
@@ -117,8 +118,9 @@ class MeshBase(StockDeviceMesh):
             self._group_names_for(self.layout, self._labels(), overrides, tags, call="bind")
         )
         # What may have been read already, and depends on this process's rank or universe.
-        for lazy in ("mesh", "compile_guard", "key_digests"):
-            self.__dict__.pop(lazy, None)
+        for computed_before in ("mesh", "compile_guard", "key_digests"):
+            with contextlib.suppress(AttributeError):
+                delattr(self, computed_before)
         universe.intern(self)
 
     def _labels(self) -> Sequence[str]:
@@ -195,19 +197,19 @@ class MeshBase(StockDeviceMesh):
     # --- what stock's methods read, by arithmetic and only when asked -------------------------
 
     # Class attributes of stock's that are annotated as writable; torch does not write these.
-    @cached_property
-    def _layout(self) -> compat.TorchLayout:  # type: ignore[override]
+    @computed
+    def _layout(self) -> compat.TorchLayout:
         return compat.to_torch_layout(self.layout, flattened=self._description.flattened)
 
-    @cached_property
-    def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
+    @computed
+    def _rank_map(self) -> torch.Tensor:
         return self._universe.rank_views.tensor
 
-    @cached_property
-    def _flatten_rank_map(self) -> tuple[int, ...]:  # type: ignore[override]
+    @computed
+    def _flatten_rank_map(self) -> tuple[int, ...]:
         return self._universe.rank_views.tuple
 
-    @cached_property
+    @computed
     def mesh(self) -> torch.Tensor:
         """Global ranks of this mesh: int32 CPU tensor with one dimension an axis.
 
@@ -232,7 +234,7 @@ class MeshBase(StockDeviceMesh):
         with compat.untraced():
             return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
 
-    @cached_property
+    @computed
     def compile_guard(self) -> tuple[object, ...]:
         """What must stay equal for a compiled graph to be used: all that makes meshes equal.
 

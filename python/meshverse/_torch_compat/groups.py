@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -166,9 +167,8 @@ def abort_all() -> None:
     c10d._abort_process_group()
 
 
-def resolve_group(name: str) -> ProcessGroup:
-    """The live process group registered under this name; RuntimeError if there is none."""
-    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+# The live process group registered under a name; RuntimeError if there is none.
+resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
 
 
 # --- options -------------------------------------------------------------------------------------

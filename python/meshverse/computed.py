@@ -1,0 +1,36 @@
+"""Attributes that are computed when they are first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+__all__ = ["computed"]
+
+_T = TypeVar("_T")
+
+
+class computed(Generic[_T]):  # noqa: N801  # used as a decorator
+    """A method whose result becomes the attribute, of the object that it is first read of.
+
+    As `functools.cached_property`, but without asking for the object's `__dict__`: CPython reads
+    all attributes of an object slower once somebody did (by 30 ns, which doubles it).
+    """
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> computed[_T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> _T: ...
+    def __get__(self, instance: object | None, owner: type) -> computed[_T] | _T:
+        if instance is None:
+            return self
+        value = self._compute(instance)
+        setattr(instance, self._name, value)
+        return value
