@@ -49,6 +49,13 @@ any_modes = st.lists(st.tuples(_SIZES, st.integers(0, 12)), max_size=4).map(
 )
 
 
+def some_axes(max_size: int) -> st.SearchStrategy[list[tuple[list[int], list[int]]]]:
+    """Several of these, which together have few enough positions to go through."""
+    return st.lists(any_modes, max_size=max_size).filter(
+        lambda axes: math.prod(size for sizes, _ in axes for size in sizes) <= 2000
+    )
+
+
 @st.composite
 def digits(draw: st.DrawFn, max_size: int = 5) -> tuple[list[int], list[int]]:
     """(sizes, strides) of the digits of 0..n-1, in any order: a mesh with its axes permuted."""

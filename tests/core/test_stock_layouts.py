@@ -55,7 +55,7 @@ def test_groups_equal_stock_for_all_that_it_accepts(tiling):
 
 # Most pairs of layouts do not compose, or stock composes them wrongly: hence the filtering.
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
-@given(st.one_of(oracle.digits(), oracle.any_modes), st.lists(oracle.any_modes, max_size=3))
+@given(st.one_of(oracle.digits(), oracle.any_modes), oracle.some_axes(3))
 def test_composition_equals_stock_wherever_stock_is_right(outer_modes, inner_axes):
     outer = AxisLayout(*outer_modes)
     inner = Layout([AxisLayout(*modes) for modes in inner_axes])
