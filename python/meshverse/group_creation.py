@@ -8,6 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +30,9 @@ __all__ = [
     "prepare_group",
 ]
 
+
+_log = logging.getLogger(__name__)
+_LONG_SECONDS = 5.0  # of waiting for the members of a group: longer than it takes to make one
 
 SHARED = "shared with another mesh"
 """How a group came to be, seen from a universe that another one made it for."""
@@ -187,20 +194,36 @@ def _new_name(request: GroupRequest, world: World) -> str:
 
 def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
+    members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
+    what = f"the process group of axis {request.axis_name!r} with ranks {members}"
+    cause = "One of them has died, or is building a mesh over other ranks: all ranks of a mesh must"
+    blocks = compat.creation_blocks(options.backend)
+    waiting = f"Rank {world.rank} has waited {_LONG_SECONDS:g} s to make {what}. {cause} make it."
     try:
-        return compat.create_by_members(
-            ranks,
-            world.default_group,
-            backend=options.backend,
-            options=options.options_to_give_away(),
-            timeout=options.timeout,
-            name=name,
-            description=f"mesh_{request.axis_name}",
-        )
+        with _warned_if_long(waiting) if blocks else contextlib.nullcontext():
+            return compat.create_by_members(
+                ranks,
+                world.default_group,
+                backend=options.backend,
+                options=options.options_to_give_away(),
+                timeout=options.timeout,
+                name=name,
+                description=f"mesh_{request.axis_name}",
+            )
     except RuntimeError as error:
-        members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
         raise type(error)(
-            f"Rank {world.rank} could not make the process group of axis {request.axis_name!r} "
-            f"with ranks {members}: {error}\nOne of them has died, or is building a mesh over "
-            "other ranks: all ranks of a mesh must make it."
+            f"Rank {world.rank} could not make {what}: {error}\n{cause} make it."
         ) from error
+
+
+@contextlib.contextmanager
+def _warned_if_long(text: str) -> Iterator[None]:
+    """Log a warning while the block is still going on after some seconds."""
+    timer = threading.Timer(_LONG_SECONDS, _log.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # so that no thread is left behind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -220,6 +221,36 @@ def _told_and_tried_again() -> list[int]:
 def test_what_ranks_may_do_differently(crew: Crew, program: Callable[[], list[int]]) -> None:
     for rank, reached in enumerate(crew.run(program, 4)):
         assert reached == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
+
+
+# --- ranks that disagree about which ranks: not compared, but not silent -------------------------
+
+
+def _over_other_ranks() -> tuple[list[str], str]:
+    """What is logged, and the error, where ranks build meshes over ranks that overlap."""
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("meshverse").addHandler(handler)
+    ranks = [0, 1, 2] if dist.get_rank() < 2 else [1, 2, 3]
+    message = "no error"
+    try:
+        init_device_mesh(
+            "cpu", (3,), mesh_dim_names=("dp",), ranks=ranks, timeout=timedelta(seconds=8)
+        )
+    except RuntimeError as error:
+        message = str(error)
+    return [record.getMessage() for record in told], message
+
+
+def test_ranks_that_wait_over_other_ranks_say_so(crew: Crew) -> None:
+    for rank, (warnings, message) in enumerate(crew.run(_over_other_ranks, 4)):
+        ranks = "[0, 1, 2]" if rank < 2 else "[1, 2, 3]"
+        what = f"the process group of axis 'dp' with ranks {ranks}"
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"Rank {rank} has waited 5 s to make {what}. One of them")
+        assert message.startswith(f"Rank {rank} could not make {what}: ")
+        assert "is building a mesh over other ranks" in message
 
 
 # --- turned off, and its price -------------------------------------------------------------------
