@@ -169,7 +169,10 @@ class UniverseGroups:
         assert group.name is not None
         self._cache.remove(request.axis, request.options.key)
         del self.handles[group.name]
-        self._world.release(group.name, self._shared_as(group))
+        shared_as = self._shared_as(group)
+        self._world.release(group.name, shared_as)
+        if shared_as is not None:
+            self._world.unshare(group.name, shared_as)
         return None
 
     def _get_or_make_one(self, request: GroupRequest) -> Group:

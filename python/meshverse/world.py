@@ -177,8 +177,18 @@ class World:
                 return False
             del self._users[group_name]
             if shared_as is not None:
-                self.shared_groups.remove(*shared_as)
+                self._take_out(group_name, shared_as)
             return True
+
+    def unshare(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
+        """Take a group that was destroyed out of the shared ones, though others note it still."""
+        with self._lock:
+            self._take_out(group_name, shared_as)
+
+    def _take_out(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
+        shared = self.shared_groups.get(*shared_as)
+        if shared is not None and shared.name == group_name:  # and no newer one
+            self.shared_groups.remove(*shared_as)
 
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as stock does, once for each device type."""

@@ -178,3 +178,19 @@ def test_lazy_and_eager_meshes_can_be_concatenated() -> None:
     lazy = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, lazy=True)
     joined = DeviceMesh.concatenate([eager["dp"], lazy["tp"]])
     assert joined.get_group("tp") is lazy.get_group("tp")
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_shared_group_that_the_user_destroyed_is_made_anew_once() -> None:
+    one, two = _mesh(), _mesh()
+    gone = one.get_group("tp")
+    assert two.get_group("tp") is gone
+    dist.destroy_process_group(gone)
+    with groups_created(1):
+        again = [init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, universe=one.universe)]
+        again.append(_mesh())
+    assert again[0].get_group("tp") is again[1].get_group("tp")
+    two.universe.destroy()  # which knows the old one only
+    with groups_created(0):
+        again.append(_mesh())
+    assert again[2].get_group("tp") is again[0].get_group("tp")
