@@ -196,9 +196,12 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
     options, ranks = request.options, request.my_ranks()
     members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
     what = f"the process group of axis {request.axis_name!r} with ranks {members}"
-    cause = "One of them has died, or is building a mesh over other ranks: all ranks of a mesh must"
+    cause = (
+        "One of them has died, has ended the group already, or is building a mesh over other ranks: "
+        "all ranks of a mesh must make it, and none ends it while others still do."
+    )
     blocks = compat.creation_blocks(options.backend)
-    waiting = f"Rank {world.rank} has waited {_LONG_SECONDS:g} s to make {what}. {cause} make it."
+    waiting = f"Rank {world.rank} has waited {_LONG_SECONDS:g} s to make {what}. {cause}"
     try:
         with _warned_if_long(waiting) if blocks else contextlib.nullcontext():
             return compat.create_by_members(
@@ -211,9 +214,7 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
                 description=f"mesh_{request.axis_name}",
             )
     except RuntimeError as error:
-        raise type(error)(
-            f"Rank {world.rank} could not make {what}: {error}\n{cause} make it."
-        ) from error
+        raise type(error)(f"Rank {world.rank} could not make {what}: {error}\n{cause}") from error
 
 
 @contextlib.contextmanager

@@ -213,9 +213,10 @@ class Universe:
     def destroy(self) -> None:
         """Free the process groups that were made here, and nothing else. All ranks call it.
 
-        The default group, groups the user gave, and groups that another universe uses too stay.
-        The meshes here can still be held, printed, sliced and compared; use of their groups raises
-        RuntimeError. A second call does nothing.
+        No rank may, while others still communicate in the groups or make them: with gloo, have a
+        barrier before. The default group, groups the user gave, and groups that another universe
+        uses too stay. The meshes here can still be held, printed, sliced and compared; use of
+        their groups raises RuntimeError. A second call does nothing.
         """
         self._end("destroyed", abort=False)
 

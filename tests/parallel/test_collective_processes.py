@@ -123,8 +123,13 @@ def test_all_operations(four, name, node) -> None:
 def _all_operations(name: str, node: int) -> dict[str, Any]:
     whole = _four_processes(node)
     results = _results(_limited(whole, name), dist.get_rank())
-    whole.close()
+    _close_together(whole)
     return results
+
+
+def _close_together(collective: MeshCollective) -> None:
+    dist.barrier()  # as with c10d's groups, nobody leaves while others still connect
+    collective.close()
 
 
 def test_a_process_alone_gives_what_a_world_of_one_gives(four) -> None:
@@ -152,7 +157,7 @@ def _bad_source() -> str:
     except ValueError as error:
         return str(error)
     finally:
-        whole.close()
+        _close_together(whole)
     return "no error"
 
 
@@ -223,8 +228,7 @@ def _close_twice() -> list[tuple[set[str], int, int]]:
 def _work_once() -> None:
     collective = _four_processes()
     collective.local.all_gather_objects(1)
-    dist.barrier()
-    collective.close()
+    _close_together(collective)
 
 
 def test_closing_a_part_frees_nothing(four) -> None:
@@ -239,7 +243,7 @@ def _close_parts() -> float:
     tensor = torch.tensor(float(dist.get_rank()))
     collective.tp_world.all_reduce(tensor)
     _limited(collective, "dp").all_reduce(tensor)
-    collective.close()
+    _close_together(collective)
     return tensor.item()
 
 
@@ -257,7 +261,7 @@ def _given_meshes() -> bool:
     before = group_names()
     second.close()
     unchanged = group_names() == before
-    whole.close()
+    _close_together(whole)
     return unchanged
 
 

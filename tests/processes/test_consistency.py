@@ -293,6 +293,7 @@ def _counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts.append(counting.operations)
     mesh.unflatten("tp", (2, 1), ("a", "b"))
     counts.append(counting.operations)
+    dist.barrier()
     mesh.universe.destroy()
     return counts
 

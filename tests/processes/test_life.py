@@ -325,6 +325,7 @@ def test_use_after_destroy(crew: Crew) -> None:
 def _use_after_destroy() -> list[str]:
     mesh = _mesh()
     tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)])
+    dist.barrier()
     mesh.universe.destroy()
     uses = (
         lambda: mesh.get_group("tp"),

@@ -233,7 +233,8 @@ class MeshCollective(GroupCollective):
     def close(self) -> None:
         """Free what this collective made: its meshes' process groups; the world, if it started it.
 
-        All processes call this, when they are done with the collective. Closing again does nothing.
+        All processes call this, when all are done with the collective and with making it: with
+        gloo, have a `barrier()` before. Closing again does nothing.
         """
         self._made.close()
 
