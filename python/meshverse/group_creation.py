@@ -197,8 +197,8 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
     members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
     what = f"the process group of axis {request.axis_name!r} with ranks {members}"
     cause = (
-        "One of them has died, has ended the group already, or is building a mesh over other ranks: "
-        "all ranks of a mesh must make it, and none ends it while others still do."
+        "One of them has died, has ended the group already, or is building a mesh over other "
+        "ranks: all ranks of a mesh must make it, and none ends it while others still do."
     )
     blocks = compat.creation_blocks(options.backend)
     waiting = f"Rank {world.rank} has waited {_LONG_SECONDS:g} s to make {what}. {cause}"
