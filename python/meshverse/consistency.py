@@ -5,8 +5,9 @@ one operation a rank and no barrier: the first rank to come writes down what it 
 every other rank is given that back, and raises if it is about to make something else.
 
 The ranks that are compared are those of one universe, in the order of its calls. Ranks that
-disagree about *which ranks* a mesh has are in no common universe and so are not compared; nor are
-calls from other threads than the main one, whose order means nothing.
+disagree about *which ranks* a mesh has are in no common universe; they find out when they meet to
+make its groups, see `rendezvous`. Calls from other threads than the main one are not compared, as
+their order means nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -78,8 +79,9 @@ class ConsistencyCheck:
         self._calls = 0  # that were found equal
         self._keys_written: list[str] = []
 
-    def compare(self, call: str, requests: Sequence[GroupRequest]) -> None:
-        """Compare a call that is about to make process groups with that of the other ranks.
+    @contextlib.contextmanager
+    def compared(self, call: str, requests: Sequence[GroupRequest]) -> Iterator[None]:
+        """Compare a call that makes process groups with that of the other ranks, then let it.
 
         Args:
             call: what is called, such as "init_device_mesh".
@@ -88,12 +90,21 @@ class ConsistencyCheck:
         Raises:
             RuntimeError: another rank that came before is making something else.
         """
+        key = self._compare(call, requests)
+        with contextlib.ExitStack() as failed:
+            if key is not None:
+                failed.callback(self._undo, key)
+            yield
+            failed.pop_all()
+
+    def _compare(self, call: str, requests: Sequence[GroupRequest]) -> str | None:
+        """The key under which the call was found equal; None where it is not compared."""
         store = self._world.store
         if not self._is_main_thread():
             self._order.holds = False
         if store is None or not self._order.holds:
-            return
-        # Numbers go on only when a call was found equal, so that it can be tried again.
+            return None
+        # Numbers go on only for what is equal and succeeds, so that a call can be tried again.
         root = self._order.next_root if self._root is None else self._root
         key = f"{self._prefix}/{root}/{self._calls}"
         digest, text = self._digest(requests), self._text(call, requests)
@@ -116,13 +127,28 @@ class ConsistencyCheck:
             self._root = root
             self._order.next_root += 1
         self._calls += 1
+        return key
+
+    def _undo(self, key: str) -> None:
+        self._calls -= 1
+        if key in self._keys_written:
+            self._keys_written.remove(key)
+            self._delete([key])
+        if self._calls == 0 and self._root == self._order.next_root - 1:
+            self._order.next_root, self._root = self._root, None
 
     def forget(self) -> None:
         """Take what this rank wrote out of the store: its ranks are done with the universe."""
+        self._delete(self._keys_written)
+        self._keys_written.clear()
+
+    def _delete(self, keys: Sequence[str]) -> None:
         store = self._world.store
+        if store is None:
+            return
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are the keys
-            while self._keys_written and store is not None:
-                store.delete_key(self._keys_written.pop())
+            for key in keys:
+                store.delete_key(key)
 
     def _is_main_thread(self) -> bool:
         thread = threading.current_thread()

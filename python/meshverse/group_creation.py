@@ -8,16 +8,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
 from .group_options import GroupOptions
+from .rendezvous import meet
 from .world import World
 
 __all__ = [
@@ -30,9 +27,6 @@ __all__ = [
     "prepare_group",
 ]
 
-
-_log = logging.getLogger(__name__)
-_LONG_SECONDS = 5.0  # of waiting for the members of a group: longer than it takes to make one
 
 SHARED = "shared with another mesh"
 """How a group came to be, seen from a universe that another one made it for."""
@@ -105,7 +99,8 @@ def make_group(request: GroupRequest, world: World) -> Group:
     """Make my group of an axis.
 
     Raises:
-        Whatever c10d raises; nothing is kept then.
+        RuntimeError: other members did not come to make it, or wait for me to make another one.
+        Whatever c10d raises. Nothing is kept then.
     """
     if _is_default_group(request, world):
         group_name = world.default_group.group_name
@@ -119,7 +114,13 @@ def make_group(request: GroupRequest, world: World) -> Group:
     elif request.position is None:
         group, how = None, _BY_MEMBERS
     else:
-        group, how = _make_by_members(request, _new_name(request, world), world), _BY_MEMBERS
+        name = _new_name(request, world)
+        try:
+            _meet(request, name, world)
+        except RuntimeError:
+            world.take_back_name(name)
+            raise
+        group, how = _make_by_members(request, name, world), _BY_MEMBERS
     if group is None:
         return Group(request, None, how, created=False)
     return Group(request, group.group_name, how, created=True)
@@ -136,8 +137,13 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
 
 
 def make_prepared(group: Group, world: World) -> None:
-    """Make a group that `prepare_group` has named; its other members do so too."""
+    """Make a group that `prepare_group` has named; its other members do so too.
+
+    Raises:
+        As `make_group`.
+    """
     assert group.name is not None
+    _meet(group.request, group.name, world)
     _make_by_members(group.request, group.name, world)
 
 
@@ -192,39 +198,38 @@ def _new_name(request: GroupRequest, world: World) -> str:
     return world.new_name(identity)
 
 
+def _meet(request: GroupRequest, name: str, world: World) -> None:
+    """Wait for the other members in the store, if making the group would wait for them silently."""
+    options = request.options
+    if world.meeting_place is None or not compat.creation_blocks(options.backend):
+        return
+    ranks, label = request.my_ranks(), f"axis {request.axis_name!r} of layout {request.axis}"
+    try:
+        meet(world.meeting_place, name, label, ranks, world.rank, options.timeout)
+    except RuntimeError as error:
+        raise type(error)(f"{_could_not(request, ranks, world)}: {error}") from None
+
+
 def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
+    try:
+        return compat.create_by_members(
+            ranks,
+            world.default_group,
+            backend=options.backend,
+            options=options.options_to_give_away(),
+            timeout=options.timeout,
+            name=name,
+            description=f"mesh_{request.axis_name}",
+        )
+    except RuntimeError as error:
+        raise type(error)(
+            f"{_could_not(request, ranks, world)}: {error}\nOne of them has died, or has ended the "
+            "group already: no rank ends a group while others still make it."
+        ) from error
+
+
+def _could_not(request: GroupRequest, ranks: list[int], world: World) -> str:
     members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
     what = f"the process group of axis {request.axis_name!r} with ranks {members}"
-    cause = (
-        "One of them has died, has ended the group already, or is building a mesh over other "
-        "ranks: all ranks of a mesh must make it, and none ends it while others still do."
-    )
-    blocks = compat.creation_blocks(options.backend)
-    waiting = f"Rank {world.rank} has waited {_LONG_SECONDS:g} s to make {what}. {cause}"
-    try:
-        with _warned_if_long(waiting) if blocks else contextlib.nullcontext():
-            return compat.create_by_members(
-                ranks,
-                world.default_group,
-                backend=options.backend,
-                options=options.options_to_give_away(),
-                timeout=options.timeout,
-                name=name,
-                description=f"mesh_{request.axis_name}",
-            )
-    except RuntimeError as error:
-        raise type(error)(f"Rank {world.rank} could not make {what}: {error}\n{cause}") from error
-
-
-@contextlib.contextmanager
-def _warned_if_long(text: str) -> Iterator[None]:
-    """Log a warning while the block is still going on after some seconds."""
-    timer = threading.Timer(_LONG_SECONDS, _log.warning, (text,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # so that no thread is left behind
+    return f"Rank {world.rank} could not make {what}"

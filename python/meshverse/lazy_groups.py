@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from . import _torch_compat as compat
 from .group_creation import Group, make_prepared
-from .rendezvous import meet
 from .world import World
 
 __all__ = ["make_pending", "postpone"]
@@ -41,12 +39,6 @@ def make_pending(name: str, world: World) -> bool:
     with pending.lock:
         if name not in world.pending:  # another thread made it meanwhile
             return False
-        request = pending.group.request
-        if compat.creation_blocks(request.options.backend):
-            label = f"axis {request.axis_name!r} of layout {request.axis}"
-            ranks, timeout = request.my_ranks(), request.options.timeout
-            if world.store is not None:
-                meet(world.store, name, label, ranks, world.rank, timeout)
         make_prepared(pending.group, world)
         del world.pending[name]
         return True

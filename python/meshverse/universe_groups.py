@@ -150,15 +150,21 @@ class UniverseGroups:
         self, requests: Sequence[GroupRequest], call: str, *, asked: bool = True
     ) -> list[Group]:
         known = [self._known(request) for request in requests]
-        if None in known and self._check is not None and self._position is not None:
-            self._check.compare(call, requests)
-        groups = []
-        for request, there in zip(requests, known, strict=True):
-            group = there or self._get_or_make_one(request)
+        if None not in known or self._check is None or self._position is None:
+            groups = self._make_missing(requests, known)
+        else:
+            with self._check.compared(call, requests):
+                groups = self._make_missing(requests, known)
+        for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)
-            groups.append(group)
         return groups
+
+    def _make_missing(
+        self, requests: Sequence[GroupRequest], known: Sequence[Group | None]
+    ) -> list[Group]:
+        pairs = zip(requests, known, strict=True)
+        return [there or self._get_or_make_one(request) for request, there in pairs]
 
     def _known(self, request: GroupRequest) -> Group | None:
         group: Group | None = self._cache.get(request.axis, request.options.key)

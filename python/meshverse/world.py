@@ -9,6 +9,8 @@ from collections import Counter
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, OptionsKey
 from .backend_override import NO_OVERRIDE
@@ -120,6 +122,12 @@ class World:
         return compat.store_of(self.default_group)
 
     @cached_property
+    def meeting_place(self) -> Any | None:
+        """A part of the store, in which members of groups meet; or None."""
+        store = self.store
+        return None if store is None else dist.PrefixStore("meshverse/meet", store)
+
+    @cached_property
     def default_options(self) -> GroupOptions:
         """What a group is when nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
@@ -150,6 +158,13 @@ class World:
         name, whatever other groups each of them made before.
         """
         return f"meshverse-{identity}-{self.next_ordinal(identity)}"
+
+    def take_back_name(self, name: str) -> None:
+        """Let the latest name of a group be new again: no member has made anything of it."""
+        identity, _, ordinal = name.removeprefix("meshverse-").rpartition("-")
+        with self._lock:
+            if self._ordinals[identity] == int(ordinal) + 1:
+                self._ordinals[identity] = int(ordinal)
 
     def retain(self, group_name: str) -> None:
         """Note that one more universe uses a group that Meshverse made."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -117,9 +119,13 @@ def _build(difference: str, odd_one_first: bool) -> Ending:
     usual, odd = _ALL[difference]
     is_odd = dist.get_rank() == _ODD_RANK
     time.sleep(0.5 if is_odd != odd_one_first else 0)
+    return _ending_of(odd if is_odd else usual)
+
+
+def _ending_of(build: Callable[[], Any]) -> Ending:
     start, message = time.monotonic(), "no error"
     try:
-        (odd if is_odd else usual)()
+        build()
     except RuntimeError as error:
         message = str(error)
     return Ending(message, time.monotonic() - start)
@@ -223,34 +229,71 @@ def test_what_ranks_may_do_differently(crew: Crew, program: Callable[[], list[in
         assert reached == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
 
 
-# --- ranks that disagree about which ranks: not compared, but not silent -------------------------
+# --- ranks that disagree about which ranks -------------------------------------------------------
+
+_OVER_OTHER_RANKS = {
+    "overlapping": [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]],
+    "one left out": [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]],
+    "a neighbour each": [[0, 1], [1, 2], [2, 3], [0, 3]],
+    "another half": [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]],
+}
 
 
-def _over_other_ranks() -> tuple[list[str], str]:
-    """What is logged, and the error, where ranks build meshes over ranks that overlap."""
+def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
+    rank = dist.get_rank()
+    ranks = _OVER_OTHER_RANKS[way][rank]
+    build = partial(DeviceMesh, "cpu", ranks, mesh_dim_names=("dp",), isolate="not the world")
+    ending = _ending_of(build)
+    dist.barrier()
+    # What failed counts for nothing: the same ranks can make the right mesh, and views of it.
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("all",), isolate="not the world")
+    return ending, reached_by(mesh.unflatten("all", (2, 2), _AXES).get_group("tp"))
+
+
+@pytest.mark.parametrize("way", _OVER_OTHER_RANKS)
+def test_ranks_that_build_over_other_ranks_are_told_soon(crew: Crew, way: str) -> None:
+    for rank, (ending, reached) in enumerate(crew.run(_over_other_ranks, 4, way)):
+        mine = _OVER_OTHER_RANKS[way][rank]
+        assert ending.message.startswith(
+            f"Rank {rank} could not make the process group of axis 'dp' with ranks {mine}: "
+            "ranks wait for one another: "
+        )
+        # Descriptions, and whose they are.
+        named = re.findall(r"rank (\d) waits in axis 'dp' .*? with ranks (\[.*?\])", ending.message)
+        assert len({ranks for _, ranks in named}) >= 2
+        assert all(str(_OVER_OTHER_RANKS[way][int(who)]) == ranks for who, ranks in named)
+        assert ending.seconds < 8
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
+    """What is logged, and the error, where one rank of a group never makes it."""
     told: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = told.append  # type: ignore[method-assign]
     logging.getLogger("meshverse").addHandler(handler)
-    ranks = [0, 1, 2] if dist.get_rank() < 2 else [1, 2, 3]
     message = "no error"
-    try:
-        init_device_mesh(
-            "cpu", (3,), mesh_dim_names=("dp",), ranks=ranks, timeout=timedelta(seconds=8)
-        )
-    except RuntimeError as error:
-        message = str(error)
+    if dist.get_rank() < 2:
+        try:
+            timeout = timedelta(seconds=8)
+            init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), ranks=[0, 1, 2], timeout=timeout)
+        except RuntimeError as error:
+            message = str(error)
     return [record.getMessage() for record in told], message
 
 
-def test_ranks_that_wait_over_other_ranks_say_so(crew: Crew) -> None:
-    for rank, (warnings, message) in enumerate(crew.run(_over_other_ranks, 4)):
-        ranks = "[0, 1, 2]" if rank < 2 else "[1, 2, 3]"
-        what = f"the process group of axis 'dp' with ranks {ranks}"
-        assert len(warnings) == 1
-        assert warnings[0].startswith(f"Rank {rank} has waited 5 s to make {what}. One of them")
-        assert message.startswith(f"Rank {rank} could not make {what}: ")
-        assert "is building a mesh over other ranks" in message
+def test_ranks_that_wait_long_say_so_and_for_whom(crew: Crew) -> None:
+    for rank, (warnings, message) in enumerate(crew.run(_one_is_not_in_a_hurry, 4)):
+        if rank > 1:
+            assert (warnings, message) == ([], "no error")
+            continue
+        missing = "2 of 3 members came, not seen were ranks [2]. They have died, or are building "
+        [warning] = warnings
+        assert f"Rank {rank} has waited 5 s to make axis 'dp' of" in warning
+        assert f"with ranks [0, 1, 2]: {missing}" in warning
+        assert f"Rank {rank} could not make the process group of axis 'dp'" in message
+        # The first to leave is one less for the other.
+        assert "members came, not seen were ranks" in message
 
 
 # --- turned off, and its price -------------------------------------------------------------------
@@ -261,14 +304,11 @@ def _unchecked(way: str) -> Ending:
         os.environ["MESHVERSE_CHECK_CONSISTENCY"] = "0"
     names = ("x", "y") if dist.get_rank() == _ODD_RANK else _AXES
     changed = {"check_consistency": False} if way == "argument" else {}
-    start, message = time.monotonic(), "no error"
     try:
-        _mesh(mesh_dim_names=names, **changed)  # other names, but the same groups
-    except RuntimeError as error:
-        message = str(error)
+        # other names, but the same groups
+        return _ending_of(lambda: _mesh(mesh_dim_names=names, **changed))
     finally:
         os.environ.pop("MESHVERSE_CHECK_CONSISTENCY", None)
-    return Ending(message, time.monotonic() - start)
 
 
 @pytest.mark.parametrize("way", ["argument", "environment"])
@@ -284,6 +324,7 @@ def _count_store_operations() -> list[int]:
 
 def _counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     world = World.current()
+    assert world.meeting_place is not None  # what members do there is not counted here
     counting = _Counting(world.store)
     monkeypatch.setattr(World, "store", counting)
     counts = []

@@ -220,7 +220,7 @@ def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
         kill = partial(os.kill, os.getpid(), signal.SIGKILL)
         kill() if when == "before" else threading.Timer(0.5, kill).start()
     elif when == "meanwhile":
-        time.sleep(1.5)  # it has told its address, and is waiting for us
+        time.sleep(1.5)  # it has come, and is waiting for us
     start, message = time.monotonic(), "no error"
     try:
         init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, isolate="not the default group")
@@ -257,9 +257,7 @@ def test_ranks_that_are_left_get_an_error_in_time_and_can_begin_anew(when: str) 
     for rank, (told, message, seconds, reached) in enumerate(seen):
         assert told == rank
         assert message.startswith(f"Rank {rank} could not make the process group of axis 'dp'")
-        assert "One of them has died" in message
-        # gloo tries five times to reach an address that it was told.
-        assert seconds < (3 if when == "before" else 5 * 3) + 5
+        assert seconds < 3 + 5
         assert reached == [1, 1]
 
 
