@@ -23,6 +23,10 @@ from .world import World
 
 __all__ = ["MeshBase"]
 
+# Up to here a mesh is hashed when it is made, as stock's is prepared for it: torch will ask, and it
+# takes microseconds. In larger worlds it would not, the first time.
+_SMALL_WORLD = 1024
+
 
 class MeshBase(StockDeviceMesh):
     """A mesh in a universe, with the attributes that stock's methods and the rest of torch read.
@@ -51,6 +55,8 @@ class MeshBase(StockDeviceMesh):
         position = universe.position
         self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
         self.take_root(universe.root)
+        if universe.size <= _SMALL_WORLD:
+            hash(self)
 
     def take_root(self, root: MeshBase | None) -> None:
         """Have this root; itself, or none yet, makes it a root."""

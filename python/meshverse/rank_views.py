@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from functools import cached_property
 from typing import Any, cast
 
 import torch
 
 from . import _torch_compat as compat
 from ._core import RankMap
+from .computed import computed
 
 __all__ = ["RankTuple", "RankViews", "rank_views"]
 
@@ -51,13 +51,13 @@ class RankViews:
     def __init__(self, rank_map: RankMap) -> None:
         self._ranks = rank_map.ranks()
 
-    @cached_property
+    @computed
     def tensor(self) -> torch.Tensor:
         """The global rank at every position: int32 CPU tensor of shape (n,)."""
         with compat.untraced():
             return torch.frombuffer(self._ranks, dtype=torch.int32)
 
-    @cached_property
+    @computed
     def tuple(self) -> RankTuple:
         """The global rank at every position."""
         return RankTuple(self._ranks.tolist())
@@ -69,8 +69,8 @@ _views_lock = threading.Lock()  # protects _views; building a view is cheap, its
 
 def rank_views(rank_map: RankMap) -> RankViews:
     """The views of a rank map; the same object for equal rank maps."""
-    with _views_lock:
-        views = _views.get(rank_map)
-        if views is None:
-            views = _views[rank_map] = RankViews(rank_map)
-        return views
+    views = _views.get(rank_map)
+    if views is None:
+        with _views_lock:
+            views = _views.setdefault(rank_map, RankViews(rank_map))
+    return views

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankMap
+from .computed import computed
 from .consistency import check_by_default
 from .explain import Explanation, explain
 from .group_creation import Group
@@ -118,7 +118,7 @@ class Universe:
         """Number of ranks."""
         return self.rank_map.size
 
-    @cached_property
+    @computed
     def rank_views(self) -> RankViews:
         """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
         return rank_views(self.rank_map)
