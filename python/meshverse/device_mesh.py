@@ -353,10 +353,10 @@ class DeviceMesh(MeshBase):
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
             name: str | None
-            if isinstance(mesh_dim, int):
-                name = self._dim_group_names[mesh_dim]
-            elif mesh_dim is None and len(self._shape) == 1:
+            if mesh_dim is None and len(self._shape) == 1:
                 name = self._dim_group_names[0]
+            elif isinstance(mesh_dim, int):
+                name = self._dim_group_names[mesh_dim]
             else:
                 name = self._name_of_named_group(mesh_dim)
             if name is None:  # stock says what is wrong

@@ -32,7 +32,7 @@ class GroupNames(list[str]):
         self._before_use = before_use
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
+        found = list.__getitem__(self, index)  # sooner than by super()
         if isinstance(index, slice) or found in self._ready or is_compiling():
             return found
         self._before_use(found)
