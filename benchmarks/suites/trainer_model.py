@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gc
-import time
-import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness import STOCK
+from suites.turns import Operation, take_turns
 from worlds import fake_world
 
-__all__ = ["measure_large_model", "measure_small_model"]
+__all__ = ["Player", "play_large_model", "play_small_model"]
 
 _RANK = 0
 _BLOCKS, _WIDTH = 16, 64
@@ -58,39 +58,42 @@ class _LargeBlock(nn.Module):
         self.down = nn.Linear(_FEED_FORWARD, _HIDDEN, bias=False)
 
 
-_Measured = tuple[list[Any], dict[str, float]]
+Player = tuple[str, int]
+"""One process of a game: its side, and the ranks of its world."""
+
+_Measured = tuple[list[Any], dict[str, list[float]]]
 """Where the parameters lie, which is the same for any right mesh; nanoseconds by operation."""
 
 
-def measure_small_model(_rank: int, _store: Any, side: str, world_size: int) -> _Measured:
-    """A model of 16 blocks: wrapped, and trained for some steps."""
+def play_small_model(rank: int, store: dist.Store, players: list[Player], rounds: int) -> _Measured:
+    """A model of 16 blocks: wrapped, and trained for some steps; of all players in turn."""
+    side, world_size = players[rank]
     with fake_world(world_size, _RANK):
         mesh = _make_mesh(side, world_size)
-        _wrap(_small_model(), mesh)  # imports and fills what torch caches for a mesh
-        gc.collect()
-        model = _small_model()
-        times = {"wrap 16 blocks": _fastest_ns(lambda: _wrap(_small_model(), mesh), runs=3)}
-        _wrap(model, mesh)
-        times["training step"] = _step_ns(model)
-        compiled = _small_model()
+        _wrap(_small_model(), mesh)  # imports, and fills what torch caches for a mesh
+        eager, compiled = _small_model(), _small_model()
         for block in compiled:
             block.compile(backend="aot_eager")
-        _wrap(compiled, mesh)
-        times["compiled training step"] = _step_ns(compiled)
-        times["compiled call"] = _compiled_call_ns(mesh)
-        return _placed(model), times
+        wrap = Operation("wrap 16 blocks", lambda model: _wrap(model, mesh), _small_model)
+        operations = [
+            wrap,
+            Operation("training step", _step_of(eager, mesh)),
+            Operation("compiled training step", _step_of(compiled, mesh)),
+            Operation("compiled call", _compiled_call(mesh), loops=50),
+        ]
+        times = take_turns(store, rank, len(players), operations, rounds)
+        return _placed(eager), times
 
 
-def measure_large_model(_rank: int, _store: Any, side: str, world_size: int) -> _Measured:
-    """A model of 80 layers, without memory for its parameters: wrapped."""
+def play_large_model(rank: int, store: dist.Store, players: list[Player], rounds: int) -> _Measured:
+    """A model of 80 layers, without memory for its parameters: wrapped; of all players in turn."""
+    side, world_size = players[rank]
     with fake_world(world_size, _RANK):
         mesh = _make_mesh(side, world_size)
-        _wrap(_large_model(2), mesh)
-        model = _large_model(_LAYERS)
-        gc.collect()
-        start = time.thread_time_ns()
-        _wrap(model, mesh)
-        return _placed(model), {f"wrap {_LAYERS} layers": float(time.thread_time_ns() - start)}
+        placed = _wrap(_large_model(2), mesh)
+        make = partial(_large_model, _LAYERS)
+        wrap = Operation(f"wrap {_LAYERS} layers", lambda model: _wrap(model, mesh), make)
+        return _placed(placed), take_turns(store, rank, len(players), [wrap], rounds)
 
 
 def _make_mesh(side: str, world_size: int) -> Any:
@@ -111,13 +114,14 @@ def _large_model(layers: int) -> nn.Sequential:
         return nn.Sequential(*(_LargeBlock() for _ in range(layers)))
 
 
-def _wrap(model: nn.Sequential, mesh: Any) -> None:
+def _wrap(model: nn.Sequential, mesh: Any) -> nn.Sequential:
     """Tensor parallelism and hybrid sharding, asked for block by block as trainers do."""
     for block in model:
         plan = {name: style() for name, style in block.PLAN.items()}
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp_replicate", "dp_shard"])
     fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+    return model
 
 
 def _placed(model: nn.Module) -> list[Any]:
@@ -127,25 +131,22 @@ def _placed(model: nn.Module) -> list[Any]:
     ]
 
 
-def _step_ns(model: nn.Module) -> float:
+def _step_of(model: nn.Sequential, mesh: Any) -> Callable[[Any], Any]:
+    _wrap(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(4, _WIDTH)
 
-    def step() -> None:
+    def step(_: Any) -> None:
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # FSDP2 sets itself up in the first one, and what is compiled is compiled
-    step()
-    return _fastest_ns(step, runs=12)
+    step(None)  # FSDP2 sets itself up in the first one, and what is compiled is compiled
+    step(None)
+    return step
 
 
-def _fastest_ns(operation: Callable[[], Any], runs: int) -> float:
-    return min(timeit.repeat(operation, timer=time.thread_time_ns, repeat=runs, number=1))
-
-
-def _compiled_call_ns(mesh: Any) -> float:
+def _compiled_call(mesh: Any) -> Callable[[Any], Any]:
     def gather(local: torch.Tensor, mesh: Any) -> torch.Tensor:
         sharded = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
         return sharded.redistribute(placements=[Replicate()]).to_local()
@@ -153,5 +154,4 @@ def _compiled_call_ns(mesh: Any) -> float:
     compiled = torch.compile(gather, backend="aot_eager", fullgraph=True)
     local = torch.ones(2, 2)
     assert compiled(local, mesh).shape == (2 * mesh["tp"].size(), 2)
-    timer = timeit.Timer(lambda: compiled(local, mesh), timer=time.thread_time_ns)
-    return min(timer.repeat(20, 50)) / 50
+    return lambda _: compiled(local, mesh)

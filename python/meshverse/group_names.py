@@ -32,10 +32,11 @@ class GroupNames(list[str]):
         self._before_use = before_use
 
     def __getitem__(self, index: Any) -> Any:
-        found = list.__getitem__(self, index)  # sooner than by super()
-        if isinstance(index, slice) or found in self._ready or is_compiling():
-            return found
-        self._before_use(found)
+        if is_compiling():
+            return super().__getitem__(index)
+        found = list.__getitem__(self, index)  # twice as fast as super's, but not traceable
+        if not isinstance(index, slice) and found not in self._ready:
+            self._before_use(found)
         return found
 
 
