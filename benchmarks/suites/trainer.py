@@ -76,7 +76,7 @@ def run(run: Run) -> Outcome:
     for game in range(games):
         run.tell(step, steps, "16 blocks, all sides in turn")
         step += 40
-        _model(outcome, play_small_model, model_sizes, game, run.choose(30, 4))
+        _model(outcome, play_small_model, model_sizes, game, run.choose(24, 4))
         if not run.quick:
             run.tell(step, steps, f"80 layers, {_LAYERS_AT:,} ranks")
             step += 20
