@@ -157,6 +157,51 @@ def test_distributed_checkpoint(four: Crew, which: str, way: str, tmp_path: Path
         assert all(told.values()), told
 
 
+# A file, since the saving processes that torch spawns import it again.
+_SAVED_BY_PROCESSES = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from meshverse import DeviceMesh, init_device_mesh
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(30.0).reshape(5, 6)
+    state = {"on two axes": distribute_tensor(whole, mesh, [Shard(0), Replicate()]),
+             "on a slice": distribute_tensor(whole, mesh["dp"], [Shard(1)])}
+    by_processes = AsyncCheckpointerType.PROCESS
+    future = dcp.async_save(
+        state, checkpoint_id=sys.argv[1], async_checkpointer_type=by_processes)
+    future.result(timeout=180)
+    dist.barrier()
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    loaded = {name: distribute_tensor(torch.zeros(5, 6), line, [Shard(0)]) for name in state}
+    dcp.load(loaded, checkpoint_id=sys.argv[1])
+    assert all(tensor.full_tensor().equal(whole) for tensor in loaded.values())
+    assert type(mesh) is DeviceMesh
+    dist.barrier()
+    dist.destroy_process_group()
+    print("saved and loaded")
+"""
+
+
+def test_saved_by_processes_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_SAVED_BY_PROCESSES)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    arguments = ["--nproc-per-node", "2", str(program), str(tmp_path / "checkpoint")]
+    done = subprocess.run(
+        [sys.executable, *launch, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("saved and loaded") == 2
+
+
 # --- without process groups ----------------------------------------------------------------------
 
 _LOADER = """
