@@ -51,7 +51,8 @@ class RootOrder:
     Attributes:
         next_root: number of the next universe that makes groups.
         holds: whether the order means something. Once another thread has taken part it does not:
-            that thread may come sooner on one rank than on another.
+            that thread may come sooner on one rank than on another. Nor does it once a call has
+            failed, which other ranks may not know.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class ConsistencyCheck:
         key = self._compare(call, requests)
         with contextlib.ExitStack() as failed:
             if key is not None:
-                failed.callback(self._undo, key)
+                failed.callback(self._give_up, key)
             yield
             failed.pop_all()
 
@@ -104,7 +105,7 @@ class ConsistencyCheck:
             self._order.holds = False
         if store is None or not self._order.holds:
             return None
-        # Numbers go on only for what is equal and succeeds, so that a call can be tried again.
+        # Numbers go on only for what is equal, so that a call can be tried again.
         root = self._order.next_root if self._root is None else self._root
         key = f"{self._prefix}/{root}/{self._calls}"
         digest, text = self._digest(requests), self._text(call, requests)
@@ -129,13 +130,13 @@ class ConsistencyCheck:
         self._calls += 1
         return key
 
-    def _undo(self, key: str) -> None:
-        self._calls -= 1
+    def _give_up(self, key: str) -> None:
+        # It may have succeeded on other ranks, and who tries it again, and how, nobody can know.
+        self._order.holds = False
         if key in self._keys_written:
             self._keys_written.remove(key)
-            self._delete([key])
-        if self._calls == 0 and self._root == self._order.next_root - 1:
-            self._order.next_root, self._root = self._root, None
+            with contextlib.suppress(RuntimeError):  # the store's, which would hide why it failed
+                self._delete([key])
 
     def forget(self) -> None:
         """Take what this rank wrote out of the store: its ranks are done with the universe."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
 from .group_options import GroupOptions
@@ -117,7 +119,7 @@ def make_group(request: GroupRequest, world: World) -> Group:
         name = _new_name(request, world)
         try:
             _meet(request, name, world)
-        except RuntimeError:
+        except BaseException:  # an interrupt too
             world.take_back_name(name)
             raise
         group, how = _make_by_members(request, name, world), _BY_MEMBERS
@@ -200,12 +202,13 @@ def _new_name(request: GroupRequest, world: World) -> str:
 
 def _meet(request: GroupRequest, name: str, world: World) -> None:
     """Wait for the other members in the store, if making the group would wait for them silently."""
-    options = request.options
-    if world.meeting_place is None or not compat.creation_blocks(options.backend):
+    options, store = request.options, world.store
+    if store is None or not compat.creation_blocks(options.backend):
         return
+    place = dist.PrefixStore("meshverse/meet", store)
     ranks, label = request.my_ranks(), f"axis {request.axis_name!r} of layout {request.axis}"
     try:
-        meet(world.meeting_place, name, label, ranks, world.rank, options.timeout)
+        meet(place, world.meetings, name, label, ranks, world.rank, options.timeout)
     except RuntimeError as error:
         raise type(error)(f"{_could_not(request, ranks, world)}: {error}") from None
 

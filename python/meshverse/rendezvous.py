@@ -4,10 +4,14 @@ Ranks that build meshes over other ranks, or first use lazy groups in another or
 another in different groups. c10d would do so until its timeout, without a word on why. Here they
 wait in the store of the default group: a rank that has waited a while writes down in which group,
 and looks at where those that it waits for are waiting.
+
+A group can be tried again, so its meetings are numbered. Each has one outcome, which whoever comes
+first decides for all: the last member to come, one that leaves, or one that sees a circle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -17,7 +21,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-__all__ = ["meet"]
+__all__ = ["Meetings", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,21 +32,37 @@ _FIRST_LOOK_SECONDS = 1.0  # until this wait is written down and those of others
 _LONGEST_LOOK_SECONDS = 30.0  # between two looks, of which each takes twice as long to come
 _WARNING_SECONDS = 5.0
 _READ_OF_GROUP = 16  # waits of members: small groups whole, of large ones a sample each time
-_READ_AT_ONCE = 512  # waits in all, in one look
+_READ_AT_ONCE = 256  # waits in all, in one look
+
+
+class Meetings:
+    """The meetings that the threads of one rank are in, during one world.
+
+    What a rank waits for in one thread says nothing of who waits for whom if another thread may
+    come meanwhile. So a wait is written down only by the main thread, while it alone meets, and not
+    any more once another one has.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # protects the two below, and what is written down of them
+        self.open: list[_Meeting] = []
+        self.is_of_main_thread = True
 
 
 def meet(
     store: Any,
+    meetings: Meetings,
     group_name: str,
     label: str,
     ranks: Sequence[int],
     rank: int,
     timeout: timedelta | None,
 ) -> None:
-    """Wait until all members of a group have come, by four operations of a store, and as they wait.
+    """Wait until all members of a group have come: four operations of a store, and as it waits.
 
     Args:
         store: of the default group, or a part of it.
+        meetings: of this rank, in this world.
         group_name: c10d's name of the group.
         label: what the group is, for messages.
         ranks: global ranks of the members.
@@ -50,10 +70,11 @@ def meet(
         timeout: how long to wait; None for as long as it takes.
 
     Raises:
-        RuntimeError: members wait for one another in a circle, or some did not come in time.
+        RuntimeError: members wait for one another in a circle, some did not come in time, or one
+            left. All who had come are told the same.
     """
     if len(ranks) > 1:
-        _Meeting(store, group_name, label, ranks, rank).hold(timeout)
+        _Meeting(store, meetings, group_name, label, ranks, rank).hold(timeout)
 
 
 class _Wait(NamedTuple):
@@ -61,72 +82,69 @@ class _Wait(NamedTuple):
 
     Attributes:
         group_name: c10d's name of the group.
-        attempt: number of the meeting: a group that is tried again meets again.
+        attempt: number of the meeting.
         since: by the rank's clock, which tells this wait from an earlier one.
-        ranks: the members it waits for.
         label: what the group is.
     """
 
     group_name: str
     attempt: int
     since: int
-    ranks: list[int]
     label: str
 
     @property
     def outcome(self) -> str:
-        """The key under which the meeting's outcome will be: whether all came, or why not."""
+        """The key under which the meeting's outcome will be: that all came, or why not."""
         return f"outcome/{self.group_name}/{self.attempt}"
-
-    def __str__(self) -> str:
-        return f"{self.label} with ranks {_short(self.ranks)}"
-
-
-# The meetings that threads of this process are in. What several wait for says nothing of who waits
-# for whom, so a wait is written down only while it is the only one.
-_meetings: list[_Meeting] = []
-_meetings_lock = threading.Lock()
 
 
 class _Meeting:
     """One rank's wait for the other members of a group. Arguments as of `meet`."""
 
     def __init__(
-        self, store: Any, group_name: str, label: str, ranks: Sequence[int], rank: int
+        self,
+        store: Any,
+        meetings: Meetings,
+        group_name: str,
+        label: str,
+        ranks: Sequence[int],
+        rank: int,
     ) -> None:
-        self._store, self._rank = store, rank
-        attempt = store.add(_attempts(group_name), 0)
-        self._wait = _Wait(group_name, attempt, 0, list(ranks), label)
-        self._arrivals = f"arrivals/{group_name}/{attempt}"
+        self._store, self._meetings, self._rank = store, meetings, rank
+        self._ranks = list(ranks)
+        wait = _Wait(group_name, 0, 0, label)
+        while store.check([wait.outcome]):
+            wait = wait._replace(attempt=wait.attempt + 1)
+        self._wait = wait
+        self._arrivals = f"arrivals/{group_name}/{wait.attempt}"
+        self._members_of = {group_name: self._ranks}  # as far as they were read
         self._is_written_down = False
 
     def hold(self, timeout: timedelta | None) -> None:
         """Come, wait for the others, and go; see `meet`."""
-        with _meetings_lock:
-            for other in _meetings:
-                other._take_back()
-            _meetings.append(self)
+        self._enter()
         try:
-            if self._store.add(self._arrivals, 1) == len(self._wait.ranks):
-                self._end(self._wait, _ALL_CAME)
+            if self._store.add(self._arrivals, 1) == len(self._ranks):
+                outcome = self._decide(_ALL_CAME)
             else:
-                self._wait_for_others(timeout)
+                outcome = self._outcome_after_waiting(timeout)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # of the store
+                self._decide(f"rank {self._rank} left it: {type(error).__name__}")
+            raise
         finally:
-            with _meetings_lock:
-                _meetings.remove(self)
-                self._take_back()
+            self._leave()
+        if outcome != _ALL_CAME:
+            raise RuntimeError(outcome)
 
-    def _wait_for_others(self, timeout: timedelta | None) -> None:
+    def _outcome_after_waiting(self, timeout: timedelta | None) -> str:
         start = time.monotonic()
         look, next_look, warned = _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS, False
-        while not self._is_over():
+        while not (outcome := self._read(self._wait.outcome)):
             waited = time.monotonic() - start
             if timeout is not None and waited > timeout.total_seconds():
                 missing = self._what_is_missing()
-                self._store.add(self._arrivals, -1)
-                if self._is_over():
-                    return
-                raise RuntimeError(f"waited {timeout}: {missing}")
+                return self._decide(f"rank {self._rank} waited {timeout}: {missing}")
             if waited > next_look:
                 look = min(2 * look, _LONGEST_LOOK_SECONDS)
                 next_look = waited + look
@@ -135,95 +153,116 @@ class _Meeting:
             if waited > _WARNING_SECONDS and not warned:
                 warned = True
                 _log.warning(
-                    "Rank %d has waited %g s to make %s: %s",
-                    *(self._rank, _WARNING_SECONDS, self._wait, self._what_is_missing()),
+                    "Rank %d has waited %g s to make %s with ranks %s: %s",
+                    *(self._rank, _WARNING_SECONDS, self._wait.label, _short(self._ranks)),
+                    self._what_is_missing(),
                 )
             # An eighth of the wait so far: those who come early are late by little.
             time.sleep(min(max(waited / 8, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
+        return outcome
 
-    def _is_over(self) -> bool:
-        """Whether all came; raises if they wait for one another."""
-        outcome = self._read(self._wait.outcome)
-        if outcome not in ("", _ALL_CAME):
-            raise RuntimeError(
-                f"ranks wait for one another: {outcome}. All ranks of a mesh must make it, over "
-                "the same ranks, and make and first use meshes in the same order; "
-                "mesh.universe.warm_up() makes lazy groups ahead of time."
-            )
-        return outcome != ""
-
-    def _end(self, wait: _Wait, outcome: str) -> None:
-        if self._store.compare_set(wait.outcome, "", outcome).decode() == outcome:
-            self._store.add(_attempts(wait.group_name), 1)
+    def _decide(self, outcome: str, wait: _Wait | None = None) -> str:
+        """The outcome of a meeting, mine if not said: this one, unless it is decided already."""
+        key = self._wait.outcome if wait is None else wait.outcome
+        decided: bytes = self._store.compare_set(key, "", outcome)
+        return decided.decode()
 
     # --- who waits for whom ---------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """End the meetings of all who wait in a circle, or for one."""
+        """End the meetings of ranks that wait for one another, if I wait for one of them."""
         path = self._path_to_circle()
-        # All these waits were going on when the last was first read, if they are still the same.
+        # All these waits were read before now. If none of the meetings is over, and they still wait
+        # for the same after that, then all of them wait now.
+        if not path or any(self._read(wait.outcome) for wait in path.values()):
+            return
         if any(self._read_wait(rank) != wait for rank, wait in path.items()):
             return
-        steps = "; ".join(f"rank {rank} waits in {wait}" for rank, wait in path.items())
+        steps = "; ".join(f"rank {rank} waits in {self._told(w)}" for rank, w in path.items())
         for wait in path.values():
-            self._end(wait, f"{steps} (seen by rank {self._rank})")
+            self._decide(
+                f"ranks wait for one another: {steps} (seen by rank {self._rank}). All ranks of a "
+                "mesh must make it, over the same ranks, and make and first use meshes in the same "
+                "order; mesh.universe.warm_up() makes lazy groups ahead of time.",
+                wait,
+            )
 
     def _path_to_circle(self) -> dict[int, _Wait]:
         """Waits from mine on, each for the next rank, the last for one of them; or none."""
-        path: dict[int, _Wait] = {}
-        read: set[int] = set()
-        ahead = [iter([self._rank])]  # ranks to go on with, for each step of the path
-        while ahead:
+        mine = self._read_wait(self._rank)
+        if mine is None:
+            return {}
+        path, read = {self._rank: mine}, {self._rank}
+        ahead = [iter(_some(self._ranks))]  # ranks to go on with, for each step of the path
+        while ahead and len(read) < _READ_AT_ONCE:
             rank = next(ahead[-1], None)
             if rank is None:
                 ahead.pop()
-                if path:
-                    path.popitem()
+                path.popitem()
                 continue
-            here = next(reversed(path.values()), None)
-            wait = path.get(rank) or (None if rank in read else self._read_wait(rank))
+            if rank in read:
+                continue
             read.add(rank)
-            if wait is None or (here is not None and wait.outcome == here.outcome):
-                continue  # it is on its way, or there; or nobody on from it waits in a circle
-            if rank in path:
-                return path
-            if len(read) > _READ_AT_ONCE or self._read(wait.outcome):
-                continue
+            here, wait = next(reversed(path.values())), self._read_wait(rank)
+            if wait is None or wait.outcome == here.outcome:
+                continue  # on its way, or there
             path[rank] = wait
-            ahead.append(iter(_some(wait.ranks)))
+            members = self._members(wait.group_name)
+            if any(other in members for other, w in path.items() if w.outcome != wait.outcome):
+                return path
+            ahead.append(iter(_some(members)))
         return {}
 
     def _what_is_missing(self) -> str:
-        ranks = self._wait.ranks
-        waits = {rank: self._read_wait(rank) for rank in ranks[:_READ_OF_GROUP]}
+        waits = {rank: self._read_wait(rank) for rank in self._ranks[:_READ_OF_GROUP]}
         missing = {
             rank: wait
             for rank, wait in waits.items()
             if rank != self._rank and (wait is None or wait.outcome != self._wait.outcome)
         }
-        elsewhere = [f"; rank {rank} waits in {wait}" for rank, wait in missing.items() if wait]
+        elsewhere = [
+            f"; rank {r} waits in {self._told(wait)}" for r, wait in missing.items() if wait
+        ]
         came = self._store.add(self._arrivals, 0)
         before = self._read(self._wait._replace(attempt=self._wait.attempt - 1).outcome)
         return (
-            f"{came} of {len(ranks)} members came, not seen were "
-            f"{f'ranks {list(missing)}' if missing else 'others'}{''.join(elsewhere)}. They have "
-            "died, or are building other meshes: all ranks of a mesh must make it, over the same "
-            "ranks, and use its lazy groups."
-            + (
-                f" Before, ranks waited for one another: {before}."
-                if before not in ("", _ALL_CAME)
-                else ""
-            )
+            f"{came} of {len(self._ranks)} members came; not seen were "
+            f"{f'ranks {list(missing)}' if missing else 'others'}{''.join(elsewhere)}. Those that "
+            "did not come have died, or are building other meshes: all ranks of a mesh must make "
+            "it, over the same ranks, and use its lazy groups."
+            + (f" The attempt before failed: {before}" if before not in ("", _ALL_CAME) else "")
         )
+
+    def _told(self, wait: _Wait) -> str:
+        return f"{wait.label} with ranks {_short(self._members(wait.group_name))}"
 
     # --- what ranks write down ------------------------------------------------------------------
 
+    def _enter(self) -> None:
+        with self._meetings.lock:
+            if threading.current_thread() is not threading.main_thread():
+                self._meetings.is_of_main_thread = False
+            for other in self._meetings.open:
+                other._take_back()
+            self._meetings.open.append(self)
+
+    def _leave(self) -> None:
+        with self._meetings.lock:
+            self._meetings.open.remove(self)
+            with contextlib.suppress(RuntimeError):  # of the store, whose failure was raised
+                self._take_back()
+
     def _write_down(self) -> None:
-        with _meetings_lock:
-            if not self._is_written_down and _meetings == [self]:
-                self._is_written_down = True
-                self._wait = self._wait._replace(since=time.time_ns())
-                self._store.set(_waits(self._rank), json.dumps(self._wait))
+        with self._meetings.lock:
+            is_alone = self._meetings.is_of_main_thread and self._meetings.open == [self]
+            if self._is_written_down or not is_alone:
+                return
+            members = f"members/{self._wait.group_name}"
+            if not self._store.check([members]):  # once for all, as a group can be large
+                self._store.set(members, json.dumps(self._ranks))
+            self._is_written_down = True
+            self._wait = self._wait._replace(since=time.time_ns())
+            self._store.set(_waits(self._rank), json.dumps(self._wait))
 
     def _take_back(self) -> None:
         if self._is_written_down:
@@ -233,6 +272,11 @@ class _Meeting:
     def _read_wait(self, rank: int) -> _Wait | None:
         text = self._read(_waits(rank))
         return _Wait(*json.loads(text)) if text else None
+
+    def _members(self, group_name: str) -> list[int]:
+        if group_name not in self._members_of:
+            self._members_of[group_name] = json.loads(self._read(f"members/{group_name}"))
+        return self._members_of[group_name]
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -244,10 +288,6 @@ def _some(ranks: Sequence[int]) -> Sequence[int]:
 
 def _short(ranks: list[int]) -> str:
     return f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
-
-
-def _attempts(group_name: str) -> str:
-    return f"attempts/{group_name}"
 
 
 def _waits(rank: int) -> str:

@@ -9,12 +9,11 @@ from collections import Counter
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, OptionsKey
 from .backend_override import NO_OVERRIDE
 from .group_options import GroupOptions
+from .rendezvous import Meetings
 from .weak_registry import WeakRegistry
 
 __all__ = ["World"]
@@ -43,6 +42,7 @@ class World:
             the groups, so that all ranks find the same ones, whatever garbage each has collected.
         root_orders: of meshes over one set of ranks, by its fingerprint; see `consistency`.
         pending: lazy groups that are still to be made, by c10d name.
+        meetings: with the other members of groups, that this rank is in.
         shared_groups: groups that all universes of this world share, where they share.
     """
 
@@ -61,6 +61,7 @@ class World:
         _lives[self.thread_id] += 1
         self.root_orders: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
+        self.meetings = Meetings()
         self.shared_groups = GroupCache()
         self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
         self._ordinals: dict[str, int] = {}
@@ -120,12 +121,6 @@ class World:
     def store(self) -> Any | None:
         """The default group's store; None where there is none that ranks could meet in."""
         return compat.store_of(self.default_group)
-
-    @cached_property
-    def meeting_place(self) -> Any | None:
-        """A part of the store, in which members of groups meet; or None."""
-        store = self.store
-        return None if store is None else dist.PrefixStore("meshverse/meet", store)
 
     @cached_property
     def default_options(self) -> GroupOptions:

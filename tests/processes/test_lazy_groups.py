@@ -134,8 +134,8 @@ def _used_by_one_member_only() -> tuple[str, float]:
 def test_members_that_never_come_are_named(crew: Crew) -> None:
     (message, seconds), *others = crew.run(_used_by_one_member_only, 4)
     assert message.startswith(
-        "Rank 0 could not make the process group of axis 'tp' with ranks [0, 1]: waited 0:00:02: "
-        "1 of 2 members came, not seen were ranks [1]. They have died"
+        "Rank 0 could not make the process group of axis 'tp' with ranks [0, 1]: rank 0 waited "
+        "0:00:02: 1 of 2 members came; not seen were ranks [1]. Those that did not come have died"
     )
     assert 2 <= seconds < 5
     assert {told for told, _ in others} == {"not used"}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +209,33 @@ def test_a_forked_process_may_hold_a_mesh_but_not_use_its_groups(crew: Crew) -> 
         assert equal == "True"
         assert len(errors) == 2
         assert all("do not survive a fork" in error and "spawn" in error for error in errors)
+
+
+def _on_a_port(port_file: str) -> bool:
+    """A world on a store of its own, whose port must be free once the world is destroyed."""
+    rank = dist.get_rank()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ports: list[Any] = [probe.getsockname()[1]]
+    dist.broadcast_object_list(ports, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    for _ in range(2):
+        store = dist.TCPStore("127.0.0.1", ports[0], 2, rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        del store
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="mine")
+        reached_by(mesh.get_group())
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+    store = dist.FileStore(port_file, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return mesh.shape == (2,)  # it was held all the while
+
+
+def test_a_mesh_that_is_held_keeps_no_store(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_on_a_port, 2, str(tmp_path / "after")) == [True, True]
 
 
 # --- a rank that is killed while groups are being made -------------------------------------------

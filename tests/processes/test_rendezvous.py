@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from meshverse.rendezvous import meet
+from meshverse.rendezvous import Meetings, meet
 
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
+
+
+def _come(store: Any, name: str, ranks: list[int], rank: int, timeout: timedelta = _LONG) -> None:
+    meet(store, Meetings(), name, f"group {name}", ranks, rank, timeout)
 
 
 def _meet_all(store: Any, name: str, ranks: list[int]) -> list[float]:
@@ -23,7 +27,7 @@ def _meet_all(store: Any, name: str, ranks: list[int]) -> list[float]:
 
     def come(rank: int) -> None:
         start = time.monotonic()
-        meet(store, name, f"group {name}", ranks, rank, _LONG)
+        _come(store, name, ranks, rank)
         seconds[rank] = time.monotonic() - start
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
@@ -40,37 +44,99 @@ def test_members_meet_again_and_again() -> None:
         assert max(_meet_all(store, "x", [0, 1, 2])) < 5
 
 
-def test_one_that_left_can_come_again() -> None:
+def test_after_one_left_all_can_come_again() -> None:
     store = dist.HashStore()
     for rank in (0, 1):
-        with pytest.raises(RuntimeError, match=r"waited 0:00:00.300000: 1 of 3 members came"):
-            meet(store, "x", "group x", [0, 1, 2], rank, _SHORT)
+        with pytest.raises(RuntimeError, match=rf"rank {rank} waited 0:00:00.300000: 1 of 3 memb"):
+            _come(store, "x", [0, 1, 2], rank, _SHORT)
     assert max(_meet_all(store, "x", [0, 1, 2])) < 5
 
 
 def test_nobody_meets_alone_after_a_meeting_that_was_complete() -> None:
     store = dist.HashStore()
     _meet_all(store, "x", [0, 1])
-    with pytest.raises(RuntimeError, match=r"1 of 2 members came, not seen were ranks \[1\]"):
-        meet(store, "x", "group x", [0, 1], 0, _SHORT)
+    with pytest.raises(RuntimeError, match=r"1 of 2 members came; not seen were ranks \[1\]"):
+        _come(store, "x", [0, 1], 0, _SHORT)
+
+
+def test_what_was_decided_holds_for_the_last_to_come() -> None:
+    store = dist.HashStore()
+
+    class _JustNow(dist.PrefixStore):
+        """Another rank decides between the arrival of the last and its own decision."""
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            store.compare_set(f"x/{key}", "", "ranks wait for one another")
+            return super().compare_set(key, expected, desired)
+
+    place = _JustNow("x", store)
+    place.add("arrivals/x/0", 1)
+    with pytest.raises(RuntimeError, match=r"^ranks wait for one another$"):
+        _come(place, "x", [0, 1], 1)
+
+
+def test_one_waits_for_ever_if_told_so() -> None:
+    store = dist.HashStore()
+    first = threading.Thread(
+        target=meet, args=(store, Meetings(), "x", "group x", [0, 1], 0, None), daemon=True
+    )
+    first.start()
+    _come(store, "x", [0, 1], 1)
+    first.join(30)
+    assert not first.is_alive()
 
 
 def test_a_group_of_one_meets_nobody() -> None:
-    meet(None, "x", "group x", [3], 3, _SHORT)
+    _come(None, "x", [3], 3)
+
+
+def _interrupted() -> tuple[str, float]:
+    """Rank 0 is interrupted in its wait for rank 2; what the others are told, and how soon."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    rank, told = dist.get_rank(), "all came"
+    store, start = _store(), time.monotonic()
+    if rank == 0:
+        usual = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+    if rank < 2:
+        try:
+            _come(store, "x", [0, 1, 2], rank)
+        except (RuntimeError, KeyboardInterrupt) as error:
+            told = repr(error)
+    seconds = time.monotonic() - start
+    if rank == 0:
+        signal.signal(signal.SIGALRM, usual)
+    dist.barrier()
+    if rank < 3:
+        _come(store, "x", [0, 1, 2], rank)
+    return told, seconds
+
+
+def test_one_that_is_interrupted_tells_the_others(crew: Crew) -> None:
+    (first, _), (second, seconds), *_ = crew.run(_interrupted, 4)
+    assert first == "KeyboardInterrupt()"
+    assert second == "RuntimeError('rank 0 left it: KeyboardInterrupt')"
+    assert seconds < 5
 
 
 # --- ranks that are elsewhere --------------------------------------------------------------------
 
 
+def _store() -> dist.Store:
+    return dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+
+
 def _meet_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, float]) -> Any:
     """Each rank comes to its group of these; what it was told, and after how long."""
-    rank = dist.get_rank()
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    rank, store = dist.get_rank(), _store()
     time.sleep(delays.get(rank, 0))
     start, told = time.monotonic(), "all came"
+    ranks, limit = groups[rank], timedelta(seconds=seconds)
     try:
-        ranks, limit = groups[rank], timedelta(seconds=seconds)
-        meet(store, f"{ranks}", f"group of {rank}", ranks, rank, limit)
+        meet(store, Meetings(), f"{ranks}", f"group of {rank}", ranks, rank, limit)
     except RuntimeError as error:
         told = str(error)
     return told, time.monotonic() - start
@@ -101,44 +167,42 @@ def test_who_waits_for_no_circle_waits_on(crew: Crew) -> None:
     seen = crew.run(_meet_in, 4, groups, 9, {3: 6})
     assert [told for told, _ in seen[2:]] == ["all came"] * 2
     told, seconds = seen[0]
-    assert told.startswith("waited 0:00:09: 1 of 2 members came, not seen were ranks [1]")
+    assert told.startswith("rank 0 waited 0:00:09: 1 of 2 members came; not seen were ranks [1]")
     assert seconds >= 9
-    assert "rank 1 waits in" not in told or "group of 1 with ranks [1, 2]" in told
 
 
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
-    (told, _), *_ = crew.run(_meet_in, 4, groups, 3, {0: 0.5, 1: 1})
-    assert "rank 1 waits in group of 1 with ranks [1, 2]. They have died, or are build" in told
+    (told, _), *_ = crew.run(_meet_in, 4, groups, 4, {1: 0.5})
+    assert "rank 1 waits in group of 1 with ranks [1, 2]. Those that did not come have" in told
 
 
-def _two_threads_wait() -> list[str]:
-    """Rank 0 waits in two groups, in threads; rank 1 in one of them, and comes to the other."""
-    rank = dist.get_rank()
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
-    told = []
+def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
+    """Each rank comes to x in its main thread and to y in another; errors."""
+    rank, store, meetings, told = dist.get_rank(), _store(), Meetings(), []
 
-    def come(name: str, delay: float) -> Callable[[], None]:
-        def run() -> None:
-            time.sleep(delay)
-            try:
-                meet(store, name, name, [0, 1], rank, _LONG)
-            except RuntimeError as error:
-                told.append(str(error))
+    def come(name: str) -> None:
+        time.sleep(delays.get((rank, name), 0))
+        try:
+            meet(store, meetings, name, name, [0, 1], rank, _LONG)
+        except RuntimeError as error:
+            told.append(str(error))
 
-        return run
-
-    if rank == 0:
-        threads = [threading.Thread(target=come(name, 0)) for name in ("x", "y")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    else:
-        come("y", 3)()
-        come("x", 3)()
+    other = threading.Thread(target=come, args=("y",))
+    other.start()
+    come("x")
+    other.join(30)
     return told
 
 
-def test_what_two_threads_wait_for_is_no_circle(crew: Crew) -> None:
-    assert crew.run(_two_threads_wait, 2) == [[], []]
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param({(1, "x"): 3, (1, "y"): 4}, id="one rank waits in both"),
+        pytest.param({(0, "y"): 4, (1, "x"): 4}, id="each waits in one, and comes to the other"),
+    ],
+)
+def test_what_threads_wait_for_is_no_circle(
+    crew: Crew, delays: dict[tuple[int, str], float]
+) -> None:
+    assert crew.run(_in_two_threads, 2, delays) == [[], []]
