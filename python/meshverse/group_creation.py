@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,13 +17,14 @@ import torch.distributed as dist
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
 from .group_options import GroupOptions
-from .rendezvous import meet
+from .rendezvous import forget_meetings, meet
 from .world import World
 
 __all__ = [
     "SHARED",
     "Group",
     "GroupRequest",
+    "forget_meeting",
     "is_made_by_members",
     "make_group",
     "make_prepared",
@@ -149,6 +151,15 @@ def make_prepared(group: Group, world: World) -> None:
     _make_by_members(group.request, group.name, world)
 
 
+def forget_meeting(group: Group, world: World) -> None:
+    """Take out of the store what the members' meeting for a group left there; the first does."""
+    assert group.name is not None
+    place, ranks = _meeting_place(group.request, world), group.request.my_ranks()
+    if place is not None and len(ranks) > 1 and world.rank == ranks[0]:
+        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
+            forget_meetings(place, group.name)
+
+
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
     """Whether my group of an axis is made by its members alone, and I am one."""
     return not (
@@ -202,15 +213,22 @@ def _new_name(request: GroupRequest, world: World) -> str:
 
 def _meet(request: GroupRequest, name: str, world: World) -> None:
     """Wait for the other members in the store, if making the group would wait for them silently."""
-    options, store = request.options, world.store
-    if store is None or not compat.creation_blocks(options.backend):
+    place = _meeting_place(request, world)
+    if place is None:
         return
-    place = dist.PrefixStore("meshverse/meet", store)
     ranks, label = request.my_ranks(), f"axis {request.axis_name!r} of layout {request.axis}"
     try:
-        meet(place, world.meetings, name, label, ranks, world.rank, options.timeout)
+        meet(place, world.meetings, name, label, ranks, world.rank, request.options.timeout)
     except RuntimeError as error:
         raise type(error)(f"{_could_not(request, ranks, world)}: {error}") from None
+
+
+def _meeting_place(request: GroupRequest, world: World) -> dist.Store | None:
+    """Where members of a group meet, if making it would wait for them."""
+    store = world.store
+    if store is None or not compat.creation_blocks(request.options.backend):
+        return None
+    return dist.PrefixStore("meshverse/meet", store)
 
 
 def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-__all__ = ["Meetings", "meet"]
+__all__ = ["Meetings", "forget_meetings", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +77,15 @@ def meet(
         _Meeting(store, meetings, group_name, label, ranks, rank).hold(timeout)
 
 
+def forget_meetings(store: Any, group_name: str) -> None:
+    """Take what is left of a group's meetings out of the store; one rank does, once it was made."""
+    attempt = 0
+    while store.check([_outcome(group_name, attempt)]):
+        store.delete_key(_outcome(group_name, attempt))
+        store.delete_key(_arrivals(group_name, attempt))
+        attempt += 1
+
+
 class _Wait(NamedTuple):
     """What a rank has written down of its wait.
 
@@ -95,7 +104,7 @@ class _Wait(NamedTuple):
     @property
     def outcome(self) -> str:
         """The key under which the meeting's outcome will be: that all came, or why not."""
-        return f"outcome/{self.group_name}/{self.attempt}"
+        return _outcome(self.group_name, self.attempt)
 
 
 class _Meeting:
@@ -116,7 +125,7 @@ class _Meeting:
         while store.check([wait.outcome]):
             wait = wait._replace(attempt=wait.attempt + 1)
         self._wait = wait
-        self._arrivals = f"arrivals/{group_name}/{wait.attempt}"
+        self._arrivals = _arrivals(group_name, wait.attempt)
         self._members_of = {group_name: self._ranks}  # as far as they were read
         self._is_written_down = False
 
@@ -288,6 +297,14 @@ def _some(ranks: Sequence[int]) -> Sequence[int]:
 
 def _short(ranks: list[int]) -> str:
     return f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
+
+
+def _outcome(group_name: str, attempt: int) -> str:
+    return f"outcome/{group_name}/{attempt}"
+
+
+def _arrivals(group_name: str, attempt: int) -> str:
+    return f"arrivals/{group_name}/{attempt}"
 
 
 def _waits(rank: int) -> str:

@@ -13,6 +13,7 @@ from .group_creation import (
     SHARED,
     Group,
     GroupRequest,
+    forget_meeting,
     is_made_by_members,
     make_group,
     prepare_group,
@@ -300,7 +301,7 @@ class UniverseGroups:
                 if group.borrowed or group.name is None:
                     continue
                 if world.release(group.name, self._shared_as(group)):
-                    self._end(group.name, abort=abort)
+                    self._end(group, abort=abort)
         finally:
             self._cache.clear()
             self._given.clear()
@@ -312,13 +313,16 @@ class UniverseGroups:
     def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
         return _shared_key(group.request) if self._share_world else None
 
-    def _end(self, name: str, *, abort: bool) -> None:
-        world = self._world
+    def _end(self, group: Group, *, abort: bool) -> None:
+        world, name = self._world, group.name
+        assert name is not None
         if world.pending.pop(name, None) is not None or world.is_over:
             return
         for holder in world.holders.alive():  # of meshes concatenated across universes, too
             holder.handles.pop(name, None)
         compat.end_group(name, abort=abort)
+        if not abort:
+            forget_meeting(group, world)
 
     def _uses_default_group(self) -> bool:
         return any(group.name == self._world.default_group.group_name for group in self)

@@ -352,7 +352,7 @@ def _counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     world = World.current()
     counting = _Counting(world.store)
     monkeypatch.setattr(World, "store", counting)
-    monkeypatch.setattr(group_creation, "_meet", lambda *_: None)  # not counted here
+    monkeypatch.setattr(group_creation, "_meeting_place", lambda *_: None)  # not counted here
     counts = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     counts.append(counting.operations)
@@ -385,9 +385,13 @@ def _keys_left() -> list[int]:
     store, counts = World.current().store, []
     for _ in range(3):
         mesh = _mesh()
+        meetings = [f"outcome/{group.group_name}/0" for group in mesh.get_all_groups()]
+        place = dist.PrefixStore("meshverse/meet", store)
+        assert place.check(meetings)
         dist.barrier()
         mesh.universe.destroy()
         dist.barrier()
+        assert not any(place.check([key]) for key in meetings)
         prefix = f"meshverse/check/{World.current().life}/{mesh.universe.rank_map.fingerprint}"
         counts.append(sum(store.check([f"{prefix}/{root}/0"]) for root in range(4)))
         dist.barrier()  # before a rank that is ahead writes again
