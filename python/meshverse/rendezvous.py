@@ -6,8 +6,8 @@ wait in the store of the default group: a rank that has waited a while writes do
 and looks at where those that it waits for are waiting.
 
 A group can be tried again, so its meetings are numbered. Each has one outcome, which whoever comes
-first decides for all: the last member to come, one that leaves, or one that sees a circle. Every
-member goes through all of them: one that comes late to a meeting that failed is told so at once.
+first decides for all who came: the last member, one that leaves, or one that sees a circle. Who
+comes later comes to the next: whether it was told in another group or is late, nobody can know.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Meetings:
         self.lock = threading.Lock()  # protects the two below, and what is written down of them
         self.open: list[_Meeting] = []
         self.is_of_main_thread = True
-        self.failed: dict[str, int] = {}  # how many of a group's this rank was told of, by name
 
 
 def meet(
@@ -81,11 +80,11 @@ def meet(
 
 def forget_meetings(store: Any, group_name: str) -> None:
     """Take what is left of a group's meetings out of the store; one rank does, once it was made."""
-    wait = _Wait(group_name, 0, 0, "")
-    while store.check([wait.outcome]):
-        store.delete_key(wait.outcome)
-        store.delete_key(wait.arrivals)
-        wait = wait._replace(attempt=wait.attempt + 1)
+    attempt = 0
+    while store.check([_outcome(group_name, attempt)]):
+        store.delete_key(_outcome(group_name, attempt))
+        store.delete_key(_arrivals(group_name, attempt))
+        attempt += 1
 
 
 class _Wait(NamedTuple):
@@ -106,12 +105,7 @@ class _Wait(NamedTuple):
     @property
     def outcome(self) -> str:
         """The key under which the meeting's outcome will be: that all came, or why not."""
-        return f"outcome/{self.group_name}/{self.attempt}"
-
-    @property
-    def arrivals(self) -> str:
-        """The key under which the members that came are counted."""
-        return f"arrivals/{self.group_name}/{self.attempt}"
+        return _outcome(self.group_name, self.attempt)
 
 
 class _Meeting:
@@ -128,33 +122,30 @@ class _Meeting:
     ) -> None:
         self._store, self._meetings, self._rank = store, meetings, rank
         self._ranks = list(ranks)
-        self._wait = _Wait(group_name, meetings.failed.get(group_name, 0), 0, label)
+        wait = _Wait(group_name, 0, 0, label)
+        while store.check([wait.outcome]):
+            wait = wait._replace(attempt=wait.attempt + 1)
+        self._wait = wait
+        self._arrivals = _arrivals(group_name, wait.attempt)
         self._members_of = {group_name: self._ranks}  # as far as they were read
         self._is_written_down = False
 
     def hold(self, timeout: timedelta | None) -> None:
         """Come, wait for the others, and go; see `meet`."""
-        while (outcome := self._read(self._wait.outcome)) == _ALL_CAME:
-            # I was there, but what came next failed.
-            self._wait = self._wait._replace(attempt=self._wait.attempt + 1)
-        outcome = outcome or self._come(timeout)
-        if outcome != _ALL_CAME:
-            self._meetings.failed[self._wait.group_name] = self._wait.attempt + 1
-            raise RuntimeError(outcome)
-
-    def _come(self, timeout: timedelta | None) -> str:
         self._enter()
         try:
-            if self._store.add(self._wait.arrivals, 1) == len(self._ranks):
-                return self._decide(_ALL_CAME)
-            return self._outcome_after_waiting(timeout)
+            if self._store.add(self._arrivals, 1) == len(self._ranks):
+                outcome = self._decide(_ALL_CAME)
+            else:
+                outcome = self._outcome_after_waiting(timeout)
         except BaseException as error:
-            self._meetings.failed[self._wait.group_name] = self._wait.attempt + 1
             with contextlib.suppress(RuntimeError):  # of the store
                 self._decide(f"rank {self._rank} left it: {type(error).__name__}")
             raise
         finally:
             self._leave()
+        if outcome != _ALL_CAME:
+            raise RuntimeError(outcome)
 
     def _outcome_after_waiting(self, timeout: timedelta | None) -> str:
         start = time.monotonic()
@@ -243,12 +234,14 @@ class _Meeting:
         elsewhere = [
             f"; rank {r} waits in {self._told(wait)}" for r, wait in missing.items() if wait
         ]
-        came = self._store.add(self._wait.arrivals, 0)
+        came = self._store.add(self._arrivals, 0)
+        before = self._read(self._wait._replace(attempt=self._wait.attempt - 1).outcome)
         return (
             f"{came} of {len(self._ranks)} members came; not seen were "
             f"{f'ranks {list(missing)}' if missing else 'others'}{''.join(elsewhere)}. Those that "
             "did not come have died, or are building other meshes: all ranks of a mesh must make "
             "it, over the same ranks, and use its lazy groups."
+            + (f" The attempt before failed: {before}" if before not in ("", _ALL_CAME) else "")
         )
 
     def _told(self, wait: _Wait) -> str:
@@ -306,6 +299,14 @@ def _some(ranks: Sequence[int]) -> Sequence[int]:
 
 def _short(ranks: list[int]) -> str:
     return f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
+
+
+def _outcome(group_name: str, attempt: int) -> str:
+    return f"outcome/{group_name}/{attempt}"
+
+
+def _arrivals(group_name: str, attempt: int) -> str:
+    return f"arrivals/{group_name}/{attempt}"
 
 
 def _waits(rank: int) -> str:

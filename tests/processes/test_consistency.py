@@ -270,6 +270,7 @@ def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
     rank = dist.get_rank()
     ranks = _OVER_OTHER_RANKS[way][rank]
     build = partial(DeviceMesh, "cpu", ranks, mesh_dim_names=("dp",), isolate="not the world")
+    dist.barrier()  # who comes after the others were told comes to their next attempt
     ending = _ending_of(build)
     dist.barrier()
     # The same ranks can make the right mesh after that, and views of it.

@@ -17,25 +17,17 @@ from meshverse.rendezvous import Meetings, forget_meetings, meet
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
 
-def _come(
-    store: Any,
-    name: str,
-    ranks: list[int],
-    rank: int,
-    timeout: timedelta | None = _LONG,
-    meetings: Meetings | None = None,
-) -> None:
-    meet(store, meetings or Meetings(), name, f"group {name}", ranks, rank, timeout)
+def _come(store: Any, name: str, ranks: list[int], rank: int, timeout: timedelta = _LONG) -> None:
+    meet(store, Meetings(), name, f"group {name}", ranks, rank, timeout)
 
 
-def _meet_all(store: Any, meetings: list[Meetings]) -> list[float]:
+def _meet_all(store: Any, name: str, ranks: list[int]) -> list[float]:
     """All members, each a thread, come at once; how long each waited, in seconds."""
     seconds: dict[int, float] = {}
-    ranks = list(range(len(meetings)))
 
     def come(rank: int) -> None:
         start = time.monotonic()
-        _come(store, "x", ranks, rank, meetings=meetings[rank])
+        _come(store, name, ranks, rank)
         seconds[rank] = time.monotonic() - start
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
@@ -47,32 +39,31 @@ def _meet_all(store: Any, meetings: list[Meetings]) -> list[float]:
 
 
 def test_members_meet_again_and_again() -> None:
-    store, meetings = dist.HashStore(), [Meetings() for _ in range(3)]
+    store = dist.HashStore()
     for _ in range(3):
-        assert max(_meet_all(store, meetings)) < 5
+        assert max(_meet_all(store, "x", [0, 1, 2])) < 5
 
 
-def test_all_are_told_that_one_left_and_can_come_again() -> None:
-    store, meetings = dist.HashStore(), [Meetings() for _ in range(3)]
-    for rank in range(3):  # the first waits; the others come too late, and need not
-        with pytest.raises(RuntimeError, match=r"^rank 0 waited 0:00:00.300000: 1 of 3 members"):
-            _come(store, "x", [0, 1, 2], rank, _SHORT if rank == 0 else None, meetings[rank])
-    assert max(_meet_all(store, meetings)) < 5
+def test_after_one_left_all_can_come_again() -> None:
+    store = dist.HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match=rf"rank {rank} waited 0:00:00.300000: 1 of 3 memb"):
+            _come(store, "x", [0, 1, 2], rank, _SHORT)
+    assert max(_meet_all(store, "x", [0, 1, 2])) < 5
 
 
 def test_nobody_meets_alone_after_a_meeting_that_was_complete() -> None:
-    store, meetings = dist.HashStore(), [Meetings(), Meetings()]
-    _meet_all(store, meetings)
+    store = dist.HashStore()
+    _meet_all(store, "x", [0, 1])
     with pytest.raises(RuntimeError, match=r"1 of 2 members came; not seen were ranks \[1\]"):
-        _come(store, "x", [0, 1], 0, _SHORT, meetings[0])
+        _come(store, "x", [0, 1], 0, _SHORT)
 
 
 def test_what_a_group_left_in_the_store_can_be_taken_out() -> None:
-    store, meetings = dist.HashStore(), [Meetings(), Meetings()]
-    for rank in range(2):
-        with pytest.raises(RuntimeError, match="rank 0 waited"):
-            _come(store, "x", [0, 1], rank, _SHORT, meetings[rank])
-    _meet_all(store, meetings)
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match="rank 0 waited"):
+        _come(store, "x", [0, 1], 0, _SHORT)
+    _meet_all(store, "x", [0, 1])
     assert store.num_keys() == 4
     forget_meetings(store, "x")
     assert store.num_keys() == 0
@@ -96,7 +87,9 @@ def test_what_was_decided_holds_for_the_last_to_come() -> None:
 
 def test_one_waits_for_ever_if_told_so() -> None:
     store = dist.HashStore()
-    first = threading.Thread(target=_come, args=(store, "x", [0, 1], 0, None), daemon=True)
+    first = threading.Thread(
+        target=meet, args=(store, Meetings(), "x", "group x", [0, 1], 0, None), daemon=True
+    )
     first.start()
     _come(store, "x", [0, 1], 1)
     first.join(30)
@@ -113,15 +106,14 @@ def _interrupted() -> tuple[str, float]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    rank, told, meetings = dist.get_rank(), "all came", Meetings()
+    rank, told = dist.get_rank(), "all came"
     store, start = _store(), time.monotonic()
     if rank == 0:
         usual = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.7)
-    if rank < 3:
-        time.sleep(2 if rank == 2 else 0)
+    if rank < 2:
         try:
-            _come(store, "x", [0, 1, 2], rank, meetings=meetings)
+            _come(store, "x", [0, 1, 2], rank)
         except (RuntimeError, KeyboardInterrupt) as error:
             told = repr(error)
     seconds = time.monotonic() - start
@@ -129,16 +121,15 @@ def _interrupted() -> tuple[str, float]:
         signal.signal(signal.SIGALRM, usual)
     dist.barrier()
     if rank < 3:
-        _come(store, "x", [0, 1, 2], rank, meetings=meetings)
+        _come(store, "x", [0, 1, 2], rank)
     return told, seconds
 
 
 def test_one_that_is_interrupted_tells_the_others(crew: Crew) -> None:
-    (first, _), *others, _ = crew.run(_interrupted, 4)
+    (first, _), (second, seconds), *_ = crew.run(_interrupted, 4)
     assert first == "KeyboardInterrupt()"
-    for told, seconds in others:
-        assert told == "RuntimeError('rank 0 left it: KeyboardInterrupt')"
-        assert seconds < 5
+    assert second == "RuntimeError('rank 0 left it: KeyboardInterrupt')"
+    assert seconds < 5
 
 
 # --- ranks that are elsewhere --------------------------------------------------------------------
@@ -151,6 +142,7 @@ def _store() -> dist.Store:
 def _meet_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, float]) -> Any:
     """Each rank comes to its group of these; what it was told, and after how long."""
     rank, store = dist.get_rank(), _store()
+    dist.barrier()  # who comes after the others were told comes to the next meeting
     time.sleep(delays.get(rank, 0))
     start, told = time.monotonic(), "all came"
     ranks, limit = groups[rank], timedelta(seconds=seconds)
