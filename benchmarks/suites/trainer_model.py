@@ -17,7 +17,7 @@ from harness import STOCK
 from suites.turns import Operation, take_turns
 from worlds import fake_world
 
-__all__ = ["Player", "play_large_model", "play_small_model"]
+__all__ = ["play_large_model", "play_small_model"]
 
 _RANK = 0
 _BLOCKS, _WIDTH = 16, 64

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
 from .group_options import GroupOptions
-from .rendezvous import forget_meetings, meet
+from .rendezvous import forget_meetings, meet, shortened
 from .world import World
 
 __all__ = [
@@ -251,6 +251,5 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
 
 
 def _could_not(request: GroupRequest, ranks: list[int], world: World) -> str:
-    members = f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
-    what = f"the process group of axis {request.axis_name!r} with ranks {members}"
+    what = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
     return f"Rank {world.rank} could not make {what}"

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-__all__ = ["Meetings", "forget_meetings", "meet"]
+__all__ = ["Meetings", "forget_meetings", "meet", "shortened"]
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class _Meeting:
                 warned = True
                 _log.warning(
                     "Rank %d has waited %g s to make %s with ranks %s: %s",
-                    *(self._rank, _WARNING_SECONDS, self._wait.label, _short(self._ranks)),
+                    *(self._rank, _WARNING_SECONDS, self._wait.label, shortened(self._ranks)),
                     self._what_is_missing(),
                 )
             # A quarter of the wait so far: the store is asked 26 times in the first second, and
@@ -245,7 +245,7 @@ class _Meeting:
         )
 
     def _told(self, wait: _Wait) -> str:
-        return f"{wait.label} with ranks {_short(self._members(wait.group_name))}"
+        return f"{wait.label} with ranks {shortened(self._members(wait.group_name))}"
 
     # --- what ranks write down ------------------------------------------------------------------
 
@@ -297,7 +297,8 @@ def _some(ranks: Sequence[int]) -> Sequence[int]:
     return random.sample(ranks, _READ_OF_GROUP) if len(ranks) > _READ_OF_GROUP else ranks
 
 
-def _short(ranks: list[int]) -> str:
+def shortened(ranks: list[int]) -> str:
+    """Ranks as messages tell them: the first eight of many."""
     return f"{ranks[:8]} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{ranks}"
 
 
