@@ -1,12 +1,12 @@
-"""Ranks that build different meshes are told so, instead of waiting for each other for ever.
+"""What ranks compare before they make process groups, and with whom.
 
-Every call that makes process groups is compared through the store of the default process group,
-one operation a rank and no barrier: the first rank to come writes down what it is about to make;
-every other rank is given that back, and raises if it is about to make something else.
+A call is compared between the ranks of the mesh that it makes. Example: `init_device_mesh` over 8
+ranks concerns all 8. In the pipeline stage of ranks 0 to 3, `stage.unflatten(...)` concerns these
+4: the stage of ranks 4 to 7 may do something else. If all ranks must take part in making one of the
+groups, the call concerns all ranks of the universe.
 
-The ranks that are compared are those of one universe, in the order of its calls. Ranks that
-disagree about *which ranks* a mesh has are in no common universe; they find out when they meet to
-make its groups, see `rendezvous`. Calls from other threads than the main one are not compared, as
+Ranks that disagree about *which ranks* a mesh has do not meet here. They find out when they wait
+for each other, see `agreement`. Calls from other threads than the main one are not compared, as
 their order means nothing.
 """
 
@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from ._core import RankMap
-from .group_creation import GroupRequest
+from ._core import Layout, RankMap
+from .agreement import Call, CallOrder, RanksDifferError, first_key, next_key
+from .group_creation import GroupRequest, needs_all_ranks
 from .world import World
 
 __all__ = ["CHECK_VARIABLE", "ConsistencyCheck", "check_by_default"]
@@ -45,111 +46,126 @@ def check_by_default() -> bool:
     return value == "1"
 
 
-class RootOrder:
-    """The order in which meshes over one set of ranks are made, in one world, by the main thread.
-
-    Attributes:
-        next_root: number of the next universe that makes groups.
-        holds: whether the order means something. Once another thread has taken part it does not:
-            that thread may come sooner on one rank than on another. Nor does it once a call has
-            failed, which other ranks may not know.
-    """
-
-    def __init__(self) -> None:
-        self.next_root = 0
-        self.holds = True
-
-
 class ConsistencyCheck:
-    """The calls of one universe, compared between its ranks.
+    """The calls of one universe, in an order that its ranks agree on.
 
     Args:
         rank_map: the universe's.
+        position: this rank's, or None if it is outside.
         world: the default group whose store is used.
         lazy: whether groups are made when they are first used.
+        compares: whether calls are compared; if not, they are only counted.
+
+    Attributes:
+        number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
+            None until its first call has succeeded.
     """
 
-    def __init__(self, rank_map: RankMap, world: World, *, lazy: bool) -> None:
-        self._rank_map = rank_map
+    def __init__(
+        self,
+        rank_map: RankMap,
+        position: int | None,
+        world: World,
+        *,
+        lazy: bool,
+        compares: bool,
+    ) -> None:
+        self._rank_map, self._position = rank_map, position
         self._how = "lazy" if lazy else "at once"
         self._world = world
-        ranks = rank_map.sorted().fingerprint
-        self._order: RootOrder = world.root_orders.setdefault(ranks, RootOrder())
-        self._prefix = f"meshverse/check/{world.life}/{ranks}"
-        self._root: int | None = None
-        self._calls = 0  # that were found equal
+        self._compares = compares and position is not None
+        self._roots = world.call_order(rank_map.sorted().fingerprint)
+        self._scope = ""  # of this universe, once it has a number
         self._keys_written: list[str] = []
+        self._uses_board = False
+        self.number: int | None = None
 
     @contextlib.contextmanager
-    def compared(self, call: str, requests: Sequence[GroupRequest]) -> Iterator[None]:
+    def compared(
+        self, name: str, requests: Sequence[GroupRequest], layout: Layout
+    ) -> Iterator[Call | None]:
         """Compare a call that makes process groups with that of the other ranks, then let it.
 
         Args:
-            call: what is called, such as "init_device_mesh".
+            name: what is called, such as "init_device_mesh".
             requests: one an axis.
+            layout: of the mesh that the call makes.
+
+        Yields:
+            The call, for those who wait for other ranks in it; None if it is not compared.
 
         Raises:
-            RuntimeError: another rank that came before is making something else.
+            RanksDifferError: another rank is making something else.
         """
-        key = self._compare(call, requests)
-        with contextlib.ExitStack() as failed:
-            if key is not None:
-                failed.callback(self._give_up, key)
-            yield
-            failed.pop_all()
+        is_first = self.number is None
+        order = self._roots if is_first else self._order_of(requests, layout)
+        call = self._begin(name, requests, order)
+        if call is not None:
+            following = [next_key(order)]
+            if is_first:
+                following.append(first_key(f"{order.scope}/{order.label}/all"))
+            try:
+                call.compare(following)
+            finally:
+                self._keys_written += call.keys_written
+        try:
+            yield call
+        except RanksDifferError:
+            raise
+        except BaseException as error:
+            if call is not None and (cause := self._why_it_failed(call, error)) is not error:
+                raise cause from error
+            raise
+        number, label = order.advance()
+        if is_first:
+            self.number, self._scope = number, f"{order.scope}/{label}"
+            self._compares = call is not None  # else other ranks may count it under another number
 
-    def _compare(self, call: str, requests: Sequence[GroupRequest]) -> str | None:
-        """The key under which the call was found equal; None where it is not compared."""
-        store = self._world.store
-        if not self._is_main_thread():
-            self._order.holds = False
-        if store is None or not self._order.holds:
+    def _order_of(self, requests: Sequence[GroupRequest], layout: Layout) -> CallOrder:
+        part = "all"
+        position = self._position
+        is_whole = layout.size == self._rank_map.size
+        if (
+            position is not None
+            and not is_whole
+            and not any(needs_all_ranks(one, self._world) for one in requests)
+        ):
+            # The same for all ranks of this copy of the mesh, and for no other rank.
+            part = f"{layout.collapse().sorted()}@{layout.base(position)}"
+        return self._world.call_order(f"{self._scope}/{part}")
+
+    def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
+        board = self._world.board if self._compares else None
+        if board is None:
             return None
-        # Numbers go on only for what is equal, so that a call can be tried again.
-        root = self._order.next_root if self._root is None else self._root
-        key = f"{self._prefix}/{root}/{self._calls}"
-        digest, text = self._digest(requests), self._text(call, requests)
-        mine = f"{self._world.rank} {digest} {text}"
-        first = store.compare_set(key, "", mine).decode()
-        rank, first_digest, first_text = first.split(" ", 2)
-        if first_digest != digest:
-            raise RuntimeError(
-                f"Ranks are building different meshes (call {self._calls + 1} of mesh {root + 1} "
-                "over these ranks):\n"
-                f"  rank {self._world.rank}: {text}\n"
-                f"  rank {rank}, which came first: {first_text}\n"
-                "All ranks of a mesh must make the same meshes with the same options in the same "
-                "order, and derive the same from them; a call that only some ranks made counts "
-                f"too. (Set {CHECK_VARIABLE}=0 to turn this comparison off.)"
-            )
-        if first == mine:
-            self._keys_written.append(key)
-        if self._root is None:
-            self._root = root
-            self._order.next_root += 1
-        self._calls += 1
-        return key
+        if not self._is_main_thread():
+            order.stop_comparing("a thread beside the main one made process groups")
+        if not order.is_compared():
+            return None
+        if not self._uses_board:
+            self._uses_board = True
+            self._world.run.begin_use()
+        return Call(board, order, self._digest(requests), self._text(name, requests))
 
-    def _give_up(self, key: str) -> None:
-        # It may have succeeded on other ranks, and who tries it again, and how, nobody can know.
-        self._order.holds = False
-        if key in self._keys_written:
-            self._keys_written.remove(key)
-            with contextlib.suppress(RuntimeError):  # the store's, which would hide why it failed
-                self._delete([key])
+    def _why_it_failed(self, call: Call, error: BaseException) -> BaseException:
+        with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
+            cause = call.why_it_failed(error)
+            return cause if isinstance(error, Exception) else error
+        return error
 
     def forget(self) -> None:
-        """Take what this rank wrote out of the store: its ranks are done with the universe."""
-        self._delete(self._keys_written)
-        self._keys_written.clear()
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        store = self._world.store
-        if store is None:
+        """Remove what this rank wrote from the store: its ranks are done with the universe."""
+        if not self._uses_board:
+            return
+        board = self._world.board
+        if board is None:
             return
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are the keys
-            for key in keys:
-                store.delete_key(key)
+            while self._keys_written:
+                board.remove(self._keys_written[-1])
+                self._keys_written.pop()
+            self._world.run.end_use(self._world.store)
+            self._uses_board = False
 
     def _is_main_thread(self) -> bool:
         thread = threading.current_thread()

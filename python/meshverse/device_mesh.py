@@ -142,7 +142,8 @@ class DeviceMesh(MeshBase):
         names = None
         if init_backend:
             labels = self._labels()
-            names = self._group_names_for(description.layout, labels, overrides, tags, call=call)
+            layout = description.layout
+            names = self._group_names_for(layout, labels, overrides, tags, call=call, layout=layout)
         self._take_group_names(names)
         universe.intern(self)
 
@@ -253,8 +254,9 @@ class DeviceMesh(MeshBase):
                 layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
             )
             override = normalize_override(backend_override)
+            layout = description.layout
             group_names = self._group_names_for(
-                description.layout, (name,), (override,), (current_tag(),), call="flatten"
+                layout, (name,), (override,), (current_tag(),), call="flatten", layout=layout
             )
             known = self._in_universe(self._universe, description, group_names)
             root._flatten_mapping[name] = known
@@ -299,7 +301,11 @@ class DeviceMesh(MeshBase):
         tags = normalize_tags(isolate, mesh_dim_names, len(new_axes))
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
-            new = self._group_names_for(new_axes, mesh_dim_names, overrides, tags, call="unflatten")
+            new = self._group_names_for(
+                *(new_axes, mesh_dim_names, overrides, tags),
+                call="unflatten",
+                layout=description.layout,
+            )
             group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
         return self._in_universe(self._universe, description, group_names)
 

@@ -8,26 +8,24 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from . import _torch_compat as compat
 from ._core import AxisLayout, RankGroups, RankMap
+from .agreement import Call, shortened
+from .group_meetings import GroupMeetings
 from .group_options import GroupOptions
-from .rendezvous import forget_meetings, meet, shortened
 from .world import World
 
 __all__ = [
     "SHARED",
     "Group",
     "GroupRequest",
-    "forget_meeting",
     "is_made_by_members",
     "make_group",
     "make_prepared",
+    "needs_all_ranks",
     "prepare_group",
 ]
 
@@ -99,8 +97,16 @@ class Group:
             self.how = SHARED
 
 
-def make_group(request: GroupRequest, world: World) -> Group:
+def make_group(
+    request: GroupRequest, world: World, meetings: GroupMeetings, call: Call | None
+) -> Group:
     """Make my group of an axis.
+
+    Args:
+        request: what it shall be.
+        world: that it is made in.
+        meetings: where its members wait for each other.
+        call: that needs the group, if it is compared with those of other ranks.
 
     Raises:
         RuntimeError: other members did not come to make it, or wait for me to make another one.
@@ -120,11 +126,12 @@ def make_group(request: GroupRequest, world: World) -> Group:
     else:
         name = _new_name(request, world)
         try:
-            _meet(request, name, world)
-        except BaseException:  # an interrupt too
+            group, how = _make_by_members(request, name, world, meetings, call), _BY_MEMBERS
+        except BaseException:
+            # An interrupt too, wherever it came: all other members fail then, and do the same. So
+            # all members have the same name for the next attempt.
             world.take_back_name(name)
             raise
-        group, how = _make_by_members(request, name, world), _BY_MEMBERS
     if group is None:
         return Group(request, None, how, created=False)
     return Group(request, group.group_name, how, created=True)
@@ -140,34 +147,28 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     return Group(request, _new_name(request, world), _NOT_YET, created=False)
 
 
-def make_prepared(group: Group, world: World) -> None:
+def make_prepared(group: Group, world: World, meetings: GroupMeetings) -> None:
     """Make a group that `prepare_group` has named; its other members do so too.
 
     Raises:
         As `make_group`.
     """
     assert group.name is not None
-    _meet(group.request, group.name, world)
-    _make_by_members(group.request, group.name, world)
-
-
-def forget_meeting(group: Group, world: World) -> None:
-    """Take out of the store what the members' meeting for a group left there; the first does."""
-    assert group.name is not None
-    place, ranks = _meeting_place(group.request, world), group.request.my_ranks()
-    if place is not None and len(ranks) > 1 and world.rank == ranks[0]:
-        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            forget_meetings(place, group.name)
+    _make_by_members(group.request, group.name, world, meetings, None)
 
 
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
     """Whether my group of an axis is made by its members alone, and I am one."""
-    return not (
-        request.position is None
-        or _is_default_group(request, world)
-        or _is_split(request, world)
-        or world.members_only_hazard(request.options.backend)
-    )
+    is_there = request.position is None or _is_default_group(request, world)
+    return not is_there and not needs_all_ranks(request, world)
+
+
+def needs_all_ranks(request: GroupRequest, world: World) -> bool:
+    """Whether all ranks of the default group must take part in making the groups of an axis."""
+    if _is_default_group(request, world):
+        return False
+    hazard = world.members_only_hazard(request.options.backend)
+    return _is_split(request, world) or hazard is not None
 
 
 def _is_default_group(request: GroupRequest, world: World) -> bool:
@@ -211,28 +212,15 @@ def _new_name(request: GroupRequest, world: World) -> str:
     return world.new_name(identity)
 
 
-def _meet(request: GroupRequest, name: str, world: World) -> None:
-    """Wait for the other members in the store, if making the group would wait for them silently."""
-    place = _meeting_place(request, world)
-    if place is None:
-        return
-    ranks, label = request.my_ranks(), f"axis {request.axis_name!r} of layout {request.axis}"
-    try:
-        meet(place, world.meetings, name, label, ranks, world.rank, request.options.timeout)
-    except RuntimeError as error:
-        raise type(error)(f"{_could_not(request, ranks, world)}: {error}") from None
-
-
-def _meeting_place(request: GroupRequest, world: World) -> dist.Store | None:
-    """Where members of a group meet, if making it would wait for them."""
-    store = world.store
-    if store is None or not compat.creation_blocks(request.options.backend):
-        return None
-    return dist.PrefixStore("meshverse/meet", store)
-
-
-def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
+def _make_by_members(
+    request: GroupRequest,
+    name: str,
+    world: World,
+    meetings: GroupMeetings,
+    call: Call | None,
+) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
+    attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
     try:
         return compat.create_by_members(
             ranks,
@@ -241,15 +229,13 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
             options=options.options_to_give_away(),
             timeout=options.timeout,
             name=name,
+            attempt=attempt,
             description=f"mesh_{request.axis_name}",
         )
     except RuntimeError as error:
+        group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
         raise type(error)(
-            f"{_could_not(request, ranks, world)}: {error}\nOne of them has died, or has ended the "
-            "group already: no rank ends a group while others still make it."
+            f"Rank {world.rank} could not make {group}: {error}\nOne of them has died, was "
+            "interrupted, or has ended the group already: no rank ends a group while others still "
+            "make it."
         ) from error
-
-
-def _could_not(request: GroupRequest, ranks: list[int], world: World) -> str:
-    what = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
-    return f"Rank {world.rank} could not make {what}"

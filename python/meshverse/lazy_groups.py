@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from .group_creation import Group, make_prepared
+from .group_meetings import GroupMeetings
 from .world import World
 
 __all__ = ["make_pending", "postpone"]
@@ -14,13 +15,14 @@ __all__ = ["make_pending", "postpone"]
 @dataclass(eq=False)
 class _Pending:
     group: Group
+    meetings: GroupMeetings
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while the group is made
 
 
-def postpone(group: Group, world: World) -> None:
+def postpone(group: Group, world: World, meetings: GroupMeetings) -> None:
     """Leave a group that `prepare_group` has named to be made by `make_pending`."""
     assert group.name is not None
-    world.pending[group.name] = _Pending(group)
+    world.pending[group.name] = _Pending(group, meetings)
 
 
 def make_pending(name: str, world: World) -> bool:
@@ -31,7 +33,7 @@ def make_pending(name: str, world: World) -> bool:
 
     Raises:
         RuntimeError: the world is over; or making it waits for its members, and they did not come
-            in time, or wait for one another in other groups.
+            in time, or wait for each other in other groups.
     """
     pending = world.pending.get(name)
     if pending is None:
@@ -39,6 +41,6 @@ def make_pending(name: str, world: World) -> bool:
     with pending.lock:
         if name not in world.pending:  # another thread made it meanwhile
             return False
-        make_prepared(pending.group, world)
+        make_prepared(pending.group, world, pending.meetings)
         del world.pending[name]
         return True

@@ -121,7 +121,9 @@ class MeshBase(StockDeviceMesh):
         self._enter(universe)
         overrides, tags = (NO_OVERRIDE,) * self.ndim, (current_tag(),) * self.ndim
         self._take_group_names(
-            self._group_names_for(self.layout, self._labels(), overrides, tags, call="bind")
+            self._group_names_for(
+                self.layout, self._labels(), overrides, tags, call="bind", layout=self.layout
+            )
         )
         # What may have been read already, and depends on this process's rank or universe.
         for computed_before in ("mesh", "compile_guard", "key_digests"):
@@ -141,11 +143,16 @@ class MeshBase(StockDeviceMesh):
         tags: Sequence[str],
         *,
         call: str,
+        layout: Layout,
     ) -> list[str]:
-        """Names of my groups along these axes, made where needed; none outside the rank map."""
+        """Names of my groups along these axes, made where needed; none outside the rank map.
+
+        `layout` is that of the mesh they are for.
+        """
         groups = self._universe.groups.request(
             axes,
             call=call,
+            layout=layout,
             axis_names=names,
             overrides=overrides,
             tags=tags,

@@ -59,7 +59,9 @@ class Universe:
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         root: the first mesh made in this universe, which every other mesh here calls its root.
-        serial: how many universes of these ranks were made in this world before.
+        serial: which one this is. From 0 on: among the universes that these ranks made together in
+            this world, so it is the same on all of them. Below 0: among those of this process that
+            made no process groups.
 
     Raises:
         ValueError: ranks that repeat or are negative; a timeout that is not positive.
@@ -90,7 +92,7 @@ class Universe:
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.root: MeshBase | None = None
-        self.serial = _next_serial(self.rank_map, self.world)
+        self._own_serial = _next_own_serial(self.rank_map)
         self._groups: UniverseGroups | None = None
         self.process_groups: dict[str, compat.ProcessGroup] = {}
         if self.world is not None:
@@ -110,6 +112,12 @@ class Universe:
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
         _universes.add(self)
+
+    @property
+    def serial(self) -> int:
+        """Which universe of its ranks this is; see the class."""
+        number = None if self._groups is None else self._groups.number
+        return self._own_serial if number is None else number
 
     # --- ranks ----------------------------------------------------------------------------------
 
@@ -216,7 +224,8 @@ class Universe:
         No rank may, while others still communicate in the groups or make them: with gloo, have a
         barrier before. The default group, groups the user gave, and groups that another universe
         uses too stay. The meshes here can still be held, printed, sliced and compared; use of
-        their groups raises RuntimeError. A second call does nothing.
+        their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
+        error is raised; a second call tries again what is left. After that, a call does nothing.
         """
         self._end("destroyed", abort=False)
 
@@ -229,7 +238,7 @@ class Universe:
         self._end("aborted", abort=True)
 
     def _end(self, how: str, *, abort: bool) -> None:
-        if self._ended is not None or self._groups is None:
+        if self._groups is None or (self._ended is not None and self._groups.is_freed):
             return
         self._ended = how
         if self.world is not None and self in self.world.universes:
@@ -287,10 +296,18 @@ class Universe:
             del self._meshes[key]
 
     @classmethod
-    def find(cls, rank_map: RankMap, serial: int) -> Universe | None:
-        """A live universe of these ranks in this world: with this serial, or else the first.
+    def find(
+        cls, rank_map: RankMap, serial: int, groups: Collection[tuple[AxisLayout, str | None]] = ()
+    ) -> Universe | None:
+        """A live universe of these ranks in this world: all ranks find the same.
 
-        The first that made process groups, where there is one: all ranks find the same.
+        Of those that know all these groups, the one with this serial, or else the first that made
+        process groups. If none knows them all, the same of the others.
+
+        Args:
+            rank_map: the ranks.
+            serial: of the universe that is wanted.
+            groups: axis layouts of groups in it, with the digests of their options keys.
         """
         world = World.current()
         alive = [
@@ -298,9 +315,14 @@ class Universe:
             for universe in _universes.alive()
             if universe.rank_map == rank_map and universe.world is world and universe._ended is None
         ]
-        return min(
-            alive, key=lambda u: (u.serial != serial, not u._is_kept, u.serial), default=None
-        )
+        return min(alive, key=lambda universe: universe._distance(serial, groups), default=None)
+
+    def _distance(
+        self, serial: int, groups: Collection[tuple[AxisLayout, str | None]]
+    ) -> tuple[bool, bool, bool, bool, int]:
+        knows_all = all(self.known_group(*group) is not None for group in groups)
+        mine = self.serial
+        return not knows_all, mine != serial, not self._is_kept, mine < 0, abs(mine)
 
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)
@@ -310,9 +332,8 @@ class Universe:
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
 _universes: WeakRegistry[Universe] = WeakRegistry()
-# Number of the last universe of each rank map, by fingerprint, where there was no world.
-_serials: dict[str, int] = {}
-_serials_lock = threading.Lock()
+_own_serials: dict[str, int] = {}  # the last one of each rank map, by fingerprint
+_own_serials_lock = threading.Lock()
 _shares_world_wide = False  # of universes made from now on, in all threads
 
 
@@ -322,9 +343,8 @@ def share_world_wide(share: bool) -> None:
     _shares_world_wide = share
 
 
-def _next_serial(rank_map: RankMap, world: World | None) -> int:
-    if world is not None:
-        return world.next_ordinal(f"universe {rank_map.fingerprint}")
-    with _serials_lock:
-        _serials[rank_map.fingerprint] = serial = _serials.get(rank_map.fingerprint, -1) + 1
+def _next_own_serial(rank_map: RankMap) -> int:
+    with _own_serials_lock:
+        serial = _own_serials.get(rank_map.fingerprint, 0) - 1
+        _own_serials[rank_map.fingerprint] = serial
     return serial

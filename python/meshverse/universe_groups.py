@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
+from .agreement import Call
 from .backend_override import NO_OVERRIDE, Override
 from .consistency import ConsistencyCheck
 from .group_creation import (
     SHARED,
     Group,
     GroupRequest,
-    forget_meeting,
     is_made_by_members,
     make_group,
     prepare_group,
 )
+from .group_meetings import GroupMeetings
 from .group_options import Defaults, GroupOptions
 from .isolation import tag_inside
 from .lazy_groups import make_pending, postpone
@@ -59,11 +61,20 @@ class UniverseGroups:
         self._defaults = defaults
         self._lazy = lazy
         self._share_world = share_world
-        self._check = ConsistencyCheck(rank_map, world, lazy=lazy) if check_consistency else None
+        self._calls = ConsistencyCheck(
+            rank_map, position, world, lazy=lazy, compares=check_consistency
+        )
+        self._meetings = GroupMeetings(world)
         self._cache = GroupCache()
         self._given: list[Group] = []
+        self._to_end: list[Group] = []  # of no universe any more, and not ended yet
         self.handles: dict[str, compat.ProcessGroup] = {}
         world.holders.add(self)
+
+    @property
+    def number(self) -> int | None:
+        """Which one this is among the universes that its ranks made together; None before that."""
+        return self._calls.number
 
     # --- asking for groups ----------------------------------------------------------------------
 
@@ -72,6 +83,7 @@ class UniverseGroups:
         axes: Layout,
         *,
         call: str,
+        layout: Layout,
         axis_names: Sequence[str],
         overrides: Sequence[Override],
         tags: Sequence[str],
@@ -84,6 +96,7 @@ class UniverseGroups:
         Args:
             axes: axis layouts over positions.
             call: what the user called, for messages.
+            layout: of the mesh that the call makes: its ranks are compared with each other.
             axis_names: one an axis, for `explain()` and c10d's descriptions.
             overrides: one an axis.
             tags: isolation tags, one an axis; "" for none.
@@ -101,7 +114,7 @@ class UniverseGroups:
             self._request_of(axis, name, wanted.with_tag(tag), preserve_rank_order)
             for axis, name, wanted, tag in zip(axes, axis_names, options, tags, strict=True)
         ]
-        return self._get_or_make(requests, call)
+        return self._get_or_make(requests, call, layout)
 
     def request_tagged(
         self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
@@ -112,7 +125,7 @@ class UniverseGroups:
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tag_inside(tag, like.options.tag))
             requests.append(like._replace(axis_name=axis_name, options=options))
-        return self._get_or_make(requests, "isolate", asked=False)
+        return self._get_or_make(requests, "isolate", axes, asked=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # A group without a name is that of a rank outside the rank map; one that is not known here
@@ -148,24 +161,18 @@ class UniverseGroups:
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)
 
     def _get_or_make(
-        self, requests: Sequence[GroupRequest], call: str, *, asked: bool = True
+        self, requests: Sequence[GroupRequest], call: str, layout: Layout, *, asked: bool = True
     ) -> list[Group]:
         known = [self._known(request) for request in requests]
-        if None not in known or self._check is None or self._position is None:
-            groups = self._make_missing(requests, known)
-        else:
-            with self._check.compared(call, requests):
-                groups = self._make_missing(requests, known)
+        groups = [group for group in known if group is not None]
+        if len(groups) < len(known):
+            with self._calls.compared(call, requests, layout) as compared:
+                pairs = zip(requests, known, strict=True)
+                groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
         for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)
         return groups
-
-    def _make_missing(
-        self, requests: Sequence[GroupRequest], known: Sequence[Group | None]
-    ) -> list[Group]:
-        pairs = zip(requests, known, strict=True)
-        return [there or self._get_or_make_one(request) for request, there in pairs]
 
     def _known(self, request: GroupRequest) -> Group | None:
         group: Group | None = self._cache.get(request.axis, request.options.key)
@@ -182,37 +189,37 @@ class UniverseGroups:
             self._world.unshare(group.name, shared_as)
         return None
 
-    def _get_or_make_one(self, request: GroupRequest) -> Group:
+    def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
         group: Group = self._cache.get_or_create(
-            request.axis, request.options.key, lambda: self._make(request)
+            request.axis, request.options.key, lambda: self._make(request, call)
         )
         return group
 
     # --- making them ----------------------------------------------------------------------------
 
-    def _make(self, request: GroupRequest) -> Group:
+    def _make(self, request: GroupRequest, call: Call | None) -> Group:
         if self._share_world and is_made_by_members(request, self._world):
-            return self._share(request)
-        return self._make_own(request)
+            return self._share(request, call)
+        return self._make_own(request, call)
 
-    def _make_own(self, request: GroupRequest) -> Group:
+    def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
         if group is not None:
-            postpone(group, self._world)
+            postpone(group, self._world, self._meetings)
         else:
-            group = make_group(request, self._world)
+            group = make_group(request, self._world, self._meetings, call)
             if group.name is not None:
                 self.handles[group.name] = compat.resolve_group(group.name)
         if group.name is not None and not group.borrowed:
             self._world.retain(group.name)
         return group
 
-    def _share(self, request: GroupRequest) -> Group:
+    def _share(self, request: GroupRequest, call: Call | None) -> Group:
         # Positions and layouts mean something within one universe only, ranks everywhere.
         name = None
         while name is None:
             shared: Group = self._world.shared_groups.get_or_create(
-                *_shared_key(request), lambda: self._make_own(request)
+                *_shared_key(request), lambda: self._make_own(request, call)
             )
             if shared.request is request:
                 return shared
@@ -290,25 +297,40 @@ class UniverseGroups:
     def free(self, *, abort: bool) -> None:
         """Free what was made for this universe and no other uses; last made, first freed.
 
+        If a group cannot be freed, the others are freed all the same. A second call tries again
+        what is left.
+
         Args:
             abort: end what is going on in them, where the backend can, instead of waiting for it.
+
+        Raises:
+            Whatever c10d raised for the last group that could not be freed.
         """
         world = self._world
-        try:
-            if abort and not world.is_over and self._uses_default_group():
-                compat.abort_all()
-            for group in reversed(list(self)):
-                if group.borrowed or group.name is None:
-                    continue
-                if world.release(group.name, self._shared_as(group)):
-                    self._end(group, abort=abort)
-        finally:
-            self._cache.clear()
-            self._given.clear()
-            self.handles.clear()
-            world.holders.discard(self)
-        if self._check is not None and not abort and not world.is_over:
-            self._check.forget()
+        ends_all = abort and not world.is_over and self._uses_default_group()
+        mine = [group for group in self if group.name is not None and not group.borrowed]
+        self._to_end += [g for g in mine if world.release(str(g.name), self._shared_as(g))]
+        self._cache.clear()
+        self._given.clear()
+        self.handles.clear()
+        world.holders.discard(self)
+        with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
+            if not abort:
+                ending.callback(self._forget)
+            for group in self._to_end:
+                ending.callback(self._end, group, abort=abort)
+            if ends_all:
+                ending.callback(compat.abort_all)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether `free` has nothing left to do."""
+        return not self._to_end and not len(self)
+
+    def _forget(self) -> None:
+        if not self._world.is_over:
+            self._meetings.forget()
+            self._calls.forget()
 
     def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
         return _shared_key(group.request) if self._share_world else None
@@ -316,13 +338,11 @@ class UniverseGroups:
     def _end(self, group: Group, *, abort: bool) -> None:
         world, name = self._world, group.name
         assert name is not None
-        if world.pending.pop(name, None) is not None or world.is_over:
-            return
-        for holder in world.holders.alive():  # of meshes concatenated across universes, too
-            holder.handles.pop(name, None)
-        compat.end_group(name, abort=abort)
-        if not abort:
-            forget_meeting(group, world)
+        if world.pending.pop(name, None) is None and not world.is_over:
+            for holder in world.holders.alive():  # of meshes concatenated across universes, too
+                holder.handles.pop(name, None)
+            compat.end_group(name, abort=abort)
+        self._to_end.remove(group)
 
     def _uses_default_group(self) -> bool:
         return any(group.name == self._world.default_group.group_name for group in self)

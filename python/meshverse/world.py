@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, OptionsKey
+from .agreement import Board, CallOrder, OwnWaits, Run
 from .backend_override import NO_OVERRIDE
 from .group_options import GroupOptions
-from .rendezvous import Meetings
 from .weak_registry import WeakRegistry
 
 __all__ = ["World"]
@@ -35,14 +35,14 @@ class World:
         rank: this process's global rank.
         size: number of ranks.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
-        life: how many worlds this rank had before. Ranks that were in the same worlds agree on it.
+        life: how many worlds this process had before; other ranks may have had more or fewer.
         holders: what keeps process groups alive, by c10d name, for its universes; emptied when the
             world ends, so that meshes that live on keep no ended group, with its threads, alive.
         universes: those that made process groups, oldest first. They are kept as long as c10d keeps
             the groups, so that all ranks find the same ones, whatever garbage each has collected.
-        root_orders: of meshes over one set of ranks, by its fingerprint; see `consistency`.
+        run: of the default group, among those that used the same store.
+        waits: what this rank lets others know of its waits.
         pending: lazy groups that are still to be made, by c10d name.
-        meetings: with the other members of groups, that this rank is in.
         shared_groups: groups that all universes of this world share, where they share.
     """
 
@@ -59,9 +59,10 @@ class World:
         self.thread_id = compat.thread_id()
         self.life = _lives[self.thread_id]
         _lives[self.thread_id] += 1
-        self.root_orders: dict[str, Any] = {}
+        self.run = Run(self.rank, self.size)
+        self.waits = OwnWaits()
+        self._call_orders: dict[str, CallOrder] = {}
         self.pending: dict[str, Any] = {}
-        self.meetings = Meetings()
         self.shared_groups = GroupCache()
         self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
         self._ordinals: dict[str, int] = {}
@@ -121,6 +122,20 @@ class World:
     def store(self) -> Any | None:
         """The default group's store; None where there is none that ranks could meet in."""
         return compat.store_of(self.default_group)
+
+    @property
+    def board(self) -> Board | None:
+        """What all ranks of this world can read; None where they have no store for it."""
+        store = self.store
+        return None if store is None else Board(store, self.run)
+
+    def call_order(self, scope: str) -> CallOrder:
+        """The order of the calls that some ranks make together.
+
+        Args:
+            scope: the same text on all these ranks, and on no others.
+        """
+        return self._call_orders.setdefault(scope, CallOrder(scope))
 
     @cached_property
     def default_options(self) -> GroupOptions:

@@ -21,6 +21,7 @@ def create_by_members(
     options: BackendOptions | None,
     timeout: timedelta | None,
     name: str,
+    attempt: str,
     description: str,
 ) -> ProcessGroup:
     """Create one process group; only its members call this, and only they take part.
@@ -32,9 +33,13 @@ def create_by_members(
         options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
         name: unique in the life of the default group, the same on all members.
+        attempt: "", or the same text on all members if they try again: this attempt does not find
+            what one that failed has left in the store.
         description: shown in c10d's logs.
     """
     _, store = c10d._world.pg_map[default_group]
+    if attempt:
+        store = dist.PrefixStore(f"attempt {attempt}", store)
     group = None
     while group is None:
         try:

@@ -12,13 +12,21 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from meshverse.rendezvous import Meetings, forget_meetings, meet
+from meshverse.agreement import Board, OwnWaits, Run, forget_meetings, meet
 
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
 
-def _come(store: Any, name: str, ranks: list[int], rank: int, timeout: timedelta = _LONG) -> None:
-    meet(store, Meetings(), name, f"group {name}", ranks, rank, timeout)
+def _board(store: Any, rank: int) -> Board:
+    run = Run(rank, world_size=4)
+    run._number = 1  # no second run begins when a member comes again
+    return Board(store, run)
+
+
+def _come(
+    store: Any, name: str, ranks: list[int], rank: int, timeout: timedelta | None = _LONG
+) -> None:
+    meet(_board(store, rank), OwnWaits(), name, f"group {name}", ranks, timeout)
 
 
 def _meet_all(store: Any, name: str, ranks: list[int]) -> list[float]:
@@ -65,7 +73,7 @@ def test_what_a_group_left_in_the_store_can_be_taken_out() -> None:
         _come(store, "x", [0, 1], 0, _SHORT)
     _meet_all(store, "x", [0, 1])
     assert store.num_keys() == 4
-    forget_meetings(store, "x")
+    forget_meetings(_board(store, 0), "x")
     assert store.num_keys() == 0
 
 
@@ -76,20 +84,19 @@ def test_what_was_decided_holds_for_the_last_to_come() -> None:
         """Another rank decides between the arrival of the last and its own decision."""
 
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-            store.compare_set(f"x/{key}", "", "ranks wait for one another")
+            if desired == "all came":
+                super().compare_set(key, "", "ranks wait for one another")
             return super().compare_set(key, expected, desired)
 
     place = _JustNow("x", store)
-    place.add("arrivals/x/0", 1)
+    _board(place, 0).count("meet/x/0/came")
     with pytest.raises(RuntimeError, match=r"^ranks wait for one another$"):
         _come(place, "x", [0, 1], 1)
 
 
 def test_one_waits_for_ever_if_told_so() -> None:
     store = dist.HashStore()
-    first = threading.Thread(
-        target=meet, args=(store, Meetings(), "x", "group x", [0, 1], 0, None), daemon=True
-    )
+    first = threading.Thread(target=_come, args=(store, "x", [0, 1], 0, None), daemon=True)
     first.start()
     _come(store, "x", [0, 1], 1)
     first.join(30)
@@ -147,7 +154,7 @@ def _meet_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, flo
     start, told = time.monotonic(), "all came"
     ranks, limit = groups[rank], timedelta(seconds=seconds)
     try:
-        meet(store, Meetings(), f"{ranks}", f"group of {rank}", ranks, rank, limit)
+        meet(_board(store, rank), OwnWaits(), f"{ranks}", f"group of {rank}", ranks, limit)
     except RuntimeError as error:
         told = str(error)
     return told, time.monotonic() - start
@@ -190,12 +197,12 @@ def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
 
 def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
     """Each rank comes to x in its main thread and to y in another; errors."""
-    rank, store, meetings, told = dist.get_rank(), _store(), Meetings(), []
+    rank, store, waits, told = dist.get_rank(), _store(), OwnWaits(), []
 
     def come(name: str) -> None:
         time.sleep(delays.get((rank, name), 0))
         try:
-            meet(store, meetings, name, name, [0, 1], rank, _LONG)
+            meet(_board(store, rank), waits, name, name, [0, 1], _LONG)
         except RuntimeError as error:
             told.append(str(error))
 

@@ -1,0 +1,31 @@
+"""What ranks tell one another through the store of the default process group.
+
+- `board`: short texts under keys that belong to one run of the default process group.
+- `calls`: ranks compare what they are about to make. If they differ, all of them are told.
+- `meeting`: members of a process group wait for each other before they create it.
+- `waits`: ranks that wait for each other in a cycle find that out.
+
+Nothing here knows meshes, layouts or process groups: callers give names, ranks and texts.
+"""
+
+from __future__ import annotations
+
+from .board import Board, Run
+from .calls import Call, CallOrder, RanksDifferError, first_key, next_key
+from .meeting import forget_meetings, meet
+from .ranks_text import shortened
+from .waits import OwnWaits
+
+__all__ = [
+    "Board",
+    "Call",
+    "CallOrder",
+    "OwnWaits",
+    "RanksDifferError",
+    "Run",
+    "first_key",
+    "forget_meetings",
+    "meet",
+    "next_key",
+    "shortened",
+]

@@ -1,0 +1,161 @@
+"""Short texts that all ranks of one run of the default process group can read and write.
+
+The texts are values in the default group's store. A store can outlive the group: torchrun keeps one
+for all restarts of a job, and a program can hand the same store to `init_process_group` twice. So
+every key begins with the number of the run, on which all ranks of the run agree without waiting for
+each other.
+
+Example: a job of 4 ranks crashes and torchrun starts it again. What the first attempt left in the
+store is under "meshverse/4/1/...". The ranks of the second attempt use "meshverse/4/2/...".
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+
+__all__ = ["Board", "Run"]
+
+# What all waiting ranks of a job may ask of the store together. A TCPStore on one core answers
+# several times as much.
+_OPERATIONS_A_SECOND = 20_000
+
+# No text is this. Comparing with it reads a key, and changes nothing, in one operation that does
+# not wait for the key: `get` waits, and `check` before it would be a second operation.
+_NEVER_WRITTEN = "?"
+
+
+class Run:
+    """The number of this run of the default process group, among those on the same store.
+
+    Every rank counts the runs it has seen on the store. A rank may have missed some: it crashed
+    before it came here. So the highest count that a rank of this run has written down holds for
+    those who come later. torchrun's own count of restarts helps a rank that comes first.
+
+    Attributes:
+        rank: this rank, in the default group.
+        world_size: number of ranks. Runs of another size are counted apart.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._number: int | None = None
+        self._users = 0  # universes that may have texts on the board
+        self._lock = threading.Lock()  # protects the two above
+
+    def number(self, store: Any) -> int:
+        """The number, from 1; two operations of the store the first time, then none."""
+        with self._lock:
+            if self._number is None:
+                self._number = self._agree(store)
+            return self._number
+
+    def _agree(self, store: Any) -> int:
+        mine = max(store.add(self._own_key, 1), _restarts_on_this_store() + 1)
+        highest = int(store.compare_set(self._highest_key, "", str(mine)))
+        while highest < mine:
+            highest = int(store.compare_set(self._highest_key, str(highest), str(mine)))
+        return highest
+
+    def begin_use(self) -> None:
+        """Note that one more universe may put texts on the board."""
+        with self._lock:
+            self._users += 1
+
+    def end_use(self, store: Any) -> None:
+        """Note that a universe has taken its texts off; the last one takes the counts away too.
+
+        They stay if an earlier run may have left texts here: those must not be found again.
+        """
+        with self._lock:
+            self._users -= 1
+            if self._users or self._number != 1 or _is_kept_by_launcher():
+                return
+            self._number = None
+        store.delete_key(self._own_key)
+        store.delete_key(self._highest_key)
+
+    @property
+    def _own_key(self) -> str:
+        return f"meshverse/{self.world_size}/runs/{self.rank}"
+
+    @property
+    def _highest_key(self) -> str:
+        return f"meshverse/{self.world_size}/runs"
+
+
+def _is_kept_by_launcher() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _restarts_on_this_store() -> int:
+    # Other launchers give every restart a new store. Nodes can have different counts.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(restarts) if _is_kept_by_launcher() and restarts.isdecimal() else 0
+
+
+class Board:
+    """The texts of one run. One operation of the store each, unless said otherwise.
+
+    It is made when it is needed and not kept: a store that is held keeps its port.
+
+    Args:
+        store: the default group's.
+        run: of the default group.
+    """
+
+    def __init__(self, store: Any, run: Run) -> None:
+        self._store = store
+        self._run = run
+        self._prefix = f"meshverse/{run.world_size}/{run.number(store)}"
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the default group."""
+        return self._run.rank
+
+    def read(self, key: str) -> str:
+        """The text of a key; "" if there is none. Does not wait for one."""
+        text = self._exchange(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
+        return "" if text == _NEVER_WRITTEN else text
+
+    def put_first(self, key: str, text: str) -> str:
+        """Write a text if the key has none; the text that the key has then."""
+        return self._exchange(key, "", text)
+
+    def replace(self, key: str, seen: str, text: str) -> str:
+        """Write a text in place of the one that was seen; the text that the key has then."""
+        return self._exchange(key, seen, text)
+
+    def write(self, key: str, text: str) -> None:
+        """Write a text, whatever the key has."""
+        self._store.set(f"{self._prefix}/{key}", text)
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to the number of a key, 0 at first; the sum."""
+        total: int = self._store.add(f"{self._prefix}/{key}", amount)
+        return total
+
+    def remove(self, key: str) -> None:
+        """Take a key out of the store, if it is there."""
+        self._store.delete_key(f"{self._prefix}/{key}")
+
+    def pause(self, at_least_seconds: float = 0.0) -> None:
+        """Sleep before the next operation of a rank that waits.
+
+        If all ranks of the job wait, they ask the store 20,000 times a second together, however
+        many they are. Random parts of the pauses keep them from asking at the same moment.
+
+        Args:
+            at_least_seconds: a longer pause, where the caller wants one.
+        """
+        fair_share = self._run.world_size / _OPERATIONS_A_SECOND
+        time.sleep(max(at_least_seconds, fair_share) * random.uniform(1, 1.5))
+
+    def _exchange(self, key: str, seen: str, text: str) -> str:
+        found: bytes = self._store.compare_set(f"{self._prefix}/{key}", seen, text)
+        return found.decode()

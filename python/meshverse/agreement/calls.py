@@ -1,0 +1,220 @@
+"""Ranks compare what they are about to make. If they differ, all of them are told.
+
+The first rank to come to a call writes what it is about to make. Every other rank gets that back
+from its own attempt to write: one operation of the store a rank and call, and no rank waits.
+
+A rank that is about to make something else writes, in place of the first rank's text, that the
+ranks differ, and raises an error. Ranks that come later read that and raise too. Ranks that came
+before and wait for other ranks look at the text once a second, and raise too. A rank that came
+before and does not wait is told at its next call.
+
+Example: rank 0 comes first and writes "0 a1b2 init_device_mesh (dp=2, tp=2)": its rank, a digest
+and a text for people. Rank 3 comes later with (dp=4, tp=1). It writes "!", the line of rank 0 and
+its own line in its place.
+
+After that the ranks can try again. A key has two numbers: how many calls were found equal, and how
+many times the ranks differed. So the next attempt has a key of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .board import Board
+
+__all__ = ["Call", "CallOrder", "RanksDifferError", "first_key", "next_key"]
+
+_log = logging.getLogger(__name__)
+
+_CURE = (
+    "All ranks of a mesh must make the same meshes with the same options in the same order, and "
+    "derive the same from them; a call that only some ranks made counts too. (Set "
+    "MESHVERSE_CHECK_CONSISTENCY=0 to turn this comparison off.)"
+)
+
+
+_DIFFERENCE = "!"  # begins the text of a call in which the ranks differ
+_EARLIER = "^"  # begins the text of the next call, if the ranks differed in the one before
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks are building different meshes: every rank of the call gets this error."""
+
+
+class CallOrder:
+    """The calls that some ranks make together, in order, as this rank has made them.
+
+    Attributes:
+        scope: the same text on all ranks that are compared with each other.
+        calls: how many calls succeeded here. All these ranks have the same number.
+        differences: how many times these ranks differed, and were told.
+    """
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.calls = 0
+        self.differences = 0
+        self._why_stopped = ""
+        self._has_said_so = False
+        self._lock = threading.Lock()  # protects `calls`
+
+    def advance(self) -> tuple[int, str]:
+        """Note that the next call has succeeded here; its number and its label."""
+        with self._lock:
+            number, label = self.calls, self.label
+            self.calls += 1
+        return number, label
+
+    @property
+    def label(self) -> str:
+        """The next call's place in the order, the same on all ranks that are compared."""
+        return f"{self.calls}.{self.differences}"
+
+    def stop_comparing(self, why: str) -> None:
+        """Compare no more calls of this scope."""
+        self._why_stopped = self._why_stopped or why
+
+    def is_compared(self) -> bool:
+        """Whether the next call is compared. The log says so once if not."""
+        if self._why_stopped and not self._has_said_so:
+            self._has_said_so = True
+            _log.warning(
+                "Meshverse no longer compares some calls of this rank with those of other ranks: "
+                "%s. If ranks build different meshes now, they may wait until their timeout.",
+                self._why_stopped,
+            )
+        return not self._why_stopped
+
+
+class _Claim(NamedTuple):
+    """What one rank says it is about to make.
+
+    Attributes:
+        rank: whose.
+        digest: equal if and only if the ranks agree.
+        text: for people, one line.
+    """
+
+    rank: int
+    digest: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rank} {self.digest} {self.text}"
+
+    @classmethod
+    def read(cls, line: str) -> _Claim:
+        rank, digest, text = line.split(" ", 2)
+        return cls(int(rank), digest, text)
+
+
+class Call:
+    """One call that is compared, seen from one rank.
+
+    Args:
+        board: of the run.
+        order: that the call is the next of.
+        digest: of what this rank is about to make.
+        text: the same for people.
+
+    Attributes:
+        differences: how many times the ranks had differed before this call.
+        keys_written: by this rank, to be removed later.
+    """
+
+    def __init__(self, board: Board, order: CallOrder, digest: str, text: str) -> None:
+        self._board, self._order = board, order
+        self._mine = _Claim(board.rank, digest, " ".join(text.splitlines()))
+        self._key = f"calls/{order.scope}/{order.label}"
+        self.differences = order.differences
+        self.keys_written: list[str] = []
+
+    def compare(self, next_keys: Sequence[str]) -> None:
+        """Compare this call with that of the other ranks.
+
+        Args:
+            next_keys: of the calls that may come next on a rank that saw no difference here. Such
+                a rank is told there.
+
+        Raises:
+            RanksDifferError: the ranks differ.
+        """
+        mine, found = str(self._mine), ""
+        while not _is_difference(found):
+            first_line = self._board.put_first(self._key, mine)
+            if first_line == mine:
+                self.keys_written.append(self._key)
+                return
+            found = first_line
+            if not _is_difference(found):
+                first = _Claim.read(first_line)
+                if first.digest == self._mine.digest:
+                    return
+                difference = f"{_DIFFERENCE}{first}\n{self._mine}"
+                # If the first rank's call failed meanwhile, its text is gone: then compare anew.
+                found = self._board.replace(self._key, first_line, difference)
+                if found == difference:
+                    self._tell_at(next_keys, difference)
+        raise self._difference(found)
+
+    def _tell_at(self, next_keys: Sequence[str], difference: str) -> None:
+        for key in next_keys:
+            told = f"{_EARLIER}{difference}"
+            if self._board.put_first(key, told) == told:
+                self.keys_written.append(key)
+
+    def check(self) -> None:
+        """Raise RanksDifferError if a rank has found one since; one operation of the store."""
+        found = self._board.read(self._key)
+        if _is_difference(found):
+            raise self._difference(found)
+
+    def why_it_failed(self, error: BaseException) -> BaseException:
+        """What a call failed of on this rank: of a difference that a rank has found since, or not.
+
+        If not, it may have succeeded on other ranks, and this rank cannot know who tries it again.
+        """
+        found = self._board.read(self._key)
+        if _is_difference(found):
+            return self._difference(found)
+        self._order.stop_comparing(
+            f"one failed here with {type(error).__name__}, and may have succeeded on other ranks"
+        )
+        if self._key in self.keys_written:
+            self.keys_written.remove(self._key)
+            self._board.remove(self._key)
+        return error
+
+    def _difference(self, found: str) -> RanksDifferError:
+        is_earlier = found.startswith(_EARLIER)
+        claims = found.removeprefix(_EARLIER).removeprefix(_DIFFERENCE).split("\n")
+        first, later = map(_Claim.read, claims)
+        lines = [] if is_earlier else [f"  rank {self._mine.rank}: {self._mine.text}"]
+        for claim, came in ((first, "first"), (later, "later")):
+            if is_earlier or claim.digest != self._mine.digest:
+                lines.append(f"  rank {claim.rank}, which came {came}: {claim.text}")
+        if is_earlier:
+            # The other ranks may try the earlier call again; this rank goes on to another one.
+            self._order.stop_comparing("the ranks differed in a call that had succeeded here")
+            begin = "Ranks were building different meshes in the call before this one:"
+        else:
+            self._order.differences += 1
+            begin = "Ranks are building different meshes:"
+        return RanksDifferError("\n".join([begin, *lines, _CURE]))
+
+
+def next_key(order: CallOrder) -> str:
+    """Key of the call that follows the next one of an order."""
+    return f"calls/{order.scope}/{order.calls + 1}.{order.differences}"
+
+
+def first_key(scope: str) -> str:
+    """Key of the first call of a scope."""
+    return f"calls/{scope}/0.0"
+
+
+def _is_difference(text: str) -> bool:
+    return text.startswith((_DIFFERENCE, _EARLIER))

@@ -1,0 +1,84 @@
+"""The meetings of a universe's ranks before they create process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from . import _torch_compat as compat
+from ._core import AxisLayout
+from .agreement import Call, RanksDifferError, forget_meetings, meet, shortened
+from .group_options import GroupOptions
+from .world import World
+
+__all__ = ["GroupMeetings"]
+
+
+class GroupMeetings:
+    """Where members of one universe's groups wait for each other, if creating a group would wait.
+
+    Args:
+        world: whose store is used.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._to_forget: set[str] = set()  # of groups of which this rank is the first member
+
+    def hold(
+        self,
+        name: str,
+        axis_name: str,
+        axis: AxisLayout,
+        ranks: Sequence[int],
+        options: GroupOptions,
+        call: Call | None,
+    ) -> str:
+        """Wait for the other members of a group, if creating it would wait for them silently.
+
+        Args:
+            name: c10d's name of the group.
+            axis_name: for messages.
+            axis: its layout, for messages.
+            ranks: global ranks of the members, in ascending or mesh order.
+            options: what the group shall be.
+            call: that needs the group, if it is compared with those of other ranks.
+
+        Returns:
+            Which attempt to create the group this is, the same text on all members; "" for the
+            first, or if creating it does not wait.
+
+        Raises:
+            RuntimeError: see `agreement.meet`.
+        """
+        board = self._world.board if compat.creation_blocks(options.backend) else None
+        if board is None or len(ranks) == 1:
+            return ""
+        # A rank that was told of a difference and tries again does not meet those who still wait
+        # for the attempt before: they are about to be told too.
+        differences = 0 if call is None else call.differences
+        key = f"{name} after {differences}" if differences else name
+        if self._world.rank == ranks[0]:
+            self._to_forget.add(key)
+        try:
+            label = f"axis {axis_name!r} of layout {axis}"
+            timeout, check = options.timeout, None if call is None else call.check
+            number = meet(board, self._world.waits, key, label, ranks, timeout, check)
+            return f"{differences}.{number}" if differences or number else ""
+        except RanksDifferError:
+            raise
+        except RuntimeError as error:
+            group = f"the process group of axis {axis_name!r} with ranks {shortened(ranks)}"
+            raise type(error)(f"Rank {self._world.rank} could not make {group}: {error}") from None
+
+    def forget(self) -> None:
+        """Remove what the meetings left in the store: no member waits in them any more."""
+        board = self._world.board if self._to_forget else None
+        if board is None:
+            return
+        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
+            for name in sorted(self._to_forget):
+                forget_meetings(board, name)
+                self._to_forget.discard(name)
