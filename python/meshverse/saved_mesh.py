@@ -58,7 +58,7 @@ def load_mesh(state: MeshState) -> DeviceMesh:
             universe = Universe(rank_map, rank=state["rank"], decoupled=True)
             _decoupled[rank_map, state["serial"]] = universe
     else:
-        universe = Universe.find(rank_map, state["serial"])
+        universe = Universe.find(rank_map, state["serial"], _groups_in(state))
         if universe is None:
             universe = Universe(rank_map, rank=None if dist.is_initialized() else state["rank"])
     if universe.root is None and "root" in state:
@@ -71,6 +71,15 @@ def load_mesh(state: MeshState) -> DeviceMesh:
 _decoupled: weakref.WeakValueDictionary[tuple[RankMap, int], Universe] = (
     weakref.WeakValueDictionary()
 )
+
+
+def _groups_in(state: MeshState) -> list[tuple[AxisLayout, str | None]]:
+    saved = [state["mesh"], *([state["root"]] if "root" in state else [])]
+    return [
+        (AxisLayout(*axis), key)
+        for description in saved
+        for axis, key in zip(description["axes"], description["keys"], strict=False)
+    ]
 
 
 def _describe(mesh: MeshBase) -> dict[str, Any]:

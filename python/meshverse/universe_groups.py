@@ -166,9 +166,14 @@ class UniverseGroups:
         known = [self._known(request) for request in requests]
         groups = [group for group in known if group is not None]
         if len(groups) < len(known):
-            with self._calls.compared(call, requests, layout) as compared:
-                pairs = zip(requests, known, strict=True)
-                groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
+            try:
+                with self._calls.compared(call, requests, layout) as compared:
+                    pairs = zip(requests, known, strict=True)
+                    groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
+            except BaseException:
+                if self._calls.number is None:  # nobody will destroy this universe
+                    self._world.leftovers.append(self._forget)
+                raise
         for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)
@@ -317,6 +322,8 @@ class UniverseGroups:
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
                 ending.callback(self._forget)
+                while world.leftovers:
+                    ending.callback(world.leftovers.pop())
             for group in self._to_end:
                 ending.callback(self._end, group, abort=abort)
             if ends_all:

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class World:
         run: of the default group, among those that used the same store.
         waits: what this rank lets others know of its waits.
         pending: lazy groups that are still to be made, by c10d name.
+        leftovers: what removes from the store the texts of universes that could not be made.
         shared_groups: groups that all universes of this world share, where they share.
     """
 
@@ -50,7 +52,9 @@ class World:
         self.holders: WeakRegistry[Holder] = WeakRegistry()
         self._default_group = weakref.ref(default_group)
         self.universes: list[Any] = []
-        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, self.universes)
+        self.leftovers: list[Callable[[], None]] = []
+        lists = (self.universes, self.leftovers)
+        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, lists)
         end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
@@ -222,10 +226,11 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _let_go(holders: WeakRegistry[Holder], universes: list[Any]) -> None:
+def _let_go(holders: WeakRegistry[Holder], lists: Iterable[list[Any]]) -> None:
     for holder in holders.alive():
         holder.handles.clear()
-    universes.clear()
+    for entries in lists:
+        entries.clear()
 
 
 def _leave_to_parent() -> None:
