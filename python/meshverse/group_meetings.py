@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._core import AxisLayout
-from .agreement import Call, RanksDifferError, forget_meetings, meet, shortened
+from .agreement import Call, RanksDifferError, forget_meeting, meet, shortened
 from .group_options import GroupOptions
 from .world import World
 
@@ -25,7 +25,7 @@ class GroupMeetings:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._to_forget: set[str] = set()  # of groups of which this rank is the first member
+        self._first_in: set[str] = set()  # meetings to which this rank was the first to come
 
     def hold(
         self,
@@ -60,12 +60,13 @@ class GroupMeetings:
         # for the attempt before: they are about to be told too.
         differences = 0 if call is None else call.differences
         key = f"{name} after {differences}" if differences else name
-        if self._world.rank == ranks[0]:
-            self._to_forget.add(key)
         try:
             label = f"axis {axis_name!r} of layout {axis}"
-            timeout, check = options.timeout, None if call is None else call.check
-            number = meet(board, self._world.waits, key, label, ranks, timeout, check)
+            check = None if call is None else call.check
+            number = meet(
+                *(board, self._world.waits, key, label, ranks, options.timeout, check),
+                first_in=self._first_in,
+            )
             return f"{differences}.{number}" if differences or number else ""
         except RanksDifferError:
             raise
@@ -75,10 +76,10 @@ class GroupMeetings:
 
     def forget(self) -> None:
         """Remove what the meetings left in the store: no member waits in them any more."""
-        board = self._world.board if self._to_forget else None
+        board = self._world.board if self._first_in else None
         if board is None:
             return
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            for name in sorted(self._to_forget):
-                forget_meetings(board, name)
-                self._to_forget.discard(name)
+            for meeting in sorted(self._first_in):
+                forget_meeting(board, meeting)
+                self._first_in.discard(meeting)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from meshverse.agreement import Board, OwnWaits, Run, forget_meetings, meet
+from meshverse.agreement import Board, OwnWaits, Run, forget_meeting, meet
 
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
@@ -24,9 +24,16 @@ def _board(store: Any, rank: int) -> Board:
 
 
 def _come(
-    store: Any, name: str, ranks: list[int], rank: int, timeout: timedelta | None = _LONG
+    store: Any,
+    name: str,
+    ranks: list[int],
+    rank: int,
+    timeout: timedelta | None = _LONG,
+    first_in: set[str] | None = None,
 ) -> None:
-    meet(_board(store, rank), OwnWaits(), name, f"group {name}", ranks, timeout)
+    meet(
+        *(_board(store, rank), OwnWaits(), name, f"group {name}", ranks, timeout), first_in=first_in
+    )
 
 
 def _meet_all(store: Any, name: str, ranks: list[int]) -> list[float]:
@@ -68,13 +75,20 @@ def test_nobody_meets_alone_after_a_meeting_that_was_complete() -> None:
 
 
 def test_what_a_group_left_in_the_store_can_be_taken_out() -> None:
-    store = dist.HashStore()
+    store, first_in = dist.HashStore(), set[str]()
     with pytest.raises(RuntimeError, match="rank 0 waited"):
-        _come(store, "x", [0, 1], 0, _SHORT)
-    _meet_all(store, "x", [0, 1])
+        _come(store, "x", [0, 1], 0, _SHORT, first_in)
+    second = threading.Thread(target=_come, args=(store, "x", [0, 1], 1))
+    second.start()
+    while store.num_keys() < 3:
+        time.sleep(0.01)
+    _come(store, "x", [0, 1], 0)
+    second.join(30)
     assert store.num_keys() == 4
-    forget_meetings(_board(store, 0), "x")
-    assert store.num_keys() == 0
+    assert len(first_in) == 1  # the other rank was the first to come to the second meeting
+    for meeting in first_in:
+        forget_meeting(_board(store, 0), meeting)
+    assert store.num_keys() == 2
 
 
 def test_what_was_decided_holds_for_the_last_to_come() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .board import Board, Run
 from .calls import Call, CallOrder, RanksDifferError, first_key, next_key
-from .meeting import forget_meetings, meet
+from .meeting import forget_meeting, meet
 from .ranks_text import shortened
 from .waits import OwnWaits
 
@@ -24,7 +24,7 @@ __all__ = [
     "RanksDifferError",
     "Run",
     "first_key",
-    "forget_meetings",
+    "forget_meeting",
     "meet",
     "next_key",
     "shortened",

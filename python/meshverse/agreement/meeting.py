@@ -31,7 +31,7 @@ from .waits import (
     write_members,
 )
 
-__all__ = ["forget_meetings", "meet"]
+__all__ = ["forget_meeting", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def meet(
     ranks: Sequence[int],
     timeout: timedelta | None,
     check: Callable[[], None] | None = None,
+    first_in: set[str] | None = None,
 ) -> int:
     """Wait until all members of a group have come.
 
@@ -66,6 +67,8 @@ def meet(
         ranks: global ranks of the members.
         timeout: how long to wait; None for as long as it takes.
         check: called about once a second; it raises if there is no use in waiting.
+        first_in: takes the key of the meeting if this rank is the first to come. It is the one that
+            calls `forget_meeting` later.
 
     Returns:
         The number of the meeting, from 0: how many meetings for this group failed before.
@@ -80,18 +83,16 @@ def meet(
     number = 0
     while board.read(_outcome_key(group_name, number)):
         number += 1
-    _Meeting(board, waits, _key(group_name, number), label, ranks).hold(timeout, check)
+    meeting = _Meeting(board, waits, _key(group_name, number), label, ranks)
+    meeting.hold(timeout, check, set() if first_in is None else first_in)
     return number
 
 
-def forget_meetings(board: Board, group_name: str) -> None:
-    """Remove what the meetings for a group have left in the store."""
-    number = 0
-    while board.read(_outcome_key(group_name, number)):
-        board.remove(_outcome_key(group_name, number))
-        board.remove(f"{_key(group_name, number)}/came")
-        forget_members(board, _key(group_name, number))
-        number += 1
+def forget_meeting(board: Board, meeting: str) -> None:
+    """Remove what a meeting has left in the store, once no member waits in it any more."""
+    board.remove(f"{meeting}/outcome")
+    board.remove(f"{meeting}/came")
+    forget_members(board, meeting)
 
 
 class _Over(Exception):  # noqa: N818  # no error
@@ -108,10 +109,14 @@ class _Meeting:
         self._wait = Wait(key, label)
         self._is_noted = False
 
-    def hold(self, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
+    def hold(
+        self, timeout: timedelta | None, check: Callable[[], None] | None, first_in: set[str]
+    ) -> None:
         """Come, wait for the others, and go; see `meet`."""
         try:
             place = self._board.count(f"{self._wait.meeting}/came")
+            if place == 1:
+                first_in.add(self._wait.meeting)
             if place == len(self._ranks):
                 outcome = self._decide(self._wait.meeting, _ALL_CAME)
             else:
