@@ -38,6 +38,7 @@ SUITES = [
     "trainer",
     "processes",
     "store",
+    "waiting",
     "memory",
     "gpu",
 ]

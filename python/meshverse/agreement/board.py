@@ -19,9 +19,9 @@ from typing import Any
 
 __all__ = ["Board", "Run"]
 
-# What all waiting ranks of a job may ask of the store together. A TCPStore on one core answers
-# several times as much.
-_OPERATIONS_A_SECOND = 20_000
+# What all waiting ranks of a job ask of the store together, on average: never more than 20,000 in a
+# second. A TCPStore answers 40,000 a second on two cores (benchmarks/results/store.md).
+_OPERATIONS_A_SECOND = 15_000
 
 # No text is this. Comparing with it reads a key, and changes nothing, in one operation that does
 # not wait for the key: `get` waits, and `check` before it would be a second operation.
@@ -145,16 +145,16 @@ class Board:
         self._store.delete_key(f"{self._prefix}/{key}")
 
     def pause(self, at_least_seconds: float = 0.0) -> None:
-        """Sleep before the next operation of a rank that waits.
+        """Sleep before an operation of a rank that waits.
 
-        If all ranks of the job wait, they ask the store 20,000 times a second together, however
-        many they are. Random parts of the pauses keep them from asking at the same moment.
+        If all ranks of the job wait, they ask the store at most 20,000 times a second together,
+        however many they are. Pauses are random, so that ranks do not ask at the same moment.
 
         Args:
             at_least_seconds: a longer pause, where the caller wants one.
         """
         fair_share = self._run.world_size / _OPERATIONS_A_SECOND
-        time.sleep(max(at_least_seconds, fair_share) * random.uniform(1, 1.5))
+        time.sleep(max(at_least_seconds, fair_share) * random.uniform(0.5, 1.5))
 
     def _exchange(self, key: str, seen: str, text: str) -> str:
         found: bytes = self._store.compare_set(f"{self._prefix}/{key}", seen, text)

@@ -139,7 +139,14 @@ class _Meeting:
         start = time.monotonic()
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         warned = False
-        while not (outcome := self._outcome()):
+        waited = 0.0
+        while True:
+            # A quarter of the wait so far: members that come early go on later than they could by
+            # at most some quarter of their wait.
+            wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
+            self._board.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
+            if outcome := self._outcome():
+                return outcome
             waited = time.monotonic() - start
             with contextlib.suppress(_Over):
                 if timeout is not None and waited > timeout.total_seconds():
@@ -148,6 +155,7 @@ class _Meeting:
                     return self._decide(self._wait.meeting, text)
                 if check is not None and waited > next_check:
                     next_check = waited + _CHECK_SECONDS
+                    self._board.pause()
                     check()
                 if waited > next_look:
                     look = min(2 * look, _LONGEST_LOOK_SECONDS)
@@ -156,11 +164,6 @@ class _Meeting:
                 if waited > _WARNING_SECONDS and not warned:
                     warned = True
                     self._warn()
-            # A quarter of the wait so far: members that come early go on later than they could by
-            # at most a quarter of their wait.
-            wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
-            self._board.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
-        return outcome
 
     def _decide(self, meeting: str, outcome: str) -> str:
         """The outcome of a meeting: this one, unless it is decided already."""
@@ -182,6 +185,7 @@ class _Meeting:
     def _look_for_cycle(self, is_first: bool) -> None:
         if not self._is_noted:
             self._is_noted = True
+            self._board.pause()
             if is_first:  # for all of them
                 write_members(self._board, self._wait.meeting, self._ranks)
             self._waits.write(self._board, self._wait)
@@ -205,6 +209,7 @@ class _Meeting:
         )
 
     def _what_is_missing(self) -> str:
+        self._board.pause()
         came = self._board.count(f"{self._wait.meeting}/came", 0)
         others = [rank for rank in self._ranks[:_NAMED] if rank != self._board.rank]
         waits = {rank: read_wait(rank, self._read) for rank in others}

@@ -1,0 +1,114 @@
+"""What ranks ask of the store while they wait for a rank that is late.
+
+Some waiting ranks are played by threads of this process, each with the pauses of a rank of a world
+of that size. What one of them asks for in a second is taken times all ranks of the world: the worst
+case, in which every group of the world lacks a member.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from harness import OURS, Check, Outcome, Run
+from meshverse.agreement import Board, OwnWaits, meet
+from meshverse.agreement import Run as GroupRun
+
+__all__ = ["METHOD", "SCALE", "TITLE", "run"]
+
+_GROUPS, _SIZE = 16, 16
+_MOST = 20_000  # operations a second, of all ranks that wait together
+TITLE = "What waiting ranks ask of the store"
+METHOD = (
+    f"{_GROUPS} groups of {_SIZE} ranks that lack one each, played by threads on a store in memory;"
+    " operations of one rank in each second of the wait, times all ranks; wall clock"
+)
+SCALE = "ranks"
+
+
+class _Counting:
+    """A store that counts what is asked of it in each second."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._start = store, time.monotonic()
+        self.by_second: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            with self._lock:
+                self.by_second[int(time.monotonic() - self._start)] += 1
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+
+class _MainThread(OwnWaits):
+    """Of a rank that waits in its main thread, as each of these threads stands for."""
+
+    def note_thread(self) -> None:
+        pass
+
+
+def run(run: Run) -> Outcome:
+    """Let one member of each group come late, in worlds of several sizes."""
+    sizes = run.choose([64, 1_024, 10_240, 102_400], [64, 10_240])
+    seconds = run.choose(16, 5)
+    outcome = Outcome()
+    for step, size in enumerate(sizes):
+        run.tell(step, len(sizes), f"{size:,} ranks")
+        by_second, told = _wait(size, seconds)
+        waiting = _GROUPS * (_SIZE - 1)
+        asked = [by_second[second] / waiting * size for second in range(seconds)]
+        first = outcome.of("operations in the first second", size)
+        first.add(OURS, asked[0])
+        busiest = outcome.of("operations in the busiest second after it", size)
+        busiest.add(OURS, max(asked[1:]))
+        for one in (first, busiest):
+            one.unit, one.figure = "operations", "waiting"
+        outcome.of("until all know that the last one came", size).add(OURS, told * 1e9)
+        claim = f"busiest second, {size:,} ranks: operations"
+        outcome.checks.append(
+            Check(claim, busiest.median(OURS), _MOST, at_least=False, unit="operations")
+        )
+    outcome.measurements.sort(key=lambda one: one.operation)
+    return outcome
+
+
+def _wait(size: int, seconds: int) -> tuple[Counter[int], float]:
+    """Operations by second, and the seconds from the last arrival until all ranks know."""
+    store = _Counting(dist.HashStore())
+    runs = {rank: GroupRun(rank, size) for rank in range(_GROUPS * _SIZE)}
+    for one in runs.values():  # before the wait, as at the first call
+        one.number(store)
+    store.by_second.clear()
+    store._start = time.monotonic()
+    failed: list[BaseException] = []
+
+    def come(rank: int) -> None:
+        first = rank - rank % _SIZE
+        ranks = list(range(first, first + _SIZE))
+        try:
+            meet(Board(store, runs[rank]), _MainThread(), f"g{first}", "group", ranks, None)
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in runs]
+    late = threads[_SIZE - 1 :: _SIZE]
+    for thread in threads:
+        if thread not in late:
+            thread.start()
+    time.sleep(seconds)
+    came = time.monotonic()
+    for thread in late:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    told = time.monotonic() - came
+    assert not failed, failed
+    assert not any(thread.is_alive() for thread in threads), "some ranks still wait"
+    return store.by_second, told
