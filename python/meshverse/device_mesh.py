@@ -34,7 +34,6 @@ from .derivation import (
 )
 from .isolation import current_tag
 from .isolation import isolate as isolated
-from .mesh_base import MeshBase
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -44,13 +43,14 @@ from .mesh_input import (
     read_mesh,
     read_ranks,
 )
+from .placed_mesh import PlacedMesh
 from .universe import Universe
 from .world import World
 
 __all__ = ["DeviceMesh"]
 
 
-class DeviceMesh(MeshBase):
+class DeviceMesh(PlacedMesh):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -337,47 +337,6 @@ class DeviceMesh(MeshBase):
             labels = [label for mesh in meshes for label in mesh._labels()]
             group_names = first._isolated(description.layout, labels, group_names)
         return first._in_universe(first._universe, description, group_names)
-
-    def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
-        """The process group along one axis, mine.
-
-        Args:
-            mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
-                mesh with one axis.
-
-        Raises:
-            RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
-            KeyError: no such name.
-        """
-        if is_compiling():  # which traces stock's method
-            return StockDeviceMesh.get_group(self, mesh_dim)
-        try:
-            name: str | None
-            if mesh_dim is None and len(self._shape) == 1:
-                name = self._dim_group_names[0]
-            elif isinstance(mesh_dim, int):
-                name = self._dim_group_names[mesh_dim]
-            else:
-                name = self._name_of_named_group(mesh_dim)
-            if name is None:  # stock says what is wrong
-                return StockDeviceMesh.get_group(self, mesh_dim)
-            return compat.resolve_group(name)
-        except IndexError:
-            if self.group_names:
-                raise
-            rank, ranks = self._universe.rank, self._universe.rank_map
-            raise IndexError(
-                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
-                "get_coordinate() is None on such a rank."
-            ) from None
-
-    def _name_of_named_group(self, mesh_dim: str | None) -> str | None:
-        root = self if self._root_mesh is None else self._root_mesh
-        flattened = root._flatten_mapping.get(mesh_dim)  # type: ignore[arg-type]  # None is in none
-        if flattened is not None:  # before an axis of mine of the same name, as in stock
-            return flattened._dim_group_names[0]
-        names = self._mesh_dim_names or ()
-        return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
     def __copy__(self) -> DeviceMesh:
         return self._saved_and_loaded() if self.decouple_backend_at_save else self

@@ -22,6 +22,8 @@ from .private_names import (
 # As it was before `hook_concatenate`.
 stock_concatenate = StockDeviceMesh._concatenate
 
+_STOCK_MODULE = "torch.distributed.device_mesh"
+
 
 def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
     """Make torch.compile treat a subclass of the stock mesh as a mesh, with a guard of its own.
@@ -80,6 +82,14 @@ def hook_from_group(
         return (ours if shall_be_ours() else stock)(*args, **kwargs)
 
     StockDeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
+
+
+def is_stocks_own(method: Callable[..., Any]) -> bool:
+    """Whether a method of the stock mesh is the one that torch defines there.
+
+    While LocalTensor mode simulates ranks, it has others in their place. 2.11-2.15.
+    """
+    return method.__module__ == _STOCK_MODULE
 
 
 def real_mesh(value: object) -> Any:
