@@ -27,6 +27,7 @@ from .derivation import (
     MeshDescription,
     axis_index,
     check_flattened_name,
+    check_has_names,
     check_known_axes,
     concatenate,
     slice_axes,
@@ -48,6 +49,8 @@ from .universe import Universe
 from .world import World
 
 __all__ = ["DeviceMesh"]
+
+_NO_RANK = -1  # c10d's own word for it
 
 
 class DeviceMesh(PlacedMesh):
@@ -116,7 +119,7 @@ class DeviceMesh(PlacedMesh):
             tags=normalize_tags(isolate, names, len(layout)),
             call="DeviceMesh",
             universe=universe,
-            init_backend=_init_backend and device_type != "xla",  # XLA has no groups, as in stock
+            init_backend=_init_backend,
             rank=_rank,
         )
 
@@ -135,6 +138,10 @@ class DeviceMesh(PlacedMesh):
     ) -> None:
         check_layout(description.layout, rank_map, universe)
         self._describe(description)
+        if not self._may_have_groups:
+            init_backend = False
+            if World.current() is None and rank is None:
+                rank = _NO_RANK
         if init_backend:
             self._set_up_world()
         universe = universe or make_universe(rank_map, rank=rank)
@@ -170,18 +177,21 @@ class DeviceMesh(PlacedMesh):
         if is_compiling():
             return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
-            known = self._slices.get(mesh_dim_names)
+            try:
+                known = self._slices.get(mesh_dim_names)
+            except TypeError:  # nor has a tuple of lists, which names no axes
+                known = None
             if known is not None:
                 return known  # type: ignore[return-value]
         return self._slice(mesh_dim_names)
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
+        own = check_has_names(self._description, "slice", RuntimeError)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        own: AxisNames = self._mesh_dim_names or ()
         tag = current_tag()
-        if own and names == own and not tag:
+        if names == own and not tag:
             return self
-        if not own or not set(names).issubset(own):
+        if not all(name in own for name in names):
             return self._slice_flattened(names)
         indices = [own.index(name) for name in names]
         description = slice_axes(self._description, names, self.layout.select(indices))
@@ -253,9 +263,11 @@ class DeviceMesh(PlacedMesh):
                 layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
             )
             override = normalize_override(backend_override)
-            group_names = self._group_names_for(
-                description.layout, (name,), (override,), (current_tag(),), call="flatten"
-            )
+            group_names = None
+            if self._may_have_groups:
+                group_names = self._group_names_for(
+                    description.layout, (name,), (override,), (current_tag(),), call="flatten"
+                )
             known = self._in_universe(self._universe, description, group_names)
             root._flatten_mapping[name] = known
         return known
@@ -312,6 +324,8 @@ class DeviceMesh(PlacedMesh):
 
         Raises:
             RuntimeError: they overlap, or are over different ranks.
+            TypeError: one has no names.
+            IndexError: there is none.
         """
         return DeviceMesh._concatenate(device_mesh_list)
 
@@ -319,18 +333,24 @@ class DeviceMesh(PlacedMesh):
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
-            return compat.stock_concatenate(list(device_mesh_list))
+            joined = compat.stock_concatenate(list(device_mesh_list))
+            for mesh in meshes:  # stock knows no lazy groups, so they are used now
+                for index in range(len(mesh.group_names or ())):
+                    mesh._dim_group_names[index]
+            return joined
         first = meshes[0]
         for mesh in meshes:
+            check_has_names(mesh._description, "concatenate", TypeError)
             if mesh._universe.rank_map != first._universe.rank_map:
                 raise RuntimeError(
                     "Cannot concatenate DeviceMeshes derived from different device meshes: "
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
                 )
+        description = concatenate([mesh._description for mesh in meshes])
+        for mesh in meshes:
             if mesh._universe is not first._universe and mesh.group_names:
                 first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
-        description = concatenate([mesh._description for mesh in meshes])
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         group_names: Sequence[str] | None = _joined_group_names(axes)
         if current_tag():

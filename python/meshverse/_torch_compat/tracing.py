@@ -57,12 +57,15 @@ def hook_concatenate(
 
     Args:
         mesh_class: our class.
-        ours: concatenates meshes of which the first is ours.
+        ours: concatenates meshes of which one or more are ours.
     """
 
     @functools.wraps(stock_concatenate)
-    def concatenate(device_mesh_list: list[StockDeviceMesh]) -> StockDeviceMesh:
-        is_ours = bool(device_mesh_list) and isinstance(device_mesh_list[0], mesh_class)
+    def concatenate(device_mesh_list: Any) -> StockDeviceMesh:
+        # Stock takes what can be indexed, and fails with its own words for anything else.
+        is_ours = isinstance(device_mesh_list, Sequence) and any(
+            isinstance(mesh, mesh_class) for mesh in device_mesh_list
+        )
         return (ours if is_ours else stock_concatenate)(device_mesh_list)
 
     StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
