@@ -1,10 +1,12 @@
 """What a mesh is, and what slicing, unflattening and concatenating give: no side effects.
 
-Layouts are over positions of one universe. The checks and their exception types are stock's.
+Layouts are over positions of one universe. The checks, their exception types and
+the words they begin with are stock's: programs and torch's own tests match them.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -91,7 +93,7 @@ def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshD
 
 
 def check_flattened_name(
-    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None
+    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None, root: object
 ) -> None:
     """Check the name of a flattened axis.
 
@@ -100,19 +102,20 @@ def check_flattened_name(
         axis: its layout.
         root_names: axes of the root mesh.
         known: the axis flattened under this name before, if any.
+        root: the root mesh, for messages.
 
     Raises:
         ValueError: the root has an axis of this name, or another flattened axis has it.
     """
     if name in root_names:
         raise ValueError(
-            f"{name} already exists for submesh of the root mesh. The mesh_dim_names of submesh "
-            f"and flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
+            f"{name} already exists for submesh of the {root}. The mesh_dim_names of submesh and "
+            f"flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
         )
     if known is not None and known != axis:
         raise ValueError(
-            f"Flatten mesh with mesh_dim_name {name} has been created before, with layout {known} "
-            f"where {axis} is asked for. Please specify another valid mesh_dim_name."
+            f"Flatten mesh with mesh_dim_name {name} has been created before, Please specify "
+            f"another valid mesh_dim_name. It has layout {known}, where {axis} is asked for."
         )
 
 
@@ -128,7 +131,7 @@ def axis_index(mesh: MeshDescription, dim: Any) -> int:
     if isinstance(dim, str):
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
         if dim not in names:
-            raise ValueError(f"dim {dim!r} specified in `_unflatten` is not in {names}")
+            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}")
         return names.index(dim)
     try:
         index = operator.index(dim)
@@ -164,14 +167,14 @@ def unflatten_axis(
             "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
             f"{tuple(names)} for sizes {tuple(sizes)}."
         )
-    inner = Layout.from_shape(tuple(sizes))
-    axis = mesh.layout[index]
-    if inner.size != axis.size:
+    axis, product = mesh.layout[index], math.prod(sizes)
+    if product != axis.size:
         raise ValueError(
-            f"The product of mesh_sizes={tuple(sizes)} is {inner.size}, but the original dimension "
-            f"at dim={index} has size {axis.size} (axes: {mesh.axis_names}). These must be "
-            "equal for unflatten to work correctly."
+            f"The product of mesh_sizes={tuple(sizes)} is {product}, but the original dimension at "
+            f"dim={index} has size {axis.size}. These must be equal for unflatten to work "
+            f"correctly. The axes are {mesh.axis_names}."
         )
+    inner = Layout.from_shape(tuple(sizes))
     own_names = check_has_names(mesh, "unflatten", TypeError)
     new_axes = axis.compose(inner)
     layout = mesh.layout.splice(index, index + 1, new_axes)
@@ -181,8 +184,12 @@ def unflatten_axis(
     )
 
 
-def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
+def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:
     """One mesh with the axes of several, in the order given.
+
+    Args:
+        meshes: the descriptions of the meshes.
+        given: the meshes, for messages.
 
     Raises:
         RuntimeError: they overlap.
@@ -195,7 +202,7 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
         layout = layout.concatenate(mesh.layout)
     if not layout.is_orthogonal():
         raise RuntimeError(
-            f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
-            "share positions."
+            f"Cannot concatenate overlapping meshes: {given}. Axes {names} have layouts {layout}, "
+            "which share positions."
         )
     return meshes[0]._replace(layout=layout, axis_names=names, flattened=False)

@@ -257,7 +257,7 @@ class DeviceMesh(PlacedMesh):
         axis = self.layout.collapse()
         known = cast("DeviceMesh | None", root._flatten_mapping.get(name))
         known_axis = None if known is None else known.layout[0]
-        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis)
+        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         if known is None:
             description = self._description._replace(
                 layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
@@ -342,12 +342,12 @@ class DeviceMesh(PlacedMesh):
         for mesh in meshes:
             check_has_names(mesh._description, "concatenate", TypeError)
             if mesh._universe.rank_map != first._universe.rank_map:
-                raise RuntimeError(
-                    "Cannot concatenate DeviceMeshes derived from different device meshes: "
+                raise RuntimeError(  # with torch's own spelling
+                    "Cannot concatenate DeviceMeshes derived from different device meshs: "
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
                 )
-        description = concatenate([mesh._description for mesh in meshes])
+        description = concatenate([mesh._description for mesh in meshes], meshes)
         for mesh in meshes:
             if mesh._universe is not first._universe and mesh.group_names:
                 first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)

@@ -240,9 +240,9 @@ class MeshBase(StockDeviceMesh):
             first = layout.base(universe.position)
         else:
             raise RuntimeError(
-                f"In order to get the mesh Tensor of {self} on rank {universe.rank}, it needs to "
-                "either have all its original dimensions (e.g., no slicing) or it needs to "
-                f"contain the local rank; it has ranks of {universe.rank_map}."
+                "In order to get the mesh Tensor of a DeviceMesh it needs to either have all its "
+                "original dimensions (e.g., no slicing) or it needs to contain the local rank. "
+                f"Rank {universe.rank} is not in {self}, which has ranks of {universe.rank_map}."
             )
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
@@ -271,6 +271,19 @@ class MeshBase(StockDeviceMesh):
             description.flattened,
             self._universe.token is None,  # a decoupled mesh equals no other
         )
+
+    def __repr__(self) -> str:
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL stock prints the ranks too. A rank outside a slice has
+        # none to print; stock has no such slices.
+        universe, layout = self._universe, self.layout
+        if universe.position is not None or layout.size == universe.size:
+            return StockDeviceMesh.__repr__(self)
+        names = self._mesh_dim_names or ()
+        axes = f"({', '.join(map('{}={}'.format, names, self._shape))})" if names else self._shape
+        strides = tuple(
+            axis.strides[0] if len(axis.strides) == 1 else axis.strides for axis in layout
+        )
+        return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     # --- comparison ----------------------------------------------------------------------------
 

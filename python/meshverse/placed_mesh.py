@@ -86,6 +86,8 @@ class PlacedMesh(MeshBase):
             place = self._place_in_lazy_group(mesh_dim)
             if place is not None:
                 return place
+        if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
+            return StockDeviceMesh.get_local_rank(self, mesh_dim)
         return self.get_group(mesh_dim).rank()
 
     def _place_in_lazy_group(self, mesh_dim: int | str | None) -> int | None:

@@ -141,6 +141,22 @@ _ALL = {
 }
 
 
+@needs_canonical_layouts
+@pytest.mark.parametrize("name", _ALL)
+def test_our_words_begin_with_stocks(name: str) -> None:
+    action, error = _ALL[name]
+    texts = []
+    for family in (STOCK, OURS):
+        with pytest.raises(error) as raised:
+            action(_meshes(family))
+        texts.append(" ".join(map(str, raised.value.args)))
+    stock, ours = (text.replace(".  ", ". ") for text in texts)
+    if "mesh" in stock or "specified" in stock:  # else it is Python's own, of an accident
+        # A list of names is shown as a tuple.
+        stock = stock.replace("['tp', []]", "('tp', [])").replace("b'tp'", str(tuple(b"tp")))
+        assert ours.startswith(stock.removesuffix("."))
+
+
 @pytest.mark.parametrize(("action", "error"), _ALL.values(), ids=_ALL)
 def test_stock_raises_the_same(action: _Action, error: type[Exception]) -> None:
     if HAS_CANONICAL_LAYOUTS:  # and the methods that stock has today
