@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -51,6 +50,10 @@ from .world import World
 __all__ = ["DeviceMesh"]
 
 _NO_RANK = -1  # c10d's own word for it
+_SLICES_A_FLATTENED_AXIS = (
+    "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
+    "bookkeep the flattened mesh directly. "
+)
 
 
 class DeviceMesh(PlacedMesh):
@@ -210,14 +213,13 @@ class DeviceMesh(PlacedMesh):
         flattened: Any = root._flatten_mapping if self == root else {}
         check_known_axes(self._description, names, flattened)
         own = self._mesh_dim_names or ()
-        sources = [(self, own.index(n)) if n in own else (flattened[n], 0) for n in names]
+        sources = []
+        for name in names:
+            if name not in own:  # before the checks that follow, as stock
+                compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
+            sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh.layout[index] for mesh, index in sources])
         description = slice_axes(self._description, names, layout)
-        warnings.warn(
-            "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
-            "bookkeep the flattened mesh directly. ",
-            stacklevel=4,
-        )
         group_names = self._isolated(layout, names, _joined_group_names(sources))
         return self._in_universe(self._universe, description, group_names)
 

@@ -54,6 +54,7 @@ from .tracing import (
     real_mesh,
     stock_concatenate,
     untraced,
+    warn_as_stock,
 )
 
 __all__ = [
@@ -99,5 +100,6 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "warn_as_stock",
     "world_lifetime",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,6 +86,25 @@ def hook_from_group(
         return (ours if shall_be_ours() else stock)(*args, **kwargs)
 
     StockDeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
+
+
+def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
+    """Warn as if a method of the stock mesh did: of one place, whoever called it.
+
+    Python's default filter shows a warning once a place, and filters name a warning's module.
+
+    Args:
+        message: stock's own.
+        method: of the stock mesh, which warns there.
+    """
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        filename=method.__code__.co_filename,
+        lineno=method.__code__.co_firstlineno,
+        module=_STOCK_MODULE,
+        registry=method.__globals__.setdefault("__warningregistry__", {}),
+    )
 
 
 def is_stocks_own(method: Callable[..., Any]) -> bool:
