@@ -11,6 +11,7 @@ from . import _torch_compat as compat
 from ._core import RankGroups
 from .group_creation import GroupRequest
 from .mesh_base import MeshBase
+from .world import World
 
 __all__ = ["PlacedMesh"]
 
@@ -32,16 +33,16 @@ class PlacedMesh(MeshBase):
         if is_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
+            name: str | None
             if mesh_dim is None and len(self._shape) == 1:
                 name = self._dim_group_names[0]
             elif isinstance(mesh_dim, int):
                 name = self._dim_group_names[mesh_dim]
             else:
-                names, index = self._find_group_name(mesh_dim)
-                if names is None:  # stock says what is wrong
-                    self._check_groups()
-                    return StockDeviceMesh.get_group(self, mesh_dim)
-                name = names[index]
+                name = self._name_of_named_group(mesh_dim)
+            if name is None:  # stock says what is wrong
+                self._check_groups()
+                return StockDeviceMesh.get_group(self, mesh_dim)
             return compat.resolve_group(name)
         except IndexError:
             self._check_groups()
@@ -57,16 +58,16 @@ class PlacedMesh(MeshBase):
         if not self.has_groups:
             self._refuse_groups()
 
-    def _find_group_name(self, mesh_dim: object) -> tuple[list[str] | None, int]:
-        """Where the name of a named axis's group is: the list that has it, and the index."""
-        if not isinstance(mesh_dim, str):
-            return None, 0
+    def _name_of_named_group(self, mesh_dim: Any) -> str | None:
         root = self if self._root_mesh is None else self._root_mesh
-        flattened: Any = root._flatten_mapping.get(mesh_dim)
+        try:
+            flattened = root._flatten_mapping.get(mesh_dim)
+        except TypeError:  # it has no hash, so it is no name
+            return None
         if flattened is not None:  # before an axis of mine of the same name, as in stock
-            return flattened._dim_group_names, 0
+            return flattened._dim_group_names[0]
         names = self._mesh_dim_names or ()
-        return (self._dim_group_names, names.index(mesh_dim)) if mesh_dim in names else (None, 0)
+        return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """My rank in the process group along one axis. A lazy group is not made for it.
@@ -83,26 +84,30 @@ class PlacedMesh(MeshBase):
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         world = self._universe.world
         if world is not None and world.pending:
-            place = self._place_in_lazy_group(mesh_dim)
+            place = self._place_in_lazy_group(mesh_dim, world)
             if place is not None:
                 return place
         if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         return self.get_group(mesh_dim).rank()
 
-    def _place_in_lazy_group(self, mesh_dim: int | str | None) -> int | None:
+    def _place_in_lazy_group(self, mesh_dim: int | str | None, world: World) -> int | None:
         """My rank in the group along an axis if that is still to be made, or else None."""
+        mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
             mesh_dim = 0
-        names, index = (
-            (self._dim_group_names, mesh_dim)
-            if isinstance(mesh_dim, int)
-            else self._find_group_name(mesh_dim)
-        )
-        if names is None or not -len(names) <= index < len(names):
+        elif isinstance(mesh_dim, str):
+            flattened = (self._root_mesh or self)._flatten_mapping.get(mesh_dim)
+            own_names = self._mesh_dim_names or ()
+            if flattened is not None:
+                mesh, mesh_dim = flattened, 0
+            elif mesh_dim in own_names:
+                mesh_dim = own_names.index(mesh_dim)
+        names = mesh._dim_group_names
+        if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
             return None  # get_group says what is wrong
-        assert self._universe.world is not None
-        pending = self._universe.world.pending.get(list.__getitem__(names, index))
+        # Reading a name by `[]` would be the group's use.
+        pending = world.pending.get(list.__getitem__(names, mesh_dim))
         if pending is None:
             return None
         _ = self._universe.groups  # raises where the group can no longer be made
