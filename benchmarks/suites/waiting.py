@@ -20,7 +20,7 @@ from meshverse.agreement import Run as GroupRun
 
 __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 
-_GROUPS, _SIZE = 16, 16
+_GROUPS, _SIZE = 32, 16
 _MOST = 20_000  # operations a second, of all ranks that wait together
 TITLE = "What waiting ranks ask of the store"
 METHOD = (

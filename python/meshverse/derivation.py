@@ -1,12 +1,15 @@
 """What a mesh is, and what slicing, unflattening and concatenating give: no side effects.
 
-Layouts are over positions of one universe. The checks and their exception types are stock's.
+Layouts are over positions of one universe. The checks, their exception types and
+the words they begin with are stock's: programs and torch's own tests match them.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._core import AxisLayout, Layout
 from .mesh_input import AxisNames, check_axis_names
@@ -15,6 +18,7 @@ __all__ = [
     "MeshDescription",
     "axis_index",
     "check_flattened_name",
+    "check_has_names",
     "check_known_axes",
     "concatenate",
     "slice_axes",
@@ -41,17 +45,24 @@ class MeshDescription(NamedTuple):
     flattened: bool = False
 
 
+def check_has_names(mesh: MeshDescription, action: str, error: type[Exception]) -> AxisNames:
+    """The names of a mesh's axes; if it has none, raise `error`, which depends on the action."""
+    if mesh.axis_names is None:
+        raise error(
+            f"Cannot {action} a DeviceMesh without mesh_dim_names! Its layout is {mesh.layout}. "
+            "Give its axes names when making it."
+        )
+    return mesh.axis_names
+
+
 def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
     """Check that a mesh has the axes it is sliced by, or may use flattened ones of these names.
 
     Raises:
-        RuntimeError: the mesh has no names.
         KeyError: an unknown name.
     """
-    if not mesh.axis_names:
-        raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
-    valid = [*mesh.axis_names, *flattened]
-    if not set(names).issubset(valid):
+    valid = [*(mesh.axis_names or ()), *flattened]
+    if not all(name in valid for name in names):
         raise KeyError(
             f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
         )
@@ -82,7 +93,7 @@ def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshD
 
 
 def check_flattened_name(
-    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None
+    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None, root: object
 ) -> None:
     """Check the name of a flattened axis.
 
@@ -91,31 +102,45 @@ def check_flattened_name(
         axis: its layout.
         root_names: axes of the root mesh.
         known: the axis flattened under this name before, if any.
+        root: the root mesh, for messages.
 
     Raises:
         ValueError: the root has an axis of this name, or another flattened axis has it.
     """
     if name in root_names:
         raise ValueError(
-            f"{name} already exists for submesh of the root mesh. The mesh_dim_names of submesh "
-            f"and flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
+            f"{name} already exists for submesh of the {root}. The mesh_dim_names of submesh and "
+            f"flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
         )
     if known is not None and known != axis:
         raise ValueError(
-            f"Flatten mesh with mesh_dim_name {name} has been created before, with layout {known} "
-            f"where {axis} is asked for. Please specify another valid mesh_dim_name."
+            f"Flatten mesh with mesh_dim_name {name} has been created before, Please specify "
+            f"another valid mesh_dim_name. It has layout {known}, where {axis} is asked for."
         )
 
 
-def axis_index(mesh: MeshDescription, dim: int | str) -> int:
-    """Index of an axis given by index or name; ValueError if there is no such axis."""
-    names, ndim = mesh.axis_names or (), len(mesh.layout)
-    if isinstance(dim, str) and dim in names:
+def axis_index(mesh: MeshDescription, dim: Any) -> int:
+    """Index of an axis given by index or name.
+
+    Raises:
+        ValueError: no axis of this name or index.
+        IndexError: an index from the end, or of a type of numpy's, that is no axis.
+        TypeError: neither index nor name, or a name where the mesh has none.
+    """
+    ndim = len(mesh.layout)
+    if isinstance(dim, str):
+        names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
+        if dim not in names:
+            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}")
         return names.index(dim)
-    if isinstance(dim, int) and -ndim <= dim < ndim:
-        return dim % ndim
-    where = f"out of range {ndim}" if isinstance(dim, int) else f"not in {names}"
-    raise ValueError(f"dim {dim!r} specified in `_unflatten` is {where}")
+    try:
+        index = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim {dim!r} specified in `_unflatten` is no index and no name.") from None
+    if not -ndim <= index < ndim:
+        error = ValueError if isinstance(dim, int) and index >= 0 else IndexError  # as stock
+        raise error(f"dim {index} specified in `_unflatten` is out of range {ndim}")
+    return index % ndim
 
 
 def unflatten_axis(
@@ -142,29 +167,29 @@ def unflatten_axis(
             "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
             f"{tuple(names)} for sizes {tuple(sizes)}."
         )
-    if mesh.axis_names is None:
-        raise TypeError(
-            f"Cannot unflatten a DeviceMesh without mesh_dim_names: its layout is {mesh.layout}. "
-            "Give its axes names when making it."
+    axis, product = mesh.layout[index], math.prod(sizes)
+    if product != axis.size:
+        raise ValueError(
+            f"The product of mesh_sizes={tuple(sizes)} is {product}, but the original dimension at "
+            f"dim={index} has size {axis.size}. These must be equal for unflatten to work "
+            f"correctly. The axes are {mesh.axis_names}."
         )
     inner = Layout.from_shape(tuple(sizes))
-    axis = mesh.layout[index]
-    if inner.size != axis.size:
-        raise ValueError(
-            f"The product of mesh_sizes={tuple(sizes)} is {inner.size}, but the original dimension "
-            f"at dim={index} ({mesh.axis_names[index]!r}) has size {axis.size}. These must be "
-            "equal for unflatten to work correctly."
-        )
+    own_names = check_has_names(mesh, "unflatten", TypeError)
     new_axes = axis.compose(inner)
     layout = mesh.layout.splice(index, index + 1, new_axes)
-    all_names = (*mesh.axis_names[:index], *names, *mesh.axis_names[index + 1 :])
+    all_names = (*own_names[:index], *names, *own_names[index + 1 :])
     return new_axes, mesh._replace(
         layout=layout, axis_names=check_axis_names(all_names, len(layout)), flattened=False
     )
 
 
-def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
+def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:
     """One mesh with the axes of several, in the order given.
+
+    Args:
+        meshes: the descriptions of the meshes.
+        given: the meshes, for messages.
 
     Raises:
         RuntimeError: they overlap.
@@ -173,15 +198,11 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
     layout = Layout([])
     names: AxisNames = ()
     for mesh in meshes:
-        if mesh.axis_names is None:
-            raise TypeError(
-                f"Cannot concatenate a DeviceMesh without mesh_dim_names: its layout is "
-                f"{mesh.layout}. Give its axes names when making it."
-            )
-        layout, names = layout.concatenate(mesh.layout), names + mesh.axis_names
+        names += check_has_names(mesh, "concatenate", TypeError)
+        layout = layout.concatenate(mesh.layout)
     if not layout.is_orthogonal():
         raise RuntimeError(
-            f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
-            "share positions."
+            f"Cannot concatenate overlapping meshes: {given}. Axes {names} have layouts {layout}, "
+            "which share positions."
         )
     return meshes[0]._replace(layout=layout, axis_names=names, flattened=False)

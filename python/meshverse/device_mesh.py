@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -27,6 +26,7 @@ from .derivation import (
     MeshDescription,
     axis_index,
     check_flattened_name,
+    check_has_names,
     check_known_axes,
     concatenate,
     slice_axes,
@@ -34,7 +34,6 @@ from .derivation import (
 )
 from .isolation import current_tag
 from .isolation import isolate as isolated
-from .mesh_base import MeshBase
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -44,13 +43,20 @@ from .mesh_input import (
     read_mesh,
     read_ranks,
 )
+from .placed_mesh import PlacedMesh
 from .universe import Universe
 from .world import World
 
 __all__ = ["DeviceMesh"]
 
+_NO_RANK = -1  # c10d's own word for it
+_SLICES_A_FLATTENED_AXIS = (
+    "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
+    "bookkeep the flattened mesh directly. "
+)
 
-class DeviceMesh(MeshBase):
+
+class DeviceMesh(PlacedMesh):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -116,7 +122,7 @@ class DeviceMesh(MeshBase):
             tags=normalize_tags(isolate, names, len(layout)),
             call="DeviceMesh",
             universe=universe,
-            init_backend=_init_backend and device_type != "xla",  # XLA has no groups, as in stock
+            init_backend=_init_backend,
             rank=_rank,
         )
 
@@ -135,6 +141,10 @@ class DeviceMesh(MeshBase):
     ) -> None:
         check_layout(description.layout, rank_map, universe)
         self._describe(description)
+        if not self._may_have_groups:
+            init_backend = False
+            if World.current() is None and rank is None:
+                rank = _NO_RANK
         if init_backend:
             self._set_up_world()
         universe = universe or make_universe(rank_map, rank=rank)
@@ -171,18 +181,21 @@ class DeviceMesh(MeshBase):
         if is_compiling():
             return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
-            known = self._slices.get(mesh_dim_names)
+            try:
+                known = self._slices.get(mesh_dim_names)
+            except TypeError:  # nor has a tuple of lists, which names no axes
+                known = None
             if known is not None:
                 return known  # type: ignore[return-value]
         return self._slice(mesh_dim_names)
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
+        own = check_has_names(self._description, "slice", RuntimeError)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        own: AxisNames = self._mesh_dim_names or ()
         tag = current_tag()
-        if own and names == own and not tag:
+        if names == own and not tag:
             return self
-        if not own or not set(names).issubset(own):
+        if not all(name in own for name in names):
             return self._slice_flattened(names)
         indices = [own.index(name) for name in names]
         description = slice_axes(self._description, names, self.layout.select(indices))
@@ -201,14 +214,13 @@ class DeviceMesh(MeshBase):
         flattened: Any = root._flatten_mapping if self == root else {}
         check_known_axes(self._description, names, flattened)
         own = self._mesh_dim_names or ()
-        sources = [(self, own.index(n)) if n in own else (flattened[n], 0) for n in names]
+        sources = []
+        for name in names:
+            if name not in own:  # before the checks that follow, as stock
+                compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
+            sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh.layout[index] for mesh, index in sources])
         description = slice_axes(self._description, names, layout)
-        warnings.warn(
-            "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
-            "bookkeep the flattened mesh directly. ",
-            stacklevel=4,
-        )
         group_names = self._isolated(layout, names, _joined_group_names(sources))
         return self._in_universe(self._universe, description, group_names)
 
@@ -248,16 +260,18 @@ class DeviceMesh(MeshBase):
         axis = self.layout.collapse()
         known = cast("DeviceMesh | None", root._flatten_mapping.get(name))
         known_axis = None if known is None else known.layout[0]
-        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis)
+        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         if known is None:
             description = self._description._replace(
                 layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
             )
             override = normalize_override(backend_override)
-            layout = description.layout
-            group_names = self._group_names_for(
-                layout, (name,), (override,), (current_tag(),), call="flatten", layout=layout
-            )
+            group_names = None
+            if self._may_have_groups:
+                layout = description.layout
+                group_names = self._group_names_for(
+                    layout, (name,), (override,), (current_tag(),), call="flatten", layout=layout
+                )
             known = self._in_universe(self._universe, description, group_names)
             root._flatten_mapping[name] = known
         return known
@@ -318,6 +332,8 @@ class DeviceMesh(MeshBase):
 
         Raises:
             RuntimeError: they overlap, or are over different ranks.
+            TypeError: one has no names.
+            IndexError: there is none.
         """
         return DeviceMesh._concatenate(device_mesh_list)
 
@@ -325,65 +341,30 @@ class DeviceMesh(MeshBase):
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
-            return compat.stock_concatenate(list(device_mesh_list))
+            joined = compat.stock_concatenate(list(device_mesh_list))
+            for mesh in meshes:  # stock knows no lazy groups, so they are used now
+                for index in range(len(mesh.group_names or ())):
+                    mesh._dim_group_names[index]
+            return joined
         first = meshes[0]
         for mesh in meshes:
+            check_has_names(mesh._description, "concatenate", TypeError)
             if mesh._universe.rank_map != first._universe.rank_map:
-                raise RuntimeError(
-                    "Cannot concatenate DeviceMeshes derived from different device meshes: "
+                raise RuntimeError(  # with torch's own spelling
+                    "Cannot concatenate DeviceMeshes derived from different device meshs: "
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
                 )
+        description = concatenate([mesh._description for mesh in meshes], meshes)
+        for mesh in meshes:
             if mesh._universe is not first._universe and mesh.group_names:
                 first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
-        description = concatenate([mesh._description for mesh in meshes])
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         group_names: Sequence[str] | None = _joined_group_names(axes)
         if current_tag():
             labels = [label for mesh in meshes for label in mesh._labels()]
             group_names = first._isolated(description.layout, labels, group_names)
         return first._in_universe(first._universe, description, group_names)
-
-    def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
-        """The process group along one axis, mine.
-
-        Args:
-            mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
-                mesh with one axis.
-
-        Raises:
-            RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
-            KeyError: no such name.
-        """
-        if is_compiling():  # which traces stock's method
-            return StockDeviceMesh.get_group(self, mesh_dim)
-        try:
-            name: str | None
-            if mesh_dim is None and len(self._shape) == 1:
-                name = self._dim_group_names[0]
-            elif isinstance(mesh_dim, int):
-                name = self._dim_group_names[mesh_dim]
-            else:
-                name = self._name_of_named_group(mesh_dim)
-            if name is None:  # stock says what is wrong
-                return StockDeviceMesh.get_group(self, mesh_dim)
-            return compat.resolve_group(name)
-        except IndexError:
-            if self.group_names:
-                raise
-            rank, ranks = self._universe.rank, self._universe.rank_map
-            raise IndexError(
-                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
-                "get_coordinate() is None on such a rank."
-            ) from None
-
-    def _name_of_named_group(self, mesh_dim: str | None) -> str | None:
-        root = self if self._root_mesh is None else self._root_mesh
-        flattened = root._flatten_mapping.get(mesh_dim)  # type: ignore[arg-type]  # None is in none
-        if flattened is not None:  # before an axis of mine of the same name, as in stock
-            return flattened._dim_group_names[0]
-        names = self._mesh_dim_names or ()
-        return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
     def __copy__(self) -> DeviceMesh:
         return self._saved_and_loaded() if self.decouple_backend_at_save else self

@@ -53,7 +53,8 @@ class MeshBase(StockDeviceMesh):
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
         position = universe.position
-        self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
+        if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
+            self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
         self.take_root(universe.root)
         if universe.size <= _SMALL_WORLD:
             hash(self)
@@ -85,15 +86,22 @@ class MeshBase(StockDeviceMesh):
         self._universe.groups.before_use(group_name)
 
     def _refuse_groups(self, _: str = "") -> None:
-        raise RuntimeError(
-            f"DeviceMesh process groups not initialized! {self} was made or loaded without "
-            "them. After init_process_group(), call mesh.bind() on all its ranks."
+        why = (
+            "was made or loaded without them. After init_process_group(), call mesh.bind() on all "
+            "its ranks."
+            if self._may_have_groups
+            else "is for XLA, whose compiler communicates without process groups."
         )
+        raise RuntimeError(f"DeviceMesh process groups not initialized! {self} {why}")
 
     @property
     def description(self) -> MeshDescription:
         """What this mesh is, apart from its universe and its process groups."""
         return self._description
+
+    @property
+    def _may_have_groups(self) -> bool:
+        return self._device_type != "xla"  # whose meshes have none in stock
 
     @property
     def has_groups(self) -> bool:
@@ -120,11 +128,12 @@ class MeshBase(StockDeviceMesh):
         """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
         self._enter(universe)
         overrides, tags = (NO_OVERRIDE,) * self.ndim, (current_tag(),) * self.ndim
-        self._take_group_names(
-            self._group_names_for(
+        names = None
+        if self._may_have_groups:
+            names = self._group_names_for(
                 self.layout, self._labels(), overrides, tags, call="bind", layout=self.layout
             )
-        )
+        self._take_group_names(names)
         # What may have been read already, and depends on this process's rank or universe.
         for computed_before in ("mesh", "compile_guard", "key_digests"):
             with contextlib.suppress(AttributeError):
@@ -238,9 +247,9 @@ class MeshBase(StockDeviceMesh):
             first = layout.base(universe.position)
         else:
             raise RuntimeError(
-                f"In order to get the mesh Tensor of {self} on rank {universe.rank}, it needs to "
-                "either have all its original dimensions (e.g., no slicing) or it needs to "
-                f"contain the local rank; it has ranks of {universe.rank_map}."
+                "In order to get the mesh Tensor of a DeviceMesh it needs to either have all its "
+                "original dimensions (e.g., no slicing) or it needs to contain the local rank. "
+                f"Rank {universe.rank} is not in {self}, which has ranks of {universe.rank_map}."
             )
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
@@ -269,6 +278,19 @@ class MeshBase(StockDeviceMesh):
             description.flattened,
             self._universe.token is None,  # a decoupled mesh equals no other
         )
+
+    def __repr__(self) -> str:
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL stock prints the ranks too. A rank outside a slice has
+        # none to print; stock has no such slices.
+        universe, layout = self._universe, self.layout
+        if universe.position is not None or layout.size == universe.size:
+            return StockDeviceMesh.__repr__(self)
+        names = self._mesh_dim_names or ()
+        axes = f"({', '.join(map('{}={}'.format, names, self._shape))})" if names else self._shape
+        strides = tuple(
+            axis.strides[0] if len(axis.strides) == 1 else axis.strides for axis in layout
+        )
+        return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     # --- comparison ----------------------------------------------------------------------------
 

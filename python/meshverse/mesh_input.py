@@ -104,11 +104,11 @@ def read_groups(
         raise ValueError("Must pass mesh if passing multiple ProcessGroups")
     if names is None:
         raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
-    shape = tuple(torch.as_tensor(mesh).shape)
-    if len(shape) != len(groups):
+    given = torch.as_tensor(mesh)
+    if given.ndim != len(groups):
         raise ValueError(
-            "Expects mesh with ndim equal to number of ProcessGroups but got mesh of shape "
-            f"{shape} and {len(groups)} ProcessGroups"
+            "Expects mesh with ndim equal to number of ProcessGroups but got mesh "
+            f"{given.tolist()} and {len(groups)} ProcessGroups"
         )
     return groups, mesh
 

@@ -77,6 +77,7 @@ def _as_a_thread(family: Family) -> dict[str, Any]:
         "meshes": (mesh, mesh["tp"]),  # kept alive, so that no two have one address
         "class": type(mesh["tp"]),
         "coordinate": list(mesh.get_coordinate()),
+        "local ranks": [mesh.get_local_rank("dp"), mesh["tp"].get_local_rank()],
         "ranks": [dist.get_process_group_ranks(group) for group in groups],
         "sums": [_sum_of_ranks(group) for group in groups],
         "slice is one object": mesh["tp"] is mesh["tp"],
@@ -100,7 +101,7 @@ def test_ranks_as_threads(which: str) -> None:
     whole = torch.arange(30.0).reshape(5, 6)
     for rank, told in enumerate(answers):
         dp, tp = divmod(rank, 2)
-        assert told["coordinate"] == [dp, tp]
+        assert told["coordinate"] == told["local ranks"] == [dp, tp]
         assert told["ranks"] == [[tp, tp + 2], [2 * dp, 2 * dp + 1], [0, 1, 2, 3]]
         assert told["sums"] == [sum(ranks) for ranks in told["ranks"]]
         assert told["local"] == whole.chunk(2, 0)[dp].chunk(2, 1)[tp].tolist()

@@ -291,7 +291,7 @@ def test_derived_mesh_that_stock_lets_through_or_refuses_late(derive, error, mes
 def test_concatenating_meshes_over_other_ranks() -> None:
     mesh = _init(OURS)
     other = DeviceMesh("cpu", [[4, 5], [6, 7]], mesh_dim_names=_NAMES)
-    with pytest.raises(RuntimeError, match=r"different device meshes.*identity of 8.*4, 5, 6, 7"):
+    with pytest.raises(RuntimeError, match=r"different device meshs.*identity of 8.*4, 5, 6, 7"):
         DeviceMesh.concatenate([mesh["dp"], other["tp"]])
 
 

@@ -49,10 +49,12 @@ from .tracing import (
     has_no_values,
     hook_concatenate,
     hook_from_group,
+    is_stocks_own,
     let_compile_know,
     real_mesh,
     stock_concatenate,
     untraced,
+    warn_as_stock,
 )
 
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "hook_from_group",
     "is_alive",
     "is_backend_options",
+    "is_stocks_own",
     "let_compile_know",
     "live_options",
     "members_only_hazard",
@@ -97,5 +100,6 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "warn_as_stock",
     "world_lifetime",
 ]

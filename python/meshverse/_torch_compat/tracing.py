@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from .private_names import (
 
 # As it was before `hook_concatenate`.
 stock_concatenate = StockDeviceMesh._concatenate
+
+_STOCK_MODULE = "torch.distributed.device_mesh"
 
 
 def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
@@ -55,12 +58,15 @@ def hook_concatenate(
 
     Args:
         mesh_class: our class.
-        ours: concatenates meshes of which the first is ours.
+        ours: concatenates meshes of which one or more are ours.
     """
 
     @functools.wraps(stock_concatenate)
-    def concatenate(device_mesh_list: list[StockDeviceMesh]) -> StockDeviceMesh:
-        is_ours = bool(device_mesh_list) and isinstance(device_mesh_list[0], mesh_class)
+    def concatenate(device_mesh_list: Any) -> StockDeviceMesh:
+        # Stock takes what can be indexed, and fails with its own words for anything else.
+        is_ours = isinstance(device_mesh_list, Sequence) and any(
+            isinstance(mesh, mesh_class) for mesh in device_mesh_list
+        )
         return (ours if is_ours else stock_concatenate)(device_mesh_list)
 
     StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
@@ -80,6 +86,33 @@ def hook_from_group(
         return (ours if shall_be_ours() else stock)(*args, **kwargs)
 
     StockDeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
+
+
+def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
+    """Warn as if a method of the stock mesh did: of one place, whoever called it.
+
+    Python's default filter shows a warning once a place, and filters name a warning's module.
+
+    Args:
+        message: stock's own.
+        method: of the stock mesh, which warns there.
+    """
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        filename=method.__code__.co_filename,
+        lineno=method.__code__.co_firstlineno,
+        module=_STOCK_MODULE,
+        registry=method.__globals__.setdefault("__warningregistry__", {}),
+    )
+
+
+def is_stocks_own(method: Callable[..., Any]) -> bool:
+    """Whether a method of the stock mesh is the one that torch defines there.
+
+    While LocalTensor mode simulates ranks, it has others in their place. 2.11-2.15.
+    """
+    return method.__module__ == _STOCK_MODULE
 
 
 def real_mesh(value: object) -> Any:

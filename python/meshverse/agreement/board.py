@@ -19,9 +19,10 @@ from typing import Any
 
 __all__ = ["Board", "Run"]
 
-# What all waiting ranks of a job ask of the store together, on average: never more than 20,000 in a
-# second. A TCPStore answers 40,000 a second on two cores (benchmarks/results/store.md).
-_OPERATIONS_A_SECOND = 15_000
+# What all waiting ranks of a job ask of the store together, on average. In the busiest second it is
+# half as much again, so at most 20,000. A TCPStore answers some 40,000 a second on two cores
+# (benchmarks/results/store.md).
+_OPERATIONS_A_SECOND = 13_000
 
 # No text is this. Comparing with it reads a key, and changes nothing, in one operation that does
 # not wait for the key: `get` waits, and `check` before it would be a second operation.

@@ -46,8 +46,10 @@ class GroupCollective(Collective):
 
     Args:
         meshes: of all processes.
-        find_group: gives the process group of the processes to work with. It is asked for at each
-            use: holding a group would keep its threads and sockets after it was destroyed.
+        ranks: global ranks of the processes to work with.
+        rank: of this process in their process group.
+        find_group: gives that process group. It is asked for at each use, and not before: it may
+            be lazy, and holding it would keep its threads and sockets after it was destroyed.
         local_rank: index of this process on its node.
         default_device: where this process's tensors belong.
     """
@@ -55,15 +57,17 @@ class GroupCollective(Collective):
     def __init__(
         self,
         meshes: Meshes,
+        ranks: list[int],
+        rank: int,
         find_group: Callable[[], dist.ProcessGroup],
         *,
         local_rank: int,
         default_device: torch.device,
     ) -> None:
         self.meshes = meshes
+        self._ranks = ranks
         self._find_group = find_group
-        self.rank = self.process_group.rank()
-        self.world_size = self.process_group.size()
+        self.rank, self.world_size = rank, len(ranks)
         self.local_rank = local_rank
         self.default_device = default_device
         parallel = meshes.parallel_mesh
@@ -91,11 +95,16 @@ class GroupCollective(Collective):
 
     def _limited_to(self, mesh: DeviceMesh, axis: str) -> Collective:
         find_group: Callable[[], dist.ProcessGroup] = partial(mesh.get_group, axis)
-        mine = dist.get_process_group_ranks(self.process_group)
-        if set(mine).issubset(dist.get_process_group_ranks(find_group())):
-            find_group = self._find_group  # these processes are together already
+        ranks, rank = mesh[axis].mesh.tolist(), mesh.get_local_rank(axis)
+        if set(self._ranks).issubset(ranks):  # these processes are together already
+            ranks, rank, find_group = self._ranks, self.rank, self._find_group
         return GroupCollective(
-            self.meshes, find_group, local_rank=self.local_rank, default_device=self.default_device
+            self.meshes,
+            ranks,
+            rank,
+            find_group,
+            local_rank=self.local_rank,
+            default_device=self.default_device,
         )
 
     def barrier(self) -> None:
@@ -219,6 +228,8 @@ class MeshCollective(GroupCollective):
             name = f"cuda:{local_rank}" if device_type == "cuda" else device_type
             super().__init__(
                 mesh,
+                dist.get_process_group_ranks(group),
+                rank,
                 _default_group if process_group is None else partial(_itself, process_group),
                 local_rank=local_rank,
                 default_device=torch.device(name),
