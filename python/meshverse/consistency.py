@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from ._core import Layout, RankMap
-from .agreement import Call, CallOrder, RanksDifferError, first_key, next_key
+from .agreement import BoardUse, Call, CallOrder, RanksDifferError, first_key, next_key
 from .group_creation import GroupRequest, needs_all_ranks
 from .world import World
 
@@ -53,6 +53,7 @@ class ConsistencyCheck:
         rank_map: the universe's.
         position: this rank's, or None if it is outside.
         world: the default group whose store is used.
+        use: of the board, by this universe.
         lazy: whether groups are made when they are first used.
         compares: whether calls are compared; if not, they are only counted.
 
@@ -66,6 +67,7 @@ class ConsistencyCheck:
         rank_map: RankMap,
         position: int | None,
         world: World,
+        use: BoardUse,
         *,
         lazy: bool,
         compares: bool,
@@ -74,10 +76,11 @@ class ConsistencyCheck:
         self._how = "lazy" if lazy else "at once"
         self._world = world
         self._compares = compares and position is not None
-        self._roots = world.call_order(rank_map.sorted().fingerprint)
+        self._roots = world.root_order(rank_map.sorted().fingerprint)
         self._scope = ""  # of this universe, once it has a number
+        self._orders: dict[str, CallOrder] = {}  # of parts of this universe
         self._keys_written: list[str] = []
-        self._uses_board = False
+        self._use = use
         self.number: int | None = None
 
     @contextlib.contextmanager
@@ -132,7 +135,7 @@ class ConsistencyCheck:
         ):
             # The same for all ranks of this copy of the mesh, and for no other rank.
             part = f"{layout.collapse().sorted()}@{layout.base(position)}"
-        return self._world.call_order(f"{self._scope}/{part}")
+        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}"))
 
     def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
         board = self._world.board if self._compares else None
@@ -142,9 +145,7 @@ class ConsistencyCheck:
             order.stop_comparing("a thread beside the main one made process groups")
         if not order.is_compared():
             return None
-        if not self._uses_board:
-            self._uses_board = True
-            self._world.run.begin_use()
+        self._use.begin()
         return Call(board, order, self._digest(requests), self._text(name, requests))
 
     def _why_it_failed(self, call: Call, error: BaseException) -> BaseException:
@@ -155,17 +156,12 @@ class ConsistencyCheck:
 
     def forget(self) -> None:
         """Remove what this rank wrote from the store: its ranks are done with the universe."""
-        if not self._uses_board:
-            return
-        board = self._world.board
+        board = self._world.board if self._keys_written else None
         if board is None:
             return
-        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are the keys
-            while self._keys_written:
-                board.remove(self._keys_written[-1])
-                self._keys_written.pop()
-            self._world.run.end_use(self._world.store)
-            self._uses_board = False
+        while self._keys_written:
+            board.remove(self._keys_written[-1])
+            self._keys_written.pop()
 
     def _is_main_thread(self) -> bool:
         thread = threading.current_thread()

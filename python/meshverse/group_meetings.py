@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-
-import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._core import AxisLayout
-from .agreement import Call, RanksDifferError, forget_meeting, meet, shortened
+from .agreement import BoardUse, Call, RanksDifferError, forget_meeting, meet, shortened
 from .group_options import GroupOptions
 from .world import World
 
@@ -21,10 +18,11 @@ class GroupMeetings:
 
     Args:
         world: whose store is used.
+        use: of the board, by this universe.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, use: BoardUse) -> None:
+        self._world, self._use = world, use
         self._first_in: set[str] = set()  # meetings to which this rank was the first to come
 
     def hold(
@@ -56,6 +54,7 @@ class GroupMeetings:
         board = self._world.board if compat.creation_blocks(options.backend) else None
         if board is None or len(ranks) == 1:
             return ""
+        self._use.begin()
         # A rank that was told of a difference and tries again does not meet those who still wait
         # for the attempt before: they are about to be told too.
         differences = 0 if call is None else call.differences
@@ -79,7 +78,6 @@ class GroupMeetings:
         board = self._world.board if self._first_in else None
         if board is None:
             return
-        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            for meeting in sorted(self._first_in):
-                forget_meeting(board, meeting)
-                self._first_in.discard(meeting)
+        for meeting in sorted(self._first_in):
+            forget_meeting(board, meeting)
+            self._first_in.discard(meeting)

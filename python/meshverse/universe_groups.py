@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
+import torch.distributed as dist
+
 from . import _torch_compat as compat
 from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
-from .agreement import Call
+from .agreement import BoardUse, Call
 from .backend_override import NO_OVERRIDE, Override
 from .consistency import ConsistencyCheck
 from .group_creation import (
@@ -61,10 +63,11 @@ class UniverseGroups:
         self._defaults = defaults
         self._lazy = lazy
         self._share_world = share_world
+        self._board_use = BoardUse(world.run)
         self._calls = ConsistencyCheck(
-            rank_map, position, world, lazy=lazy, compares=check_consistency
+            *(rank_map, position, world, self._board_use), lazy=lazy, compares=check_consistency
         )
-        self._meetings = GroupMeetings(world)
+        self._meetings = GroupMeetings(world, self._board_use)
         self._cache = GroupCache()
         self._given: list[Group] = []
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
@@ -335,9 +338,12 @@ class UniverseGroups:
         return not self._to_end and not len(self)
 
     def _forget(self) -> None:
-        if not self._world.is_over:
+        if self._world.is_over:
+            return
+        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
             self._meetings.forget()
             self._calls.forget()
+            self._board_use.end(self._world.store)
 
     def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
         return _shared_key(group.request) if self._share_world else None

@@ -65,7 +65,7 @@ class World:
         _lives[self.thread_id] += 1
         self.run = Run(self.rank, self.size)
         self.waits = OwnWaits()
-        self._call_orders: dict[str, CallOrder] = {}
+        self._root_orders: dict[str, CallOrder] = {}
         self.pending: dict[str, Any] = {}
         self.shared_groups = GroupCache()
         self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
@@ -133,13 +133,13 @@ class World:
         store = self.store
         return None if store is None else Board(store, self.run)
 
-    def call_order(self, scope: str) -> CallOrder:
-        """The order of the calls that some ranks make together.
+    def root_order(self, ranks: str) -> CallOrder:
+        """The order in which some ranks make root meshes together.
 
         Args:
-            scope: the same text on all these ranks, and on no others.
+            ranks: the same text on all these ranks, and on no others.
         """
-        return self._call_orders.setdefault(scope, CallOrder(scope))
+        return self._root_orders.setdefault(ranks, CallOrder(ranks))
 
     @cached_property
     def default_options(self) -> GroupOptions:

@@ -39,6 +39,10 @@ def _plain() -> list[DeviceMesh]:
     return [_mesh(), _mesh()]
 
 
+def _not_compared() -> list[DeviceMesh]:
+    return [_mesh(check_consistency=False)]
+
+
 def _derived() -> list[DeviceMesh]:
     mesh = _mesh()
     mesh["dp"].flatten("own", isolate="x")
@@ -79,6 +83,7 @@ def _differed() -> list[DeviceMesh]:
 _PROGRAMS = {
     "plain": _plain,
     "derived": _derived,
+    "not compared": _not_compared,
     "lazy": _lazy,
     "waited": _waited,
     "failed": _failed,

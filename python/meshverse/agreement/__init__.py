@@ -10,7 +10,7 @@ Nothing here knows meshes, layouts or process groups: callers give names, ranks 
 
 from __future__ import annotations
 
-from .board import Board, Run
+from .board import Board, BoardUse, Run
 from .calls import Call, CallOrder, RanksDifferError, first_key, next_key
 from .meeting import forget_meeting, meet
 from .ranks_text import shortened
@@ -18,6 +18,7 @@ from .waits import OwnWaits
 
 __all__ = [
     "Board",
+    "BoardUse",
     "Call",
     "CallOrder",
     "OwnWaits",

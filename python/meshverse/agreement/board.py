@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Board", "Run"]
+__all__ = ["Board", "BoardUse", "Run"]
 
 # What all waiting ranks of a job ask of the store together, on average. In the busiest second it is
 # half as much again, so at most 20,000. A TCPStore answers some 40,000 a second on two cores
@@ -45,7 +45,7 @@ class Run:
         self.rank = rank
         self.world_size = world_size
         self._number: int | None = None
-        self._users = 0  # universes that may have texts on the board
+        self._users = 0  # that may have texts on the board
         self._lock = threading.Lock()  # protects the two above
 
     def number(self, store: Any) -> int:
@@ -62,13 +62,13 @@ class Run:
             highest = int(store.compare_set(self._highest_key, str(highest), str(mine)))
         return highest
 
-    def begin_use(self) -> None:
-        """Note that one more universe may put texts on the board."""
+    def add_user(self) -> None:
+        """Note that one more may put texts on the board."""
         with self._lock:
             self._users += 1
 
-    def end_use(self, store: Any) -> None:
-        """Note that a universe has taken its texts off; the last one takes the counts away too.
+    def remove_user(self, store: Any) -> None:
+        """Note that one has taken its texts off; the last one takes the counts away too.
 
         They stay if an earlier run may have left texts here: those must not be found again.
         """
@@ -87,6 +87,29 @@ class Run:
     @property
     def _highest_key(self) -> str:
         return f"meshverse/{self.world_size}/runs"
+
+
+class BoardUse:
+    """Whether one universe may have texts on the board.
+
+    Args:
+        run: of the default group.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._is_begun = run, False
+
+    def begin(self) -> None:
+        """Note that there may be texts now."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._run.add_user()
+
+    def end(self, store: Any) -> None:
+        """Note that there are none any more."""
+        if self._is_begun:
+            self._is_begun = False
+            self._run.remove_user(store)
 
 
 def _is_kept_by_launcher() -> bool:
