@@ -61,7 +61,10 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    return options_timeout(live_options(group))  # the fake backend has no options
+    # All backends of a group were given the same timeout; some keep no options to tell it.
+    backends = (group._get_backend(device) for device in group._device_types)
+    timeouts = (options_timeout(_options_of(backend)) for backend in backends)
+    return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
 def check_backend(backend: str) -> None:
@@ -211,7 +214,19 @@ def _uses_torchcomms() -> bool:
 def live_options(group: ProcessGroup) -> BackendOptions | None:
     """The options the group's first backend was made with, if it has any."""
     devices = group._device_types
-    return group._get_backend(devices[0]).options if devices else None
+    return _options_of(group._get_backend(devices[0])) if devices else None
+
+
+def _options_of(backend: Any) -> BackendOptions | None:
+    """The options a backend was made with; None where it keeps none. 2.11-2.15.
+
+    MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
+    no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
+    """
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def can_split(group: ProcessGroup, backend: str | None) -> bool:
