@@ -2,12 +2,15 @@
 // It overrides what a backend must, and no more: above all, it has no `getBackendOptions`.
 #include <ATen/ATen.h>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <utility>
 #include <vector>
+
+#include <pybind11/stl.h>
 
 namespace {
 
@@ -50,6 +53,24 @@ Bytes to_bytes(const at::Tensor& tensor) {
 at::Tensor to_tensor(Bytes bytes, const at::Tensor& like) {
   return at::from_blob(bytes.data(), like.sizes(), like.options()).clone();
 }
+
+// What the ranks' machines have, as far as options can say: something without fields.
+struct Device {};
+
+struct Wiring {
+  std::int64_t chunk_bytes = 1 << 20;
+  std::string network;
+};
+
+// Options as an out-of-tree backend may have them: data, a struct of data, handles, and whatever
+// Python's side of it wants to know.
+struct Options : c10d::Backend::Options {
+  Options() : c10d::Backend::Options("via_store") {}
+
+  Wiring wiring;
+  std::vector<std::shared_ptr<Device>> devices;
+  py::object hints = py::none();
+};
 
 class StoreBackend : public c10d::Backend {
  public:
@@ -163,6 +184,17 @@ class StoreBackend : public c10d::Backend {
 }  // namespace
 
 PYBIND11_MODULE(store_backend, module) {
+  py::class_<Device, std::shared_ptr<Device>>(module, "Device").def(py::init<>());
+  py::class_<Wiring>(module, "Wiring")
+      .def(py::init<>())
+      .def_readwrite("chunk_bytes", &Wiring::chunk_bytes)
+      .def_readwrite("network", &Wiring::network);
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "Options")
+      .def(py::init<>())
+      .def_readwrite("wiring", &Options::wiring)
+      .def_readwrite("devices", &Options::devices)
+      .def_readwrite("hints", &Options::hints);
+
   // c10d's own face of a backend, as for any that binds no class of its own.
   module.def(
       "create",

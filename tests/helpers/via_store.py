@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,12 +72,21 @@ def load(library: Path) -> ModuleType:
     return sys.modules["store_backend"]
 
 
-def register(library: Path) -> None:
-    """Make c10d know the backend, in this process."""
-    module = load(library)
+def register(library: Path) -> list[Any]:
+    """Make c10d know the backend, in this process.
 
-    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return module.create(store, rank, size)
+    Returns:
+        The options that groups were given since the last call; it grows.
+    """
+    module, given = load(library), []
+
+    def create(common: Any, options: Any) -> Any:
+        given.append(options)
+        return module.create(common.store, common.group_rank, common.group_size)
 
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    else:
+        plugin = dist.Backend._plugins[NAME.upper()]
+        dist.Backend._plugins[NAME.upper()] = plugin._replace(creator_fn=create)
+    return given

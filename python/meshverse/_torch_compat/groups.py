@@ -12,21 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d, c10d_core
-
-# Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
-# options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
-IGNORED_OPTION_FIELDS = frozenset(
-    {
-        "_timeout",
-        "backend",
-        "global_ranks_in_group",
-        "group_name",
-        "split_color",
-        "split_from",
-    }
-)
-
+from .options import options_timeout
+from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d
 
 # --- the default process group -------------------------------------------------------------------
 
@@ -172,31 +159,6 @@ def abort_all() -> None:
 
 # The live process group registered under a name; RuntimeError if there is none.
 resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
-
-
-# --- options -------------------------------------------------------------------------------------
-
-
-def is_backend_options(value: object) -> bool:
-    """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
-    return isinstance(value, c10d_core.Backend.Options)
-
-
-def options_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object carries, or None if it carries none."""
-    return getattr(options, "_timeout", None)
-
-
-def said_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object was given, or None if it is that of a fresh one of its type."""
-    timeout = options_timeout(options)
-    if options is None:
-        return None
-    try:
-        usual = options_timeout(type(options)())
-    except TypeError:  # the type takes arguments
-        return timeout
-    return None if timeout == usual else timeout
 
 
 # --- how a group comes to be ---------------------------------------------------------------------
