@@ -140,5 +140,12 @@ class GroupOptions:
         return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
 
     def options_to_give_away(self) -> compat.BackendOptions | None:
-        """A copy for c10d, which keeps what it is given and writes to it for each group."""
-        return copy_of(self.options)
+        """A copy for c10d, which keeps what it is given and writes to it for each group.
+
+        It says the timeout that c10d is told beside it, or else c10d warns that they differ.
+        """
+        mine = copy_of(self.options)
+        is_mine = mine is not self.options  # not everything can be copied
+        if is_mine and self.timeout is not None and compat.is_backend_options(mine):
+            mine._timeout = self.timeout
+        return mine

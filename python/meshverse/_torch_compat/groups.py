@@ -123,9 +123,14 @@ def world_lifetime() -> object:
 
 
 def creation_blocks(backend: str) -> bool:
-    """Whether making a group of this backend waits for its members, rather than its first use."""
-    parts = {part.rpartition(":")[2] for part in backend.split(",")}
-    return not parts <= {"nccl", "fake", "threaded"}
+    """Whether making a group of this backend waits for its members, rather than its first use.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL, c10d makes a gloo group beside each backend that it wraps:
+    all but those that are process groups themselves, such as "threaded". 2.11-2.15.
+    """
+    wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.is_gloo_available()
+    made_at_once = {"threaded"} if wrapped else {"nccl", "fake", "threaded"}
+    return not {part.rpartition(":")[2] for part in backend.split(",")} <= made_at_once
 
 
 def is_alive(group: ProcessGroup) -> bool:
