@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 from . import _torch_compat as compat
 from ._core import OptionsKey
@@ -144,7 +145,7 @@ class GroupOptions:
 
         It says the timeout that c10d is told beside it, or else c10d warns that they differ.
         """
-        mine = copy_of(self.options)
+        mine: Any = copy_of(self.options)
         is_mine = mine is not self.options  # not everything can be copied
         if is_mine and self.timeout is not None and compat.is_backend_options(mine):
             mine._timeout = self.timeout
