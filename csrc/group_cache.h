@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +36,8 @@ struct GroupKeyHash {
 };
 
 // How often the cache was asked, and how it answered. Once all callers have returned,
-// hits + created + failures == requests, but for calls refused because they could never end.
+// hits + created + failures == requests, but for calls that were refused because they could never
+// end, or that gave up waiting.
 struct GroupCacheCounts {
   std::int64_t requests = 0;
   std::int64_t hits = 0;
@@ -49,10 +51,13 @@ struct GroupCacheCounts {
 //
 // `Entry` is a handle that copies cheaply, without calling back. `WhileWaiting` lives as long as a
 // wait for another thread, and is destroyed after the cache's lock is released: it is the place to
-// let go of a lock that the other thread needs.
+// let go of a lock that the other thread needs. If its `may_give_up()`, its `give_up_if_asked()` is
+// called every kLookAround, without the cache's lock; what that throws ends the wait.
 template <class Entry, class WhileWaiting>
 class GroupCache {
  public:
+  static constexpr std::chrono::milliseconds kLookAround{50};
+
   struct Item {
     GroupKey key;
     Entry entry;
@@ -60,7 +65,8 @@ class GroupCache {
 
   // The entry of `key`: the one there, or what make() gives.
   // Callers that find another thread making it wait for that; if it fails, one of them tries next.
-  // Whatever make() throws passes through. Throws std::runtime_error where a wait could never end.
+  // Whatever make() throws passes through, and what ends the wait. Throws std::runtime_error where
+  // a wait could never end.
   template <class Make>
   Entry get_or_create(const GroupKey& key, Make&& make) {
     for (bool retry = false;; retry = true) {
@@ -181,14 +187,53 @@ class GroupCache {
     settled_.notify_all();
   }
 
+  // Notes for what this thread waits. Made and destroyed under the cache's lock. A thread that
+  // looks around while it waits may run into another wait.
+  class Waiting {
+   public:
+    Waiting(GroupCache& cache, const Slot& slot)
+        : cache_(cache), outer_(std::exchange(noted(), &slot)) {}
+    ~Waiting() {
+      if (outer_) {
+        noted() = outer_;
+      } else {
+        cache_.waiting_for_.erase(std::this_thread::get_id());
+      }
+    }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    const Slot*& noted() { return cache_.waiting_for_[std::this_thread::get_id()]; }
+
+    GroupCache& cache_;
+    const Slot* const outer_;  // what it waits for besides; null for nothing
+  };
+
+  // Lets go of a lock, and takes it again.
+  class Unlocked {
+   public:
+    explicit Unlocked(std::unique_lock<std::mutex>& lock) : lock_(lock) { lock_.unlock(); }
+    ~Unlocked() { lock_.lock(); }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+   private:
+    std::unique_lock<std::mutex>& lock_;
+  };
+
   // Returns once `slot` is no longer being made.
   void wait_for(const Slot& slot) {
-    [[maybe_unused]] const WhileWaiting while_waiting;
+    const WhileWaiting while_waiting;
     std::unique_lock<std::mutex> lock(mutex_);
     refuse_endless_wait(slot);
-    waiting_for_[std::this_thread::get_id()] = &slot;
-    settled_.wait(lock, [&] { return slot.state != State::kMaking; });
-    waiting_for_.erase(std::this_thread::get_id());
+    const Waiting waiting(*this, slot);
+    const auto is_settled = [&] { return slot.state != State::kMaking; };
+    if (!while_waiting.may_give_up()) return settled_.wait(lock, is_settled);
+    while (!settled_.wait_for(lock, kLookAround, is_settled)) {
+      const Unlocked unlocked(lock);
+      while_waiting.give_up_if_asked();
+    }
   }
 
   // Follows who waits for whom from `slot` on: that chain must not lead back to this thread.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from helpers import via_store
 from helpers.worlds import FakeWorld, fake_world
 
 # Real work of uneven cost, so no deadline; the same examples each time where nobody can look.
@@ -25,3 +27,11 @@ def world(request: pytest.FixtureRequest) -> Iterator[FakeWorld]:
     size, rank = getattr(request, "param", _DEFAULT_WORLD)
     with fake_world(size, rank) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def via_store_library(request: pytest.FixtureRequest) -> Path:
+    """The compiled backend of `helpers.via_store`, from this checkout's cache if it is there."""
+    if via_store.compiler() is None:
+        pytest.skip("a backend in C++ needs a compiler: there is no c++, and CXX names none")
+    return via_store.build(request.config.cache.mkdir("backends"))

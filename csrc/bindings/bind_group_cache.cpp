@@ -8,8 +8,30 @@ namespace {
 
 using namespace py::literals;
 
-// Another thread can only finish an entry if this one lets go of the interpreter meanwhile.
-using PyGroupCache = GroupCache<py::object, py::gil_scoped_release>;
+// Another thread can only finish an entry if this one lets go of the interpreter meanwhile. Python
+// runs the handlers of signals, such as that of Ctrl-C, in the main thread: if one of them raises,
+// the wait is over.
+class InterpreterReleased {
+ public:
+  bool may_give_up() const { return is_main_thread_; }
+
+  void give_up_if_asked() const {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+
+ private:
+  static bool is_main_thread() {
+    const py::module_ threading = py::module_::import("threading");
+    const py::object main_thread = threading.attr("main_thread")().attr("ident");
+    return main_thread.equal(threading.attr("get_ident")());
+  }
+
+  const bool is_main_thread_ = is_main_thread();  // asked before the interpreter is let go of
+  const py::gil_scoped_release released_;
+};
+
+using PyGroupCache = GroupCache<py::object, InterpreterReleased>;
 
 py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : py::none(); }
 
@@ -74,8 +96,9 @@ void bind_group_cache(py::module_& module) {
           "axis"_a, "key"_a, "make"_a,
           R"(The entry of ``(axis, key)``: the one there, or what ``make()`` returns.
 
-Threads that ask while another one makes the entry wait for it. Nothing is kept if ``make`` raises:
-the exception passes through, and the next one to ask makes it.
+Threads that ask while another one makes the entry wait for it; the main thread's wait ends with the
+exception of a signal's handler, such as KeyboardInterrupt. Nothing is kept if ``make`` raises: the
+exception passes through, and the next one to ask makes it.
 
 Raises:
     RuntimeError: ``make`` asks for the very entry that it is to return.

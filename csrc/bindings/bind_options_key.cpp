@@ -109,6 +109,27 @@ Raises:
       .def(py::self == py::self)
       .def("__hash__", [](const OptionsKey& self) { return static_cast<py::ssize_t>(self.hash()); })
       .def("__repr__", &OptionsKey::to_string);
+
+  module.def("is_composite", &is_composite, "value"_a, "options"_a,
+             R"(Whether a key of ``options`` looks into a value in or below them, rather than at it.
+
+It does into containers; and into objects that are data: made of their fields, none of which is a
+handle; or of a type that declares data (a dataclass, a namespace, options like ``options``, a
+struct of a C++ extension that can be copied). Scalars have no parts, and handles (locks, devices,
+whatever holds one) count by identity.
+
+>>> [is_composite(value, object()) for value in ([], 1, object())]
+[True, False, False]
+)");
+  module.def("has_fields", &has_fields, "options"_a,
+             "Whether an options key reads an options object by its fields, not by identity.");
+  module.def(
+      "fresh_like",
+      [](const py::object& options) -> py::object {
+        py::object fresh = fresh_like(options);
+        return fresh ? std::move(fresh) : py::none();
+      },
+      "options"_a, "A fresh object of the same type; None where its constructor refuses.");
 }
 
 }  // namespace meshverse::bindings

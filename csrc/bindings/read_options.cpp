@@ -1,29 +1,17 @@
 #include "read_options.h"
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "checked_math.h"
+#include "plain_data.h"
 
 namespace meshverse::bindings {
 namespace {
-
-// Deep enough for any options; an object that refers to itself through ever new ones ends here.
-constexpr std::size_t kMaxDepth = 8;
-
-// Types of the standard library that values are told apart by.
-struct PythonTypes {
-  py::object enum_type = py::module_::import("enum").attr("Enum");
-  py::object timedelta = py::module_::import("datetime").attr("timedelta");
-  py::object member_descriptor = py::module_::import("types").attr("MemberDescriptorType");
-};
-
-const PythonTypes& python_types() {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PythonTypes> types;
-  return types.call_once_and_store_result([] { return PythonTypes(); }).get_stored();
-}
 
 std::string type_name(py::handle type) {
   return std::string(py::str(type.attr("__module__"))) + "." +
@@ -31,12 +19,6 @@ std::string type_name(py::handle type) {
 }
 
 std::string type_name_of(py::handle value) { return type_name(py::type::handle_of(value)); }
-
-bool is_enum(py::handle value) {
-  // Enums of C++ extensions need not derive from enum.Enum, but list their members as those do.
-  return py::isinstance(value, python_types().enum_type) ||
-         (py::hasattr(py::type::handle_of(value), "__members__") && py::hasattr(value, "name"));
-}
 
 Tagged read_enum(py::handle value) {
   const py::object name = value.attr("name");
@@ -63,47 +45,11 @@ Handle make_handle(py::handle value) {
   return {std::shared_ptr<void>(value.ptr(), release), type_name_of(value)};
 }
 
-bool is_property(py::handle descriptor) {
-  return PyObject_TypeCheck(descriptor.ptr(), &PyProperty_Type) != 0;
-}
-
-bool is_field(const py::object& class_member) {
-  return is_property(class_member) ||
-         py::type::handle_of(class_member).is(python_types().member_descriptor);
-}
-
-// Names of an object's data fields: properties and slots of its class, then its own attributes.
-std::set<std::string> field_names(py::handle object) {
-  // These have attributes, but are not made of them.
-  PyObject* const pointer = object.ptr();
-  if (PyModule_Check(pointer) || PyType_Check(pointer) || PyFunction_Check(pointer)) return {};
-  py::dict fields;
-  const py::tuple classes = py::type::handle_of(object).attr("__mro__");
-  // From the most basic class but `object` on, so that what overrides a field can take it out.
-  for (std::size_t i = classes.size() - 1; i-- > 0;) {
-    for (const py::handle item : py::list(classes[i].attr("__dict__").attr("items")())) {
-      const auto entry = py::reinterpret_borrow<py::tuple>(item);
-      const py::object name = entry[0];
-      if (is_field(entry[1])) {
-        fields[name] = py::none();
-      } else if (fields.contains(name)) {
-        fields.attr("pop")(name);
-      }
-    }
-  }
-  fields.attr("update")(py::getattr(object, "__dict__", py::dict()));
-  std::set<std::string> names;
-  for (const auto& [name, unused] : fields) {
-    auto text = name.cast<std::string>();
-    if (text.rfind("__", 0) != 0) names.insert(std::move(text));
-  }
-  return names;
-}
-
 // Flattens a value into fields: every part under its own dotted name.
 class Reader {
  public:
-  explicit Reader(const std::set<std::string>& ignored) : ignored_(ignored) {}
+  Reader(const py::object& options, const std::set<std::string>& ignored)
+      : ignored_(ignored), data_check_(options) {}
 
   // Whether `object` has fields; if so, they are read under `prefix`.
   bool read_fields(py::handle object, const std::string& prefix) {
@@ -111,7 +57,7 @@ class Reader {
     for (const std::string& name : names) {
       if (ignored_.count(prefix + name) != 0) continue;
       const py::object value = read_field(object, name, prefix + name);
-      if (value) read_value(value, prefix + name);
+      if (value) read_value(value, prefix + name, !is_scalar(value) && is_in_cpp(object, name));
     }
     return !names.empty();
   }
@@ -119,7 +65,7 @@ class Reader {
   const OptionFields& fields() const { return fields_; }
 
  private:
-  void read_value(py::handle value, const std::string& name) {
+  void read_value(const py::object& value, const std::string& name, bool in_cpp = false) {
     if (ignored_.count(name) != 0) return;
     if (value.is_none()) return add(name, None());
     if (is_enum(value)) return add(name, read_enum(value));
@@ -133,10 +79,16 @@ class Reader {
     if (py::isinstance(value, python_types().timedelta)) {
       return add(name, Tagged{"timedelta", std::to_string(to_microseconds(value)) + " us"});
     }
-    read_nested(value, name);
+    if (is_path(value)) {
+      return add(name, Tagged{type_name_of(value), py::str(value.attr("__fspath__")())});
+    }
+    if (!is_container(value) && !data_check_.is_data(value, in_cpp)) {
+      return add(name, make_handle(value));
+    }
+    read_nested(value, name, in_cpp);
   }
 
-  void read_nested(py::handle value, const std::string& name) {
+  void read_nested(const py::object& value, const std::string& name, bool in_cpp) {
     const bool inside_itself = std::find(path_.begin(), path_.end(), value.ptr()) != path_.end();
     if (inside_itself || path_.size() >= kMaxDepth) {
       throw py::type_error("options field '" + name + "' of type " + type_name_of(value) +
@@ -146,40 +98,71 @@ class Reader {
     }
     path_.push_back(value.ptr());
     if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
-      read_sequence(value, name);
+      read_sequence(value, name, in_cpp);
     } else if (py::isinstance<py::dict>(value)) {
-      read_dict(value, name);
+      read_dict(value, name, in_cpp);
     } else if (py::isinstance<py::anyset>(value)) {
-      read_set(value, name);
-    } else if (read_fields(value, name + ".")) {
-      add(name, Tagged{type_name_of(value), ""});
+      read_set(value, name, in_cpp);
     } else {
-      add(name, make_handle(value));
+      read_fields(value, name + ".");
+      add(name, Tagged{type_name_of(value), ""});
     }
     path_.pop_back();
   }
 
-  void read_sequence(py::handle sequence, const std::string& name) {
+  void read_sequence(py::handle sequence, const std::string& name, bool in_cpp) {
     add(name, Tagged{py::isinstance<py::list>(sequence) ? "list" : "tuple", ""});
     std::size_t index = 0;
     for (const py::handle item : sequence) {
-      read_value(item, name + "[" + std::to_string(index++) + "]");
+      read_value(py::reinterpret_borrow<py::object>(item),
+                 name + "[" + std::to_string(index++) + "]", in_cpp);
     }
   }
 
-  void read_dict(py::handle dict, const std::string& name) {
+  void read_dict(py::handle dict, const std::string& name, bool in_cpp) {
     add(name, Tagged{"dict", ""});
+    Counts seen;
     for (const py::handle item : dict.attr("items")()) {
       const auto [key, value] = item.cast<std::pair<py::object, py::object>>();
-      read_value(value, name + "[" + std::string(py::repr(key)) + "]");
+      read_value(value, name + "[" + label(key, name, seen) + "]", in_cpp);
     }
   }
 
-  void read_set(py::handle set, const std::string& name) {
+  void read_set(py::handle set, const std::string& name, bool in_cpp) {
     add(name, Tagged{"set", ""});
-    for (const py::handle item : set) {
-      read_value(item, name + "{" + std::string(py::repr(item)) + "}");
+    std::vector<py::object> items;
+    for (const py::handle item : set) items.push_back(py::reinterpret_borrow<py::object>(item));
+    // So that equal sets of handles are read in one order.
+    std::sort(items.begin(), items.end(), [](const py::object& a, const py::object& b) {
+      return std::less<PyObject*>()(a.ptr(), b.ptr());
+    });
+    Counts seen;
+    for (const py::object& item : items) {
+      if (is_known_by_repr(item)) {
+        read_value(item, name + "{" + label(item, name, seen) + "}", in_cpp);
+      } else {
+        label(item, name, seen);
+      }
     }
+  }
+
+  using Counts = std::map<std::string, int>;  // by type
+
+  static bool is_known_by_repr(py::handle value) {
+    if (!py::isinstance<py::tuple>(value)) return is_scalar(value);
+    const auto items = py::reinterpret_borrow<py::tuple>(value);
+    return std::all_of(items.begin(), items.end(), is_known_by_repr);
+  }
+
+  // What a dict's key or a set's item is called. What is no scalar counts by identity, and is
+  // called by its type and number: its repr may tell an address, which every process has its own
+  // of.
+  std::string label(py::handle value, const std::string& container, Counts& seen) {
+    if (is_known_by_repr(value)) return py::repr(value);
+    const std::string type = type_name_of(value);
+    const std::string text = "<" + type + " " + std::to_string(seen[type]++) + ">";
+    add(container + text, make_handle(value));
+    return text;
   }
 
   // The field's value; null for a slot that was never set.
@@ -204,6 +187,7 @@ class Reader {
   void add(const std::string& name, OptionValue value) { fields_.emplace(name, std::move(value)); }
 
   const std::set<std::string>& ignored_;
+  DataCheck data_check_;
   std::vector<PyObject*> path_;  // what is being looked into, outermost first
   OptionFields fields_;
 };
@@ -219,7 +203,15 @@ void check_is_options_object(const py::object& options) {
                        (is_class ? "call the class to make one" : "make one and set its fields"));
 }
 
-// A fresh object of the same type; null where it takes arguments to make one.
+}  // namespace
+
+bool is_composite(const py::object& value, const py::object& options) {
+  if (is_scalar(value)) return false;
+  return is_container(value) || DataCheck(options).is_data(value);
+}
+
+bool has_fields(py::handle object) { return !field_names(object).empty(); }
+
 py::object fresh_like(const py::object& options) {
   try {
     py::object fresh = py::type::of(options)();
@@ -230,15 +222,13 @@ py::object fresh_like(const py::object& options) {
   }
 }
 
-}  // namespace
-
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored) {
   check_is_options_object(options);
-  Reader actual(ignored);
+  Reader actual(options, ignored);
   if (!actual.read_fields(options, "")) return {"", {{"options", make_handle(options)}}};
   const py::object fresh = fresh_like(options);
   if (!fresh) return {type_name_of(options), actual.fields()};
-  Reader defaults(ignored);
+  Reader defaults(options, ignored);
   defaults.read_fields(fresh, "");
   return {"", differing_fields(actual.fields(), defaults.fields())};
 }

@@ -24,6 +24,15 @@ struct OptionsSnapshot {
 // Raises TypeError for what is not an options object, and for fields that cannot be read.
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored);
 
+// Whether `read_options` looks into a value in or below `options`, rather than at it. Scalars have
+// no parts, and handles count by identity.
+bool is_composite(const py::object& value, const py::object& options);
+
+bool has_fields(py::handle object);
+
+// A fresh object of the same type; null where there is none without arguments.
+py::object fresh_like(const py::object& options);
+
 std::int64_t to_microseconds(py::handle timedelta);
 py::object to_timedelta(std::int64_t microseconds);
 

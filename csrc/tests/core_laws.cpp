@@ -224,7 +224,10 @@ void rank_maps_are_interned() {
   CHECK(throws<std::invalid_argument>([] { RankMap::from_ranks({2, 7, 2}); }));
 }
 
-struct NothingToRelease {};
+struct NothingToRelease {
+  bool may_give_up() const { return false; }
+  void give_up_if_asked() const {}
+};
 using Cache = GroupCache<std::shared_ptr<int>, NothingToRelease>;
 
 GroupKey group_key(std::int64_t size, const std::string& backend) {
@@ -282,6 +285,53 @@ void cache_refuses_endless_waits() {
   CHECK(refused == 1 && cache.size() == 2);
 }
 
+struct GivenUp {};
+
+// Gives up when it is asked to.
+struct Impatient {
+  static inline std::atomic<int> waits{0};
+  static inline std::atomic<bool> asked{false};
+
+  Impatient() { ++waits; }
+  bool may_give_up() const { return true; }
+  void give_up_if_asked() const {
+    if (asked) throw GivenUp();
+  }
+};
+
+// A thread that gave up waiting is noted to wait no longer: what it makes then can be waited for by
+// the very thread that it waited for.
+void cache_lets_a_wait_be_given_up() {
+  GroupCache<std::shared_ptr<int>, Impatient> cache;
+  const auto make = [](int value) { return std::make_shared<int>(value); };
+  std::atomic<bool> gave_up{false};
+  std::atomic<bool> makes_other{false};
+
+  std::thread maker([&] {
+    const auto entry = cache.get_or_create(group_key(2, "gloo"), [&] {
+      while (Impatient::waits < 1) std::this_thread::yield();
+      Impatient::asked = true;
+      while (!makes_other) std::this_thread::yield();
+      Impatient::asked = false;
+      return make(1 + *cache.get_or_create(group_key(3, "gloo"), [&] { return make(0); }));
+    });
+    CHECK(*entry == 11);
+  });
+  while (cache.counts().requests < 1) std::this_thread::yield();
+  gave_up =
+      throws<GivenUp>([&] { cache.get_or_create(group_key(2, "gloo"), [&] { return make(0); }); });
+  const auto other = cache.get_or_create(group_key(3, "gloo"), [&] {
+    makes_other = true;
+    while (Impatient::waits < 2) std::this_thread::yield();
+    return make(10);
+  });
+  maker.join();
+  const GroupCacheCounts counts = cache.counts();
+  CHECK(gave_up && *other == 10 && cache.size() == 2);
+  CHECK(*cache.get_or_create(group_key(2, "gloo"), [&] { return make(0); }) == 11);
+  CHECK(counts.requests == 4 && counts.created == 2 && counts.hits == 1 && counts.failures == 0);
+}
+
 // Only what differs is left, and nothing that differs is lost.
 void differing_fields_tell_options_apart() {
   const OptionFields defaults{{"a", std::int64_t{1}}, {"b", std::string("x")}};
@@ -309,6 +359,7 @@ int main() {
   rank_maps_are_interned();
   cache_computes_once();
   cache_refuses_endless_waits();
+  cache_lets_a_wait_be_given_up();
   differing_fields_tell_options_apart();
   std::puts("all laws hold");
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from . import _torch_compat as compat
 from ._core import OptionsKey
 from .backend_override import NO_OVERRIDE, Override
+from .options_copies import copy_of
 
 __all__ = ["NO_DEFAULTS", "Defaults", "GroupOptions"]
 
@@ -46,7 +46,7 @@ class Defaults:
                 f"options={options!r} of type {type(options).__name__}: give an options object of "
                 "the default group's backend, such as ProcessGroupNCCL.Options()."
             )
-        return cls(timeout, _copy_of(options))
+        return cls(timeout, copy_of(options))
 
 
 NO_DEFAULTS = Defaults()
@@ -116,7 +116,7 @@ class GroupOptions:
         ignored = compat.IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
         name_key = OptionsKey.of(backend, said, ignored=ignored)
-        mine, says_timeout = _copy_of(options), said_timeout is not None
+        mine, says_timeout = copy_of(options), said_timeout is not None
         return cls(backend, mine, timeout, key, name_key, override, says_timeout)
 
     @classmethod
@@ -141,31 +141,12 @@ class GroupOptions:
         return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
 
     def options_to_give_away(self) -> compat.BackendOptions | None:
-        """A copy for c10d, which keeps what it is given and writes to it for each group."""
-        return _copy_of(self.options)
+        """A copy for c10d, which keeps what it is given and writes to it for each group.
 
-
-def _copy_of(options: compat.BackendOptions | None) -> compat.BackendOptions | None:
-    """A copy that later changes of the original do not reach, nor changes of it the original.
-
-    By fields where the type cannot be copied (most of c10d's before 2.15). A type that can neither
-    be copied nor made without arguments is handed on as it is.
-    """
-    if options is None:
-        return None
-    try:
-        return copy.deepcopy(options)
-    except TypeError:
-        kind: Any = type(options)
-    try:
-        mine = kind()
-    except TypeError:
-        return options
-    for name in dir(kind):
-        field = getattr(kind, name)
-        if isinstance(field, property) and field.fset is not None:
-            setattr(mine, name, getattr(options, name))
-    # What a subclass written in Python has besides, as options of out-of-tree backends may.
-    for name, value in getattr(options, "__dict__", {}).items():
-        setattr(mine, name, copy.deepcopy(value))
-    return mine
+        It says the timeout that c10d is told beside it, or else c10d warns that they differ.
+        """
+        mine: Any = copy_of(self.options)
+        is_mine = mine is not self.options  # not everything can be copied
+        if is_mine and self.timeout is not None and compat.is_backend_options(mine):
+            mine._timeout = self.timeout
+        return mine

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -78,6 +82,143 @@ def test_threads_wait_for_the_one_that_makes_it():
     in_threads(16, ask)
     assert len(set(map(id, results))) == 1
     assert (cache.requests, cache.hits, cache.created) == (16, 15, 1)
+
+
+class InterruptedWaitError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def handled(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def interrupt(*unused):
+    raise InterruptedWaitError
+
+
+@contextlib.contextmanager
+def being_made(cache, seconds=5):
+    """An entry that another thread makes until the block ends, or for some seconds."""
+    begun, release, results = threading.Event(), threading.Event(), []
+
+    def make():
+        begun.set()
+        release.wait(timeout=seconds)
+        return "made"
+
+    maker = threading.Thread(
+        target=lambda: results.append(cache.get_or_create(AXIS, GLOO, make)), daemon=True
+    )
+    maker.start()
+    assert begun.wait(timeout=30)
+    yield
+    release.set()
+    maker.join(timeout=30)
+    assert results == ["made"]
+
+
+def signal_soon(number=signal.SIGUSR1, seconds=0.2):
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    timer.start()
+    return timer
+
+
+def test_a_signal_ends_the_wait_of_the_main_thread():
+    cache = GroupCache()
+    with handled(signal.SIGUSR1, interrupt), being_made(cache):
+        for _ in range(2):  # and it can wait again
+            start = time.monotonic()
+            signal_soon()
+            with pytest.raises(InterruptedWaitError):
+                cache.get_or_create(AXIS, GLOO, fail)
+            assert time.monotonic() - start < 3
+    assert cache.get_or_create(AXIS, GLOO, fail) == "made"
+    assert (cache.requests, cache.hits, cache.created, cache.failures) == (4, 1, 1, 0)
+
+
+def test_control_c_ends_the_wait():
+    cache = GroupCache()
+    with handled(signal.SIGINT, signal.default_int_handler), being_made(cache):
+        start = time.monotonic()
+        signal_soon(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            cache.get_or_create(AXIS, GLOO, fail)
+        assert time.monotonic() - start < 3
+
+
+def test_a_signal_whose_handler_returns_does_not():
+    cache, seen = GroupCache(), []
+    note = handled(signal.SIGUSR1, lambda *_: seen.append(cache.requests))
+    with note, being_made(cache, seconds=1):
+        signal_soon()
+        assert cache.get_or_create(AXIS, GLOO, fail) == "made"
+    assert seen == [2]  # handled while the main thread waited: the handler may use the cache
+
+
+def test_a_handler_may_wait_for_the_same_entry():
+    cache, seen = GroupCache(), []
+
+    def wait_too(*unused):
+        seen.append(cache.get_or_create(AXIS, GLOO, fail))
+
+    with handled(signal.SIGUSR1, wait_too), being_made(cache, seconds=1):
+        signal_soon()
+        assert cache.get_or_create(AXIS, GLOO, fail) == "made"
+    assert seen == ["made"]
+
+
+def test_who_gave_up_waiting_can_be_waited_for():
+    cache, begun, other_begun, results = GroupCache(), threading.Event(), threading.Event(), []
+
+    def make():
+        begun.set()
+        if not other_begun.wait(timeout=5):
+            return "the main thread never came"
+        # The main thread makes this one. It waited for mine, and does no longer.
+        return cache.get_or_create(OTHER_AXIS, GLOO, fail)
+
+    maker = threading.Thread(target=lambda: results.append(cache.get_or_create(AXIS, GLOO, make)))
+    with handled(signal.SIGUSR1, interrupt):
+        maker.start()
+        assert begun.wait(timeout=30)
+        signal_soon()
+        with pytest.raises(InterruptedWaitError):
+            cache.get_or_create(AXIS, GLOO, fail)
+
+    def make_other():
+        other_begun.set()
+        deadline = time.monotonic() + 5
+        while cache.requests < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return "the main thread's"
+
+    assert cache.get_or_create(OTHER_AXIS, GLOO, make_other) == "the main thread's"
+    maker.join(timeout=30)
+    assert results == ["the main thread's"]
+
+
+def test_signals_while_many_threads_wait():
+    cache, results = GroupCache(), []
+    with handled(signal.SIGUSR1, interrupt), being_made(cache):
+        waiting = [
+            threading.Thread(target=lambda: results.append(cache.get_or_create(AXIS, GLOO, fail)))
+            for _ in range(8)
+        ]
+        for thread in waiting:
+            thread.start()
+        signal_soon()
+        with pytest.raises(InterruptedWaitError):
+            cache.get_or_create(AXIS, GLOO, fail)
+        assert results == []  # only the main thread's wait is over
+    for thread in waiting:
+        thread.join(timeout=30)
+    assert results == ["made"] * 8
 
 
 def test_when_the_maker_fails_one_that_waits_tries_next():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
+import functools
 import gc
 import math
 import os
+import pathlib
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import types
 import weakref
 
@@ -215,6 +220,48 @@ def test_objects_without_fields_count_by_identity_and_stay_alive():
     assert alive() is not None
     del kept
     assert alive() is None
+
+
+class Locked:
+    def __init__(self):
+        self.name = "eth0"
+        self.lock = threading.Lock()
+
+
+class Cyclic:
+    def __init__(self):
+        self.me = self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Locked, Cyclic, dist.HashStore, socket.socket, functools.partial(open, os.devnull)],
+    ids=["lock", "cycle", "store", "socket", "file"],
+)
+def test_what_is_more_than_its_fields_counts_by_identity(make):
+    with contextlib.ExitStack() as stack:
+        one, other = (make() for _ in range(2))
+        for handle in (one, other):
+            stack.callback(getattr(handle, "close", int))
+        assert key(changed(value=one)) == key(changed(value=one)) != key(changed(value=other))
+        assert key(changed(value=one)).digest == key(changed(value=other)).digest
+        assert list(key(changed(value=one)).fields.values())[-1].endswith("handle>")
+
+
+def test_handles_as_keys_of_dicts_and_in_sets_count_by_identity():
+    one, other = Locked(), Locked()
+    for put in (lambda h: {h: [1]}, lambda h: {h, "eth0"}):
+        assert key(changed(value=put(one))) == key(changed(value=put(one)))
+        assert key(changed(value=put(one))) != key(changed(value=put(other)))
+        assert key(changed(value=put(one))).digest == key(changed(value=put(other))).digest
+    assert key(changed(value={one, other})) == key(changed(value={other, one}))
+
+
+def test_paths_count_by_what_they_say():
+    one, same, other = (pathlib.PurePosixPath(text) for text in ("/a/b", "/a/b", "/a/c"))
+    str(one)  # which it keeps
+    assert key(changed(value=one)) == key(changed(value=same)) != key(changed(value=other))
+    assert key(changed(value=one)) != key(changed(value="/a/b"))
 
 
 def test_options_without_fields_count_by_identity():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,85 @@ def _register(kind: Any, seen: list[Any]) -> None:
     if "ring" not in dist.Backend.backend_list:
         dist.Backend.register_backend("ring", create, extended_api=True, devices=["cpu"])
     dist.Backend._plugins["RING"] = dist.Backend._plugins["RING"]._replace(creator_fn=create)
+
+
+class _Device:
+    """A handle: it has a name, and a lock that nobody can copy."""
+
+    def __init__(self) -> None:
+        self.name = "eth0"
+        self.lock = threading.Lock()
+
+
+def _handles_and_data() -> dict[str, Any]:
+    kind, seen = _options_class(), []
+    _register(kind, seen)
+    given, inherited = kind(), kind()
+    for options in (given, inherited):
+        options.device, options.lock = _Device(), threading.Lock()
+        options.by_name = {"eth0": [options.device]}
+    same = kind()
+    same.device, same.lock, same.by_name = given.device, given.lock, {"eth0": [given.device]}
+
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": ("ring", given)}
+    )
+    view = mesh.unflatten("tp", (2,), ("view",), backend_override={"view": ("ring", same)})
+    other = kind()
+    other.device, other.lock, other.by_name = _Device(), given.lock, {}
+    apart = mesh.unflatten("tp", (2,), ("apart",), backend_override={"apart": ("ring", other)})
+
+    (told, _) = seen
+    told.devices["eth0"] = told.chunk_bytes = 0  # as backends write to what they are given
+    told.by_name.clear()
+    again = mesh.unflatten("tp", (2,), ("again",), backend_override={"again": ("ring", given)})
+    return {
+        "handles": told.device is given.device and told.lock is given.lock,
+        "data": (given.devices, given.chunk_bytes, list(given.by_name)),
+        "shared": view.get_group("view") is mesh.get_group("tp") is again.get_group("again"),
+        "apart": apart.get_group("apart") is not mesh.get_group("tp"),
+        "reached": reached_by(apart.get_group("apart")),
+    }
+
+
+def test_handles_reach_the_backend_and_data_is_a_snapshot(crew: Crew) -> None:
+    for rank, seen in enumerate(crew.run(_handles_and_data, 4)):
+        assert seen["handles"]
+        assert seen["data"] == ({"eth0": 0.5}, 1 << 20, ["eth0"])
+        assert seen["shared"]
+        assert seen["apart"]
+        assert seen["reached"] == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _options_that_take_arguments() -> dict[str, Any]:
+    base, seen = torch._C._distributed_c10d.Backend.Options, []
+
+    class _Options(base):  # type: ignore[misc, valid-type]
+        def __init__(self, rings: int) -> None:
+            super().__init__("ring", timedelta(seconds=25))
+            self.rings = rings
+            self.hints = ["a"]
+
+    _register(_Options, seen)
+    given = _Options(3)
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": ("ring", given)}
+    )
+    (told,) = seen
+    told.rings, told._timeout = 0, timedelta(seconds=1)
+    told.hints.append("b")
+    return {
+        "type": type(told) is _Options,
+        "given": (given.rings, given.hints, given._timeout.total_seconds()),
+        "reached": reached_by(mesh.get_group("tp")),
+    }
+
+
+def test_options_that_take_arguments_are_a_snapshot_too(crew: Crew) -> None:
+    for rank, seen in enumerate(crew.run(_options_that_take_arguments, 4)):
+        assert seen["type"]
+        assert seen["given"] == (3, ["a"], 25.0)
+        assert seen["reached"] == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
 
 
 def _share_by_options() -> dict[str, Any]:

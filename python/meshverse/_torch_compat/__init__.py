@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
-    IGNORED_OPTION_FIELDS,
     abort_all,
     bound_to_device,
     can_split,
@@ -20,13 +19,10 @@ from .groups import (
     default_timeout,
     end_group,
     is_alive,
-    is_backend_options,
     live_options,
     members_only_hazard,
     needs_own_world_group,
-    options_timeout,
     resolve_group,
-    said_timeout,
     set_up_device,
     store_of,
     thread_id,
@@ -37,6 +33,13 @@ from .layouts import (
     equals_stock,
     from_torch_layout,
     to_torch_layout,
+)
+from .options import (
+    IGNORED_OPTION_FIELDS,
+    is_backend_options,
+    new_like,
+    options_timeout,
+    said_timeout,
 )
 from .private_names import (
     HAS_PRESERVE_RANK_ORDER,
@@ -90,6 +93,7 @@ __all__ = [
     "live_options",
     "members_only_hazard",
     "needs_own_world_group",
+    "new_like",
     "options_timeout",
     "real_mesh",
     "resolve_group",

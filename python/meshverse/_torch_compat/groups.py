@@ -12,21 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d, c10d_core
-
-# Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
-# options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
-IGNORED_OPTION_FIELDS = frozenset(
-    {
-        "_timeout",
-        "backend",
-        "global_ranks_in_group",
-        "group_name",
-        "split_color",
-        "split_from",
-    }
-)
-
+from .options import options_timeout
+from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d
 
 # --- the default process group -------------------------------------------------------------------
 
@@ -61,7 +48,10 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    return options_timeout(live_options(group))  # the fake backend has no options
+    # All backends of a group were given the same timeout; some keep no options to tell it.
+    backends = (group._get_backend(device) for device in group._device_types)
+    timeouts = (options_timeout(_options_of(backend)) for backend in backends)
+    return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
 def check_backend(backend: str) -> None:
@@ -133,9 +123,14 @@ def world_lifetime() -> object:
 
 
 def creation_blocks(backend: str) -> bool:
-    """Whether making a group of this backend waits for its members, rather than its first use."""
-    parts = {part.rpartition(":")[2] for part in backend.split(",")}
-    return not parts <= {"nccl", "fake", "threaded"}
+    """Whether making a group of this backend waits for its members, rather than its first use.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL, c10d makes a gloo group beside each backend that it wraps:
+    all but those that are process groups themselves, such as "threaded". 2.11-2.15.
+    """
+    wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.is_gloo_available()
+    made_at_once = {"threaded"} if wrapped else {"nccl", "fake", "threaded"}
+    return not {part.rpartition(":")[2] for part in backend.split(",")} <= made_at_once
 
 
 def is_alive(group: ProcessGroup) -> bool:
@@ -171,31 +166,6 @@ def abort_all() -> None:
 resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
 
 
-# --- options -------------------------------------------------------------------------------------
-
-
-def is_backend_options(value: object) -> bool:
-    """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
-    return isinstance(value, c10d_core.Backend.Options)
-
-
-def options_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object carries, or None if it carries none."""
-    return getattr(options, "_timeout", None)
-
-
-def said_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object was given, or None if it is that of a fresh one of its type."""
-    timeout = options_timeout(options)
-    if options is None:
-        return None
-    try:
-        usual = options_timeout(type(options)())
-    except TypeError:  # the type takes arguments
-        return timeout
-    return None if timeout == usual else timeout
-
-
 # --- how a group comes to be ---------------------------------------------------------------------
 
 
@@ -211,7 +181,19 @@ def _uses_torchcomms() -> bool:
 def live_options(group: ProcessGroup) -> BackendOptions | None:
     """The options the group's first backend was made with, if it has any."""
     devices = group._device_types
-    return group._get_backend(devices[0]).options if devices else None
+    return _options_of(group._get_backend(devices[0])) if devices else None
+
+
+def _options_of(backend: Any) -> BackendOptions | None:
+    """The options a backend was made with; None where it keeps none. 2.11-2.15.
+
+    MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
+    no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
+    """
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def can_split(group: ProcessGroup, backend: str | None) -> bool:

@@ -1,0 +1,66 @@
+"""What c10d's options objects are, and what they say."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+from meshverse._core import fresh_like
+
+from .private_names import BackendOptions, c10d_core
+
+# Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
+# options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
+IGNORED_OPTION_FIELDS = frozenset(
+    {
+        "_timeout",
+        "backend",
+        "global_ranks_in_group",
+        "group_name",
+        "split_color",
+        "split_from",
+    }
+)
+_NOT_CPP = (FunctionType, type(None))  # a constructor written in Python, and no constructor
+
+
+def is_backend_options(value: object) -> bool:
+    """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
+    return isinstance(value, c10d_core.Backend.Options)
+
+
+def options_timeout(options: BackendOptions | None) -> timedelta | None:
+    """The timeout an options object carries, or None if it carries none."""
+    return getattr(options, "_timeout", None)
+
+
+def said_timeout(options: BackendOptions | None) -> timedelta | None:
+    """The timeout an options object was given, or None if it is that of a fresh one of its type."""
+    timeout = options_timeout(options)
+    if options is None or timeout == options_timeout(fresh_like(options)):
+        return None
+    return timeout
+
+
+def new_like(value: Any) -> Any | None:
+    """A new object of the same type, none of whose Python code was run; so it has no attributes.
+
+    None where there is none to be had: the constructor of its C++ base needs arguments. That of
+    c10d's own base class of options takes a backend and a timeout (2.11-2.15).
+    """
+    kind = type(value)
+    base: Any = next(
+        base for base in kind.__mro__ if not isinstance(vars(base).get("__init__"), _NOT_CPP)
+    )
+    arguments: list[tuple[Any, ...]] = [()]
+    if is_backend_options(value):
+        arguments.append((value.backend, value._timeout))
+    for given in arguments:
+        try:
+            new = base.__new__(kind)
+            base.__init__(new, *given)
+        except TypeError:
+            continue
+        return new
+    return None

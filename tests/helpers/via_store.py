@@ -1,0 +1,92 @@
+"""The backend "via_store", written in C++: compiled once, and registered where it is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["NAME", "build", "compiler", "load", "register"]
+
+NAME = "via_store"
+
+_SOURCE = Path(__file__).parent.parent / "backends" / "store_backend.cpp"
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine, if there is one."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def build(folder: Path) -> Path:
+    """Compile the backend into a folder, unless it is there already; some 15 seconds.
+
+    Returns:
+        The compiled module, for `load`.
+
+    Raises:
+        RuntimeError: the compiler refused it.
+    """
+    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    library = folder / f"store_backend-{torch.__version__}-{source}{suffix}"
+    if library.exists():
+        return library
+    half_done = library.with_name(f"{os.getpid()}-{library.name}")
+    torch_folder = Path(torch.__file__).parent
+    includes = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
+    command = [
+        str(compiler()),
+        *("-std=c++20", "-O0", "-fPIC", "-shared", str(_SOURCE), "-o", str(half_done)),
+        *(f"-isystem{place}" for place in (*includes, sysconfig.get_path("include"))),
+        f"-L{torch_folder / 'lib'}",
+        *(f"-l{name}" for name in _LIBRARIES),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    half_done.replace(library)  # at once, so that nobody loads half of it
+    return library
+
+
+def load(library: Path) -> ModuleType:
+    """The compiled module; the same one every time."""
+    if "store_backend" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("store_backend", library)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules["store_backend"] = module
+    return sys.modules["store_backend"]
+
+
+def register(library: Path) -> list[Any]:
+    """Make c10d know the backend, in this process.
+
+    Returns:
+        The options that groups were given since the last call; it grows.
+    """
+    module, given = load(library), []
+
+    def create(common: Any, options: Any) -> Any:
+        given.append(options)
+        return module.create(common.store, common.group_rank, common.group_size)
+
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    else:
+        plugin = dist.Backend._plugins[NAME.upper()]
+        dist.Backend._plugins[NAME.upper()] = plugin._replace(creator_fn=create)
+    return given
