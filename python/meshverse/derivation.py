@@ -32,6 +32,7 @@ class MeshDescription(NamedTuple):
         preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
         flattened: whether it was made by flattening, on a torch where that makes it unequal to
             meshes made otherwise (before 2.13).
+        tags: isolation tags, one an axis, "" for none; empty where no axis has one.
     """
 
     device_type: str
@@ -39,6 +40,21 @@ class MeshDescription(NamedTuple):
     axis_names: AxisNames | None
     preserve_rank_order: bool = False
     flattened: bool = False
+    tags: tuple[str, ...] = ()
+
+    @property
+    def axis_tags(self) -> tuple[str, ...]:
+        """Isolation tags, one an axis."""
+        return self.tags or ("",) * len(self.layout)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What to call the axes in messages: their names, or numbers where they have none."""
+        return self.axis_names or tuple(f"dim_{index}" for index in range(len(self.layout)))
+
+    def with_tags(self, tags: Sequence[str]) -> MeshDescription:
+        """The same under other isolation tags, one an axis."""
+        return self._replace(tags=tuple(tags) if any(tags) else ())
 
 
 def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
@@ -57,13 +73,16 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
         )
 
 
-def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshDescription:
+def slice_axes(
+    mesh: MeshDescription, names: AxisNames, layout: Layout, tags: Sequence[str] = ()
+) -> MeshDescription:
     """The submesh of some axes of a mesh.
 
     Args:
         mesh: the mesh that is sliced.
         names: axes asked for.
         layout: of these axes.
+        tags: isolation tags of these axes; empty where none of the mesh has one.
 
     Raises:
         KeyError: names in another order than in the mesh.
@@ -78,7 +97,8 @@ def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshD
         raise RuntimeError(
             f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
         )
-    return MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    submesh = MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    return submesh.with_tags(tags) if tags else submesh
 
 
 def check_flattened_name(
@@ -121,7 +141,7 @@ def axis_index(mesh: MeshDescription, dim: int | str) -> int:
 def unflatten_axis(
     mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
 ) -> tuple[Layout, MeshDescription]:
-    """The mesh with one axis split into several, the rightmost varying fastest.
+    """The mesh with one axis split into several, the rightmost varying fastest, under its tag.
 
     Args:
         mesh: the mesh to change.
@@ -158,8 +178,16 @@ def unflatten_axis(
     new_axes = axis.compose(inner)
     layout = mesh.layout.splice(index, index + 1, new_axes)
     all_names = (*mesh.axis_names[:index], *names, *mesh.axis_names[index + 1 :])
+    tags = mesh.tags and (
+        *mesh.tags[:index],
+        *(mesh.tags[index],) * len(new_axes),
+        *mesh.tags[index + 1 :],
+    )
     return new_axes, mesh._replace(
-        layout=layout, axis_names=check_axis_names(all_names, len(layout)), flattened=False
+        layout=layout,
+        axis_names=check_axis_names(all_names, len(layout)),
+        flattened=False,
+        tags=tags,
     )
 
 
@@ -184,4 +212,6 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
             f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
             "share positions."
         )
-    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False)
+    joined = meshes[0]._replace(layout=layout, axis_names=names, flattened=False, tags=())
+    tags = [tag for mesh in meshes for tag in mesh.axis_tags] if any(m.tags for m in meshes) else ()
+    return joined.with_tags(tags)

@@ -19,6 +19,7 @@ from .group_creation import Group
 from .group_options import Defaults
 from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
+from .roots import Roots
 from .universe_groups import UniverseGroups
 from .warm_up import WarmedUp, warm_up
 from .weak_registry import WeakRegistry
@@ -58,7 +59,7 @@ class Universe:
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        root: the first mesh made in this universe, which every other mesh here calls its root.
+        roots: of the meshes made in this universe, and their flattened meshes.
         serial: how many universes of these ranks were made in this world before.
 
     Raises:
@@ -89,7 +90,7 @@ class Universe:
         self.rank = rank
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.root: MeshBase | None = None
+        self.roots = Roots()
         self.serial = _next_serial(self.rank_map, self.world)
         self._groups: UniverseGroups | None = None
         self.process_groups: dict[str, compat.ProcessGroup] = {}
@@ -105,7 +106,7 @@ class Universe:
             )
             self.process_groups = self._groups.handles
         self._ended: str | None = None  # how: "destroyed" or "aborted"
-        self._lock = threading.Lock()  # protects the root and the next
+        self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
@@ -228,6 +229,11 @@ class Universe:
         """
         self._end("aborted", abort=True)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was destroyed or aborted."""
+        return self._ended is not None
+
     def _end(self, how: str, *, abort: bool) -> None:
         if self._ended is not None or self._groups is None:
             return
@@ -239,16 +245,24 @@ class Universe:
     # --- meshes ---------------------------------------------------------------------------------
 
     @property
+    def root(self) -> MeshBase | None:
+        """The first mesh made here, which the others under its isolation tags call their root."""
+        return self.roots.first
+
+    @property
     def flattened(self) -> Mapping[str, MeshBase]:
-        """The flattened meshes here, by name."""
+        """The flattened meshes under the isolation tags of the first mesh here, by name."""
         return {} if self.root is None else self.root.flattened
+
+    def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
+        """Note a flattened mesh, for all meshes here that may ask for it by its name."""
+        with self._lock:
+            self.roots.add_flattened(name, tag, flattened)
 
     def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         with self._lock:  # of several threads, one makes the root
-            if self.root is None:
-                self.root = mesh
-            mesh.take_root(self.root)
+            mesh.take_root(self.roots.of(mesh))
             self._keep()
         return self._meshes.setdefault(mesh.intern_key, mesh)
 

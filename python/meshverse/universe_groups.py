@@ -19,7 +19,6 @@ from .group_creation import (
     prepare_group,
 )
 from .group_options import Defaults, GroupOptions
-from .isolation import tag_inside
 from .lazy_groups import make_pending, postpone
 from .world import World
 
@@ -104,13 +103,17 @@ class UniverseGroups:
         return self._get_or_make(requests, call)
 
     def request_tagged(
-        self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
+        self,
+        axes: Layout,
+        axis_names: Sequence[str],
+        group_names: Sequence[str],
+        tags: Sequence[str],
     ) -> list[Group]:
-        """Groups like those of these names along these axes, under another isolation tag."""
+        """Groups like those of these names along these axes, under other isolation tags."""
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
-            options = like.options.with_tag(tag_inside(tag, like.options.tag))
+            options = like.options.with_tag(tags[index])
             requests.append(like._replace(axis_name=axis_name, options=options))
         return self._get_or_make(requests, "isolate", asked=False)
 

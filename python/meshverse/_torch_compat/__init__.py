@@ -34,6 +34,7 @@ from .groups import (
 )
 from .layouts import (
     FLATTENED_ARE_APART,
+    FLATTENING_GIVES_MESH,
     equals_stock,
     from_torch_layout,
     to_torch_layout,
@@ -45,6 +46,7 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
+from .tagged_layouts import tag_layout, tags_of, with_flattened_tag
 from .tracing import (
     has_no_values,
     hook_concatenate,
@@ -57,6 +59,7 @@ from .tracing import (
 
 __all__ = [
     "FLATTENED_ARE_APART",
+    "FLATTENING_GIVES_MESH",
     "HAS_PRESERVE_RANK_ORDER",
     "IGNORED_OPTION_FIELDS",
     "BackendOptions",
@@ -94,8 +97,11 @@ __all__ = [
     "set_up_device",
     "stock_concatenate",
     "store_of",
+    "tag_layout",
+    "tags_of",
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "with_flattened_tag",
     "world_lifetime",
 ]
