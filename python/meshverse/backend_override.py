@@ -112,7 +112,7 @@ def normalize_tags(
     """
     block, before = current_tag(), inside or ("",) * ndim
     if isolate is None:
-        return tuple(tag_inside(block, tag) for tag in before)
+        return tuple([tag_inside(block, tag) for tag in before]) if block else tuple(before)
     if isinstance(isolate, str):
         return tuple(own_tag(tag, block, check_tag(isolate)) for tag in before)
     if not isinstance(isolate, Mapping):

@@ -54,7 +54,10 @@ class MeshDescription(NamedTuple):
 
     def with_tags(self, tags: Sequence[str]) -> MeshDescription:
         """The same under other isolation tags, one an axis."""
-        return self._replace(tags=tuple(tags) if any(tags) else ())
+        return self._replace(tags=tuple(tags)) if any(tags) else self._untagged()
+
+    def _untagged(self) -> MeshDescription:
+        return self._replace(tags=()) if self.tags else self
 
 
 def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
@@ -212,6 +215,7 @@ def concatenate(meshes: Sequence[MeshDescription]) -> MeshDescription:
             f"Cannot concatenate overlapping meshes: axes {names} have layouts {layout}, which "
             "share positions."
         )
-    joined = meshes[0]._replace(layout=layout, axis_names=names, flattened=False, tags=())
-    tags = [tag for mesh in meshes for tag in mesh.axis_tags] if any(m.tags for m in meshes) else ()
-    return joined.with_tags(tags)
+    tags: tuple[str, ...] = ()
+    if any(mesh.tags for mesh in meshes):
+        tags = tuple(tag for mesh in meshes for tag in mesh.axis_tags)
+    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False, tags=tags)

@@ -138,6 +138,7 @@ class DeviceMesh(MeshBase):
         self._describe(description)
         if init_backend:
             self._set_up_world()
+        is_apart = universe is None
         universe = universe or make_universe(rank_map, rank=rank)
         self._enter(universe)
         names = None
@@ -146,7 +147,8 @@ class DeviceMesh(MeshBase):
             names = self._group_names_for(description.layout, labels, overrides, tags, call=call)
         self._take_group_names(names)
         universe.intern(self)
-        note_root(self)
+        if is_apart:
+            note_root(self)
 
     def _set_up_world(self) -> None:
         world = World.current()
@@ -235,13 +237,18 @@ class DeviceMesh(MeshBase):
         """
         if not self._mesh_dim_names:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
-        block, tags = current_tag(), self._description.axis_tags
-        tag = merge_tags(
-            tag_inside(block, tag) if isolate is None else own_tag(tag, block, check_tag(isolate))
-            for tag in tags
-        )
-        override = normalize_override(backend_override)
-        return self._flattened_under(tag, mesh_dim_name or "_".join(self._mesh_dim_names), override)
+        name = mesh_dim_name or "_".join(self._mesh_dim_names)
+        block, tags = current_tag(), self._description.tags
+        if block or tags or isolate is not None:
+            tag = merge_tags(
+                tag_inside(block, tag)
+                if isolate is None
+                else own_tag(tag, block, check_tag(isolate))
+                for tag in self._description.axis_tags
+            )
+        else:
+            tag = ""
+        return self._flattened_under(tag, name, normalize_override(backend_override))
 
     def _flatten(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
@@ -280,8 +287,9 @@ class DeviceMesh(MeshBase):
             )
             known = self._in_universe(universe, description, group_names)
             universe.add_flattened(name, tag, known)
-        if tag == merge_tags(self._description.axis_tags):  # and not of an `isolate` of this call
-            root.add_flattened(name, known, replace=True)
+        is_at_root = root._flatten_mapping.get(name) is known
+        if not is_at_root and tag == merge_tags(self._description.axis_tags):
+            root.add_flattened(name, known, replace=True)  # where torch finds it
         return known
 
     def unflatten(
@@ -320,13 +328,15 @@ class DeviceMesh(MeshBase):
         index = axis_index(self._description, dim)
         new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
         overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        before, end = description.axis_tags, index + len(new_axes)
-        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), before[index:end])
+        end = index + len(new_axes)
+        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), description.tags[index:end])
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
             new = self._group_names_for(new_axes, mesh_dim_names, overrides, tags, call="unflatten")
             group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
-        description = description.with_tags([*before[:index], *tags, *before[end:]])
+        if any(tags):
+            before = description.axis_tags
+            description = description.with_tags([*before[:index], *tags, *before[end:]])
         return self._derive(description, group_names)
 
     @staticmethod

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from .world import World
 
 if TYPE_CHECKING:
     from .mesh_base import MeshBase
+    from .universe import Universe
 
 __all__ = ["note_root"]
 
@@ -23,10 +24,15 @@ _logger = logging.getLogger(__name__)
 
 
 class _Roots:
-    """The meshes that were made in one world, not derived, by what makes them equal."""
+    """The meshes that were made in one world, not derived from others.
+
+    Attributes:
+        first: by what makes meshes equal, the universe of the first one and its groups' names.
+        is_said: whether the line was logged.
+    """
 
     def __init__(self) -> None:
-        self.first: dict[Hashable, weakref.ref[MeshBase]] = {}
+        self.first: dict[Hashable, tuple[weakref.ref[Universe], tuple[str, ...]]] = {}
         self.is_said = False
 
 
@@ -36,19 +42,20 @@ _lock = threading.Lock()  # protects the above
 
 def note_root(mesh: MeshBase) -> None:
     """Note a mesh that was made; log, once in a world, if it equals one on other process groups."""
-    universe = mesh.universe
-    if universe.world is None or not mesh.group_names:
+    universe, names = mesh.universe, mesh.group_names
+    world = universe.world
+    if world is None or not names:
         return
     with _lock:
-        roots = _by_world.setdefault(universe.world, _Roots())
+        roots = _by_world.setdefault(world, _Roots())
         if roots.is_said:
             return
-        known = roots.first.setdefault((universe.rank_map, mesh.description), weakref.ref(mesh))
-        first = known()
-        if first is None or first.universe.is_over:
-            roots.first[universe.rank_map, mesh.description] = weakref.ref(mesh)
+        key = universe.rank_map, mesh.description
+        first, first_names = roots.first.get(key, (None, names))
+        if first is None or ((known := first()) is None or known.is_over):
+            roots.first[key] = weakref.ref(universe), names
             return
-        if not _are_apart(first, mesh):
+        if names == first_names or not _are_apart(names, first_names, mesh.shape):
             return
         roots.is_said = True
     if universe.position == 0:
@@ -64,8 +71,6 @@ def note_root(mesh: MeshBase) -> None:
         )
 
 
-def _are_apart(one: MeshBase, other: MeshBase) -> bool:
-    if one == other:
-        names = zip(one.group_names or (), other.group_names or (), one.shape, strict=False)
-        return any(mine != theirs and size > 1 for mine, theirs, size in names)
-    return False
+def _are_apart(one: Sequence[str], other: Sequence[str], sizes: Sequence[int]) -> bool:
+    pairs = zip(one, other, sizes, strict=True)
+    return any(mine != theirs and size > 1 for mine, theirs, size in pairs)

@@ -324,12 +324,12 @@ class MeshBase(StockDeviceMesh):
     def compile_guard(self) -> tuple[object, ...]:
         """What must stay equal for a compiled graph to be used: all that makes meshes equal.
 
-        Also the world and the process groups, which a graph knows by their names. Short strings,
-        where stock's guard compares the tuple of all ranks at every call.
+        Short strings, where stock's guard compares the tuple of all ranks at every call. The world
+        counts, and which universes of it had ended, because a graph knows its process groups by
+        names.
         """
-        world, names = self._universe.world, self._dim_group_names
-        groups = None if isinstance(names, PromisedGroups) else self.group_names
-        return *self._stable_key(), groups, None if world is None else world.label
+        world, generation = self._universe.world, self._universe.generation
+        return *self._stable_key(), generation, None if world is None else world.label
 
     def _stable_key(self) -> tuple[object, ...]:
         # What makes meshes equal in one world, the same in every process.
@@ -356,7 +356,15 @@ class MeshBase(StockDeviceMesh):
             other = cast("StockDeviceMesh", compat.real_mesh(other))
             if not isinstance(other, MeshBase):
                 return self._equals_stock(other)
-        return self._identity == other._identity and self._lives_with(other._universe)
+        if self._identity != other._identity:
+            return False
+        mine, theirs = self._universe, other._universe
+        if mine is theirs:
+            return True
+        # What torch remembers of a mesh whose groups have ended must not be found for a new one.
+        if mine.is_over or theirs.is_over:
+            return False
+        return mine.world is theirs.world or self._may_be_of(theirs.world)
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world, so it is taken for one of this world.
@@ -367,13 +375,6 @@ class MeshBase(StockDeviceMesh):
             or not self._may_be_of(World.current())
         )
         return not is_apart and compat.equals_stock(self, stock)
-
-    def _lives_with(self, other: Universe) -> bool:
-        # What torch remembers of a mesh whose groups have ended must not be found for a new one.
-        mine = self._universe
-        if mine is other:
-            return True
-        return not mine.is_over and not other.is_over and self._may_be_of(other.world)
 
     def _may_be_of(self, world: World | None) -> bool:
         # What torch remembers of a mesh of an earlier world must not be found for one of this: its

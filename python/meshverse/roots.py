@@ -37,8 +37,11 @@ class Roots:
             self.first = mesh
             self._roots[mesh.description.axis_tags, _parts(mesh)] = mesh
             return mesh
-        if not mesh.description.tags and not first.description.tags:
+        if not (mesh.description.tags or first.description.tags):
             return first
+        return self._under_tags(first, mesh)
+
+    def _under_tags(self, first: MeshBase, mesh: MeshBase) -> MeshBase:
         tags, parts = self._tags_of_root(first, mesh), _parts(mesh)
         if tags == first.description.axis_tags and parts <= _parts(first):
             return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -60,6 +61,8 @@ class Universe:
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         roots: of the meshes made in this universe, and their flattened meshes.
+        is_over: whether it was destroyed or aborted.
+        generation: how many universes of this world had ended when it was made.
         serial: how many universes of these ranks were made in this world before.
 
     Raises:
@@ -106,6 +109,8 @@ class Universe:
             )
             self.process_groups = self._groups.handles
         self._ended: str | None = None  # how: "destroyed" or "aborted"
+        self.is_over = False
+        self.generation = 0 if self.world is None else _n_ended.get(self.world, 0)
         self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
@@ -229,17 +234,14 @@ class Universe:
         """
         self._end("aborted", abort=True)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it was destroyed or aborted."""
-        return self._ended is not None
-
     def _end(self, how: str, *, abort: bool) -> None:
         if self._ended is not None or self._groups is None:
             return
-        self._ended = how
-        if self.world is not None and self in self.world.universes:
-            self.world.universes.remove(self)
+        self._ended, self.is_over = how, True
+        if self.world is not None:
+            _n_ended[self.world] = _n_ended.get(self.world, 0) + 1
+            if self in self.world.universes:
+                self.world.universes.remove(self)
         self._groups.free(abort=abort)
 
     # --- meshes ---------------------------------------------------------------------------------
@@ -322,6 +324,8 @@ class Universe:
         return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
 
 
+# How many universes have ended in each world.
+_n_ended: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
 _universes: WeakRegistry[Universe] = WeakRegistry()
 # Number of the last universe of each rank map, by fingerprint, where there was no world.
