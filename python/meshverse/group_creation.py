@@ -140,24 +140,33 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     return Group(request, _new_name(request, world), _NOT_YET, created=False)
 
 
-def make_prepared(group: Group, world: World) -> None:
-    """Make a group that `prepare_group` has named; its other members do so too.
+def make_prepared(group: Group, world: World, times_before: int = 0) -> None:
+    """Make a group that has its name already; its other members do so too.
+
+    Args:
+        group: what `prepare_group` has named, or a group that was destroyed.
+        world: that it is made in.
+        times_before: how often it was made before in this world.
 
     Raises:
         As `make_group`.
     """
     assert group.name is not None
-    _meet(group.request, group.name, world)
-    _make_by_members(group.request, group.name, world)
+    _meet(group.request, _meeting_name(group.name, times_before), world)
+    _make_by_members(group.request, group.name, world, times_before)
 
 
-def forget_meeting(group: Group, world: World) -> None:
+def _meeting_name(name: str, times_before: int) -> str:
+    return f"{name}-again-{times_before}" if times_before else name
+
+
+def forget_meeting(group: Group, world: World, times_before: int = 0) -> None:
     """Take out of the store what the members' meeting for a group left there; the first does."""
     assert group.name is not None
     place, ranks = _meeting_place(group.request, world), group.request.my_ranks()
     if place is not None and len(ranks) > 1 and world.rank == ranks[0]:
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            forget_meetings(place, group.name)
+            forget_meetings(place, _meeting_name(group.name, times_before))
 
 
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
@@ -231,7 +240,9 @@ def _meeting_place(request: GroupRequest, world: World) -> dist.Store | None:
     return dist.PrefixStore("meshverse/meet", store)
 
 
-def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.ProcessGroup:
+def _make_by_members(
+    request: GroupRequest, name: str, world: World, times_before: int = 0
+) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
     try:
         return compat.create_by_members(
@@ -242,6 +253,7 @@ def _make_by_members(request: GroupRequest, name: str, world: World) -> compat.P
             timeout=options.timeout,
             name=name,
             description=f"mesh_{request.axis_name}",
+            times_before=times_before,
         )
     except RuntimeError as error:
         raise type(error)(

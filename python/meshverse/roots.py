@@ -26,8 +26,8 @@ class Roots:
 
     def __init__(self) -> None:
         self.first: MeshBase | None = None
-        # By the tags of a root's axes and those of the meshes it is a root of.
-        self._roots: dict[tuple[tuple[str, ...], frozenset[str]], MeshBase] = {}
+        # The others, by the tags of their axes and those of the meshes they are roots of.
+        self._others: dict[tuple[tuple[str, ...], frozenset[str]], MeshBase] = {}
         self._flattened: dict[tuple[str, str], MeshBase] = {}  # by name and tag
 
     def of(self, mesh: MeshBase) -> MeshBase:
@@ -35,19 +35,13 @@ class Roots:
         first = self.first
         if first is None:
             self.first = mesh
-            self._roots[mesh.description.axis_tags, _parts(mesh)] = mesh
             return mesh
-        if not (mesh.description.tags or first.description.tags):
-            return first
-        return self._under_tags(first, mesh)
-
-    def _under_tags(self, first: MeshBase, mesh: MeshBase) -> MeshBase:
         tags, parts = self._tags_of_root(first, mesh), _parts(mesh)
         if tags == first.description.axis_tags and parts <= _parts(first):
             return first
-        root = self._roots.get((tags, parts))
+        root = self._others.get((tags, parts))
         if root is None:
-            root = self._roots[tags, parts] = first.under(tags)
+            root = self._others[tags, parts] = first.under(tags)
             for (name, tag), flattened in self._flattened.items():
                 if parts.issuperset(tag_parts(tag)):
                     root.add_flattened(name, flattened)
@@ -71,8 +65,11 @@ class Roots:
     def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
         """Note a flattened mesh, at the roots of all meshes it may be flattened from."""
         self._flattened[name, tag] = flattened
-        for (_, parts), root in self._roots.items():
-            if parts.issuperset(tag_parts(tag)):
+        parts = frozenset(tag_parts(tag))
+        if self.first is not None and parts <= _parts(self.first):
+            self.first.add_flattened(name, flattened)
+        for (_, seen), root in self._others.items():
+            if parts <= seen:
                 root.add_flattened(name, flattened)
 
 

@@ -264,7 +264,10 @@ class Universe:
     def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         with self._lock:  # of several threads, one makes the root
-            mesh.take_root(self.roots.of(mesh))
+            root = self.roots.first
+            if root is None or mesh.description.tags or root.description.tags:
+                root = self.roots.of(mesh)
+            mesh.take_root(root)
             self._keep()
         return self._meshes.setdefault(mesh.intern_key, mesh)
 

@@ -19,7 +19,7 @@ from .groups import (
     default_backend,
     default_timeout,
     end_group,
-    is_alive,
+    find_group,
     is_backend_options,
     live_options,
     members_only_hazard,
@@ -30,6 +30,7 @@ from .groups import (
     set_up_device,
     store_of,
     thread_id,
+    when_destroyed,
     world_lifetime,
 )
 from .layouts import (
@@ -80,11 +81,11 @@ __all__ = [
     "default_timeout",
     "end_group",
     "equals_stock",
+    "find_group",
     "from_torch_layout",
     "has_no_values",
     "hook_concatenate",
     "hook_from_group",
-    "is_alive",
     "is_backend_options",
     "let_compile_know",
     "live_options",
@@ -102,6 +103,7 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "when_destroyed",
     "with_flattened_tag",
     "world_lifetime",
 ]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from .groups import Ranks
 from .private_names import BackendOptions, ProcessGroup, c10d
 
 
@@ -22,6 +23,7 @@ def create_by_members(
     timeout: timedelta | None,
     name: str,
     description: str,
+    times_before: int = 0,
 ) -> ProcessGroup:
     """Create one process group; only its members call this, and only they take part.
 
@@ -31,10 +33,14 @@ def create_by_members(
         backend: backend string of the group.
         options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
-        name: unique in the life of the default group, the same on all members.
+        name: unique among the groups there are, the same on all members.
         description: shown in c10d's logs.
+        times_before: how often there was a group of this name in the life of the default group,
+            each time destroyed again.
     """
     _, store = c10d._world.pg_map[default_group]
+    if times_before:  # what the group left in the store is not for this one
+        store = dist.PrefixStore(f"meshverse/again-{times_before}", store)
     group = None
     while group is None:
         try:
@@ -55,7 +61,7 @@ def create_by_members(
             # that fails when another thread makes one meanwhile; nothing was done then.
             if "changed size during iteration" not in str(error):
                 raise
-    c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
+    c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
     return cast("ProcessGroup", group)
 
 
