@@ -250,7 +250,7 @@ class DeviceMesh(MeshBase):
             tag = ""
         return self._flattened_under(tag, name, normalize_override(backend_override))
 
-    def _flatten(  # type: ignore[override]
+    def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
     ) -> DeviceMesh:
         if is_compiling():  # which traces stock's method

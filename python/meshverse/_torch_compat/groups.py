@@ -159,11 +159,12 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
     """Have this called when somebody destroys or aborts the group; once, the first that is given.
 
     c10d tells nobody. It lets go then of what it keeps for the group: among that the ranks of its
-    members, which nobody else holds. 2.11-2.15.
+    members, which nobody else holds. 2.11-2.15. O(group) for a group that `create_by_members` did
+    not make.
     """
     kept = c10d._world.pg_group_ranks
     ranks = kept.get(group)
-    if ranks is None:
+    if ranks is None or group is current_default_group():  # whose end is that of the world
         return
     if type(ranks) is not Ranks:
         kept[group] = ranks = Ranks(ranks)

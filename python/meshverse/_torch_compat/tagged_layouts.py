@@ -84,7 +84,7 @@ def _tag_whole(layout: Any, tags: tuple[str, ...], flattened_tag: str) -> Any:
 
 
 def _with_fields(kind: type, **fields: Any) -> Any:
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     vars(made).update(fields)  # torch's are frozen dataclasses
     return made
 
