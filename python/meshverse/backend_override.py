@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from . import _torch_compat as compat
-from .isolation import check_tag, current_tag, join_tags
+from .isolation import check_tag, current_tag, own_tag, tag_inside
 
 __all__ = [
     "NO_OVERRIDE",
@@ -93,7 +93,10 @@ def normalize_overrides(
 
 
 def normalize_tags(
-    isolate: str | Mapping[int | str, str] | None, axis_names: Sequence[str] | None, ndim: int
+    isolate: str | Mapping[int | str, str] | None,
+    axis_names: Sequence[str] | None,
+    ndim: int,
+    inside: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The isolation tag of every axis, in axis order: its own inside that of the `isolate` blocks.
 
@@ -101,23 +104,27 @@ def normalize_tags(
         isolate: one tag for all axes, or tags by axis index or name, or None.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
+        inside: tags of what the axes are made of, one an axis, which theirs are inside of.
 
     Raises:
         RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
         TypeError, ValueError: a value is no tag.
     """
-    around = current_tag()
+    block, before = current_tag(), inside or ("",) * ndim
     if isolate is None:
-        return (around,) * ndim
+        return tuple([tag_inside(block, tag) for tag in before]) if block else tuple(before)
     if isinstance(isolate, str):
-        return (join_tags(around, check_tag(isolate)),) * ndim
+        return tuple(own_tag(tag, block, check_tag(isolate)) for tag in before)
     if not isinstance(isolate, Mapping):
         raise TypeError(
             f"isolate={isolate!r} of type {type(isolate).__name__}: give one tag for all axes, or "
             "a mapping from axis name or index to a tag."
         )
     tags = _by_axis(isolate, axis_names, ndim, argument="isolate")
-    return tuple(around if tag is None else join_tags(around, check_tag(tag)) for tag in tags)
+    return tuple(
+        tag_inside(block, tag) if own is None else own_tag(tag, block, check_tag(own))
+        for tag, own in zip(before, tags, strict=True)
+    )
 
 
 def _by_axis(

@@ -36,6 +36,7 @@ class MeshDescription(NamedTuple):
         preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
         flattened: whether it was made by flattening, on a torch where that makes it unequal to
             meshes made otherwise (before 2.13).
+        tags: isolation tags, one an axis, "" for none; empty where no axis has one.
     """
 
     device_type: str
@@ -43,6 +44,24 @@ class MeshDescription(NamedTuple):
     axis_names: AxisNames | None
     preserve_rank_order: bool = False
     flattened: bool = False
+    tags: tuple[str, ...] = ()
+
+    @property
+    def axis_tags(self) -> tuple[str, ...]:
+        """Isolation tags, one an axis."""
+        return self.tags or ("",) * len(self.layout)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What to call the axes in messages: their names, or numbers where they have none."""
+        return self.axis_names or tuple(f"dim_{index}" for index in range(len(self.layout)))
+
+    def with_tags(self, tags: Sequence[str]) -> MeshDescription:
+        """The same under other isolation tags, one an axis."""
+        return self._replace(tags=tuple(tags)) if any(tags) else self._untagged()
+
+    def _untagged(self) -> MeshDescription:
+        return self._replace(tags=()) if self.tags else self
 
 
 def check_has_names(mesh: MeshDescription, action: str, error: type[Exception]) -> AxisNames:
@@ -68,13 +87,16 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
         )
 
 
-def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshDescription:
+def slice_axes(
+    mesh: MeshDescription, names: AxisNames, layout: Layout, tags: Sequence[str] = ()
+) -> MeshDescription:
     """The submesh of some axes of a mesh.
 
     Args:
         mesh: the mesh that is sliced.
         names: axes asked for.
         layout: of these axes.
+        tags: isolation tags of these axes; empty where none of the mesh has one.
 
     Raises:
         KeyError: names in another order than in the mesh.
@@ -89,7 +111,8 @@ def slice_axes(mesh: MeshDescription, names: AxisNames, layout: Layout) -> MeshD
         raise RuntimeError(
             f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
         )
-    return MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    submesh = MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    return submesh.with_tags(tags) if tags else submesh
 
 
 def check_flattened_name(
@@ -146,7 +169,7 @@ def axis_index(mesh: MeshDescription, dim: Any) -> int:
 def unflatten_axis(
     mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
 ) -> tuple[Layout, MeshDescription]:
-    """The mesh with one axis split into several, the rightmost varying fastest.
+    """The mesh with one axis split into several, the rightmost varying fastest, under its tag.
 
     Args:
         mesh: the mesh to change.
@@ -179,8 +202,16 @@ def unflatten_axis(
     new_axes = axis.compose(inner)
     layout = mesh.layout.splice(index, index + 1, new_axes)
     all_names = (*own_names[:index], *names, *own_names[index + 1 :])
+    tags = mesh.tags and (
+        *mesh.tags[:index],
+        *(mesh.tags[index],) * len(new_axes),
+        *mesh.tags[index + 1 :],
+    )
     return new_axes, mesh._replace(
-        layout=layout, axis_names=check_axis_names(all_names, len(layout)), flattened=False
+        layout=layout,
+        axis_names=check_axis_names(all_names, len(layout)),
+        flattened=False,
+        tags=tags,
     )
 
 
@@ -205,4 +236,7 @@ def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> M
             f"Cannot concatenate overlapping meshes: {given}. Axes {names} have layouts {layout}, "
             "which share positions."
         )
-    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False)
+    tags: tuple[str, ...] = ()
+    if any(mesh.tags for mesh in meshes):
+        tags = tuple(tag for mesh in meshes for tag in mesh.axis_tags)
+    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False, tags=tags)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -32,8 +31,8 @@ from .derivation import (
     slice_axes,
     unflatten_axis,
 )
-from .isolation import current_tag
-from .isolation import isolate as isolated
+from .equal_roots import note_root
+from .isolation import check_tag, current_tag, merge_tags, own_tag, tag_inside
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -103,6 +102,7 @@ class DeviceMesh(PlacedMesh):
         _rank_map: torch.Tensor | None = None,
         _root_mesh: StockDeviceMesh | None = None,
     ) -> None:
+        tags_before: tuple[str, ...] = ()
         if mesh is not None:
             if _layout is not None or _rank_map is not None:
                 raise TypeError("Cannot provide _layout and/or _rank_map if passing explicit mesh")
@@ -110,16 +110,18 @@ class DeviceMesh(PlacedMesh):
         elif _layout is None or _rank_map is None:
             raise TypeError("The mesh argument is required except for PRIVATE USAGE ONLY!")
         else:
-            layout = compat.from_torch_layout(_layout)
+            layout, tags_before = compat.from_torch_layout(_layout), compat.tags_of(_layout)
             if isinstance(_root_mesh, DeviceMesh):
                 universe = _root_mesh.universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
         names = check_axis_names(mesh_dim_names, len(layout))
+        tags = normalize_tags(isolate, names, len(layout), tags_before)
+        if _root_mesh is not None and not _init_backend:  # torch adds groups that it has already
+            tags = tags_before
         self._build(
-            MeshDescription(device_type, layout, names, preserve_rank_order),
+            MeshDescription(device_type, layout, names, preserve_rank_order).with_tags(tags),
             rank_map,
             overrides=normalize_overrides(backend_override, names, len(layout)),
-            tags=normalize_tags(isolate, names, len(layout)),
             call="DeviceMesh",
             universe=universe,
             init_backend=_init_backend,
@@ -132,7 +134,6 @@ class DeviceMesh(PlacedMesh):
         rank_map: RankMap,
         *,
         overrides: Sequence[Override],
-        tags: Sequence[str],
         call: str,
         universe: Universe | None = None,
         make_universe: Callable[..., Universe] = Universe,
@@ -147,15 +148,17 @@ class DeviceMesh(PlacedMesh):
                 rank = _NO_RANK
         if init_backend:
             self._set_up_world()
+        is_apart = universe is None
         universe = universe or make_universe(rank_map, rank=rank)
         self._enter(universe)
         names = None
         if init_backend:
-            labels = self._labels()
-            layout = description.layout
+            labels, tags, layout = self._labels(), description.axis_tags, description.layout
             names = self._group_names_for(layout, labels, overrides, tags, call=call, layout=layout)
         self._take_group_names(names)
         universe.intern(self)
+        if is_apart:
+            note_root(self)
 
     def _set_up_world(self) -> None:
         world = World.current()
@@ -192,19 +195,19 @@ class DeviceMesh(PlacedMesh):
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         own = check_has_names(self._description, "slice", RuntimeError)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        tag = current_tag()
-        if names == own and not tag:
+        is_isolated = bool(current_tag())
+        if names == own and not is_isolated:
             return self
         if not all(name in own for name in names):
             return self._slice_flattened(names)
         indices = [own.index(name) for name in names]
-        description = slice_axes(self._description, names, self.layout.select(indices))
+        tags = self._description.tags and [self._description.tags[index] for index in indices]
+        description = slice_axes(self._description, names, self.layout.select(indices), tags)
         group_names: Sequence[str] | None = self.group_names
         if group_names:  # None without groups, empty outside the mesh
             group_names = [group_names[index] for index in indices]
-        group_names = self._isolated(description.layout, names, group_names)
-        submesh = self._in_universe(self._universe, description, group_names)
-        if isinstance(mesh_dim_names, (str, tuple)) and not tag:
+        submesh = self._derive(description, group_names)
+        if isinstance(mesh_dim_names, (str, tuple)) and not is_isolated:
             self._slices[mesh_dim_names] = submesh
         return submesh
 
@@ -220,9 +223,9 @@ class DeviceMesh(PlacedMesh):
                 compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
             sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh.layout[index] for mesh, index in sources])
-        description = slice_axes(self._description, names, layout)
-        group_names = self._isolated(layout, names, _joined_group_names(sources))
-        return self._in_universe(self._universe, description, group_names)
+        tags = [mesh.description.axis_tags[index] for mesh, index in sources]
+        description = slice_axes(self._description, names, layout, tags)
+        return self._derive(description, _joined_group_names(sources))
 
     def flatten(
         self,
@@ -236,44 +239,72 @@ class DeviceMesh(PlacedMesh):
         Args:
             mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
             backend_override: of its group, if it shall differ from the default.
-            isolate: tag for a group of its own; see `meshverse.isolate`. Torch keeps flattened
-                meshes by name: one that is known under this name already is given as it is.
+            isolate: tag for a group of its own, inside those of my axes; see `meshverse.isolate`.
+                Torch keeps flattened meshes by name: one that is known under this name and this
+                tag already is given as it is.
 
         Raises:
             RuntimeError: this mesh has no names.
             ValueError: the name is an axis of the root, or another flattened mesh has it.
         """
-        override = normalize_override(backend_override)
-        wanted: Any = None if override == NO_OVERRIDE else override
-        with contextlib.nullcontext() if isolate is None else isolated(isolate):
-            return cast("DeviceMesh", self._flatten(mesh_dim_name, wanted))
+        if not self._mesh_dim_names:
+            raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
+        name = mesh_dim_name or "_".join(self._mesh_dim_names)
+        block, tags = current_tag(), self._description.tags
+        if block or tags or isolate is not None:
+            tag = merge_tags(
+                tag_inside(block, tag)
+                if isolate is None
+                else own_tag(tag, block, check_tag(isolate))
+                for tag in self._description.axis_tags
+            )
+        else:
+            tag = ""
+        return self._flattened_under(tag, name, normalize_override(backend_override))
+
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
+    ) -> DeviceMesh:
+        if is_compiling():  # which traces stock's method
+            return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
+        return self.flatten(mesh_dim_name, backend_override)
 
     def _create_flatten_mesh(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
-    ) -> DeviceMesh:
-        # Called by stock's `_flatten`, which torch.compile traces; 2.11 may leave the name to us.
-        root = self._root()
-        names = self._mesh_dim_names or ()
-        name = mesh_dim_name or "_".join(names)
-        if self.ndim == 1 and name in names:
-            return self
-        axis = self.layout.collapse()
-        known = cast("DeviceMesh | None", root._flatten_mapping.get(name))
+    ) -> DeviceMesh | None:
+        # Called by stock's `_flatten`, which finds the mesh at the root; what is traced knows no
+        # `isolate` blocks. 2.11 may leave the name to us.
+        name = mesh_dim_name or "_".join(self._mesh_dim_names or ())
+        tag = merge_tags(self._description.axis_tags)
+        made = self._flattened_under(tag, name, normalize_override(backend_override))
+        return made if compat.FLATTENING_GIVES_MESH else None
+
+    def _flattened_under(self, tag: str, name: str, backend_override: Override) -> DeviceMesh:
+        if self.ndim == 1 and name in (self._mesh_dim_names or ()):
+            return self._derive_under((tag,), self._description, self.group_names)
+        axis, universe, root = self.layout.collapse(), self._universe, self._root()
+        known = cast("DeviceMesh | None", universe.roots.flattened(name, tag))
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         if known is None:
             description = self._description._replace(
-                layout=Layout([axis]), axis_names=(name,), flattened=compat.FLATTENED_ARE_APART
+                layout=Layout([axis]),
+                axis_names=(name,),
+                flattened=compat.FLATTENED_ARE_APART,
+                tags=(tag,) if tag else (),
             )
             override = normalize_override(backend_override)
             group_names = None
             if self._may_have_groups:
                 layout = description.layout
                 group_names = self._group_names_for(
-                    layout, (name,), (override,), (current_tag(),), call="flatten", layout=layout
+                    layout, (name,), (override,), (tag,), call="flatten", layout=layout
                 )
-            known = self._in_universe(self._universe, description, group_names)
-            root._flatten_mapping[name] = known
+            known = self._in_universe(universe, description, group_names)
+            universe.add_flattened(name, tag, known)
+        is_at_root = root._flatten_mapping.get(name) is known
+        if not is_at_root and tag == merge_tags(self._description.axis_tags):
+            root.add_flattened(name, known, replace=True)  # where torch finds it
         return known
 
     def unflatten(
@@ -292,8 +323,8 @@ class DeviceMesh(PlacedMesh):
             mesh_sizes: sizes of the new axes; their product is the size of the axis.
             mesh_dim_names: names of the new axes.
             backend_override: by name or index of the new axes, where a group shall differ.
-            isolate: tags for groups of their own: one for all the new axes, or by name or index of
-                the new axes; see `meshverse.isolate`.
+            isolate: tags for groups of their own, inside that of the axis: one for all the new
+                axes, or by name or index of the new axes; see `meshverse.isolate`.
 
         Raises:
             ValueError: no such axis, or sizes that do not multiply out to it.
@@ -312,7 +343,8 @@ class DeviceMesh(PlacedMesh):
         index = axis_index(self._description, dim)
         new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
         overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes))
+        end = index + len(new_axes)
+        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), description.tags[index:end])
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
             new = self._group_names_for(
@@ -321,7 +353,10 @@ class DeviceMesh(PlacedMesh):
                 layout=description.layout,
             )
             group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
-        return self._in_universe(self._universe, description, group_names)
+        if any(tags):
+            before = description.axis_tags
+            description = description.with_tags([*before[:index], *tags, *before[end:]])
+        return self._derive(description, group_names)
 
     @staticmethod
     def concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
@@ -360,11 +395,7 @@ class DeviceMesh(PlacedMesh):
             if mesh._universe is not first._universe and mesh.group_names:
                 first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
-        group_names: Sequence[str] | None = _joined_group_names(axes)
-        if current_tag():
-            labels = [label for mesh in meshes for label in mesh._labels()]
-            group_names = first._isolated(description.layout, labels, group_names)
-        return first._in_universe(first._universe, description, group_names)
+        return first._derive(description, _joined_group_names(axes))
 
     def __copy__(self) -> DeviceMesh:
         return self._saved_and_loaded() if self.decouple_backend_at_save else self
@@ -424,13 +455,19 @@ class DeviceMesh(PlacedMesh):
         mine = None if universe.position is None else groups.group_index(universe.position)
         submeshes = []
         for group_index, ranks in enumerate(groups.all().tolist()):
-            submesh = DeviceMesh(
-                self._device_type,
-                ranks,
-                mesh_dim_names=(mesh_dim_name,),
-                preserve_rank_order=self._preserve_rank_order,
-                _init_backend=False,
-                _rank=universe.rank,
+            submesh = object.__new__(DeviceMesh)
+            submesh._build(
+                MeshDescription(
+                    self._device_type,
+                    Layout.from_shape((len(ranks),)),
+                    (mesh_dim_name,),
+                    self._preserve_rank_order,
+                ).with_tags(self._description.axis_tags[index : index + 1]),
+                RankMap.from_ranks(ranks),
+                overrides=(NO_OVERRIDE,),
+                call="_get_all_submeshes",
+                init_backend=False,
+                rank=universe.rank,
             )
             own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
             submesh._take_group_names(own)
@@ -466,6 +503,7 @@ class DeviceMesh(PlacedMesh):
             ]
         )
         result._universe.intern(result)
+        note_root(result)
         return result
 
 

@@ -147,14 +147,22 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     return Group(request, _new_name(request, world), _NOT_YET, created=False)
 
 
-def make_prepared(group: Group, world: World, meetings: GroupMeetings) -> None:
-    """Make a group that `prepare_group` has named; its other members do so too.
+def make_prepared(
+    group: Group, world: World, meetings: GroupMeetings, times_before: int = 0
+) -> None:
+    """Make a group that has its name already; its other members do so too.
+
+    Args:
+        group: what `prepare_group` has named, or a group that was destroyed.
+        world: that it is made in.
+        meetings: where its members wait for each other.
+        times_before: how often it was made before in this world.
 
     Raises:
         As `make_group`.
     """
     assert group.name is not None
-    _make_by_members(group.request, group.name, world, meetings, None)
+    _make_by_members(group.request, group.name, world, meetings, None, times_before)
 
 
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
@@ -218,6 +226,7 @@ def _make_by_members(
     world: World,
     meetings: GroupMeetings,
     call: Call | None,
+    times_before: int = 0,
 ) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
     attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
@@ -229,7 +238,7 @@ def _make_by_members(
             options=options.options_to_give_away(),
             timeout=options.timeout,
             name=name,
-            attempt=attempt,
+            attempt=f"{attempt} again {times_before}" if times_before else attempt,
             description=f"mesh_{request.axis_name}",
         )
     except RuntimeError as error:

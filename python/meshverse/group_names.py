@@ -6,12 +6,12 @@ group that was left for later, and says what is wrong where the groups are gone 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from torch.compiler import is_compiling
 
-__all__ = ["GroupNames", "MissingGroups"]
+__all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
 
 
 class GroupNames(list[str]):
@@ -50,3 +50,22 @@ class MissingGroups(GroupNames):
 
     def __init__(self, ndim: int, refuse: Callable[[str], object]) -> None:
         super().__init__([""] * ndim, (), refuse)
+
+
+class PromisedGroups(GroupNames):
+    """The names of groups that are asked for when one of them is: of a root that others have.
+
+    Args:
+        ndim: number of axes.
+        keep: asks for the groups, and gives their names.
+    """
+
+    def __init__(self, ndim: int, keep: Callable[[], list[str]]) -> None:
+        super().__init__([""] * ndim, (), lambda _: None)
+        self._keep = keep
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._keep()[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keep())

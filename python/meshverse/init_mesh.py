@@ -133,12 +133,14 @@ def plan_mesh(device_type: str, **given: Unpack[MeshPart]) -> tuple[DeviceMesh, 
     # Here too, before the default process group is started.
     Defaults.of(given.get("timeout"), given.get("options"))
     mesh = object.__new__(DeviceMesh)
+    description = MeshDescription(
+        device_type, layout, names, given.get("preserve_rank_order", False)
+    )
     build = partial(
         mesh._build,
-        MeshDescription(device_type, layout, names, given.get("preserve_rank_order", False)),
+        description.with_tags(normalize_tags(given.get("isolate"), names, len(layout))),
         rank_map,
         overrides=normalize_overrides(given.get("backend_override"), names, len(layout)),
-        tags=normalize_tags(given.get("isolate"), names, len(layout)),
         call="init_device_mesh",
         universe=universe,
         make_universe=partial(Universe, **said),

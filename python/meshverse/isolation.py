@@ -7,10 +7,19 @@ operation gives what is made inside groups that are shared only under the same t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
-__all__ = ["check_tag", "current_tag", "isolate", "join_tags", "tag_inside"]
+__all__ = [
+    "check_tag",
+    "current_tag",
+    "isolate",
+    "join_tags",
+    "merge_tags",
+    "own_tag",
+    "tag_inside",
+    "tag_parts",
+]
 
 # Of each thread and asynchronous task its own: contexts are not handed to new threads (before
 # Python 3.14, and there only where asked for).
@@ -26,10 +35,14 @@ def isolate(tag: str) -> Iterator[None]:
     """Process groups of their own for the mesh operations inside the block.
 
     Meshes made inside (created, sliced, flattened, unflattened or concatenated) are on groups that
-    are shared under the same tag only; `explain()` shows the tag. Meshes equal by value stay equal,
-    whatever groups they are on. In force for this thread or asynchronous task. Nested blocks add
-    up: `isolate("a")` around `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use
-    the same tags. Code that torch.compile traces is not isolated: make the meshes before.
+    are shared under the same tag only; `explain()` shows the tag. The tag is part of what a mesh
+    is: it equals no mesh under another tag or none, so that DTensor, torch.compile and whatever
+    else keeps meshes by value never take one for the other. What derives from such a mesh stays
+    under its tag, also outside of the block.
+
+    In force for this thread or asynchronous task. Nested blocks add up: `isolate("a")` around
+    `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use the same tags. Code that
+    torch.compile traces is not isolated: make the meshes before.
 
     Args:
         tag: any text of printable characters without "; ".
@@ -41,8 +54,8 @@ def isolate(tag: str) -> Iterator[None]:
     Example:
         >>> with isolate("reduce_scatter"):  # doctest: +SKIP
         ...     own = mesh["dp"]
-        >>> own.get_group() is mesh.get_group("dp")  # doctest: +SKIP
-        False
+        >>> own.get_group() is mesh.get_group("dp"), own == mesh["dp"]  # doctest: +SKIP
+        (False, False)
     """
     token = _tag.set(join_tags(current_tag(), check_tag(tag)))
     try:
@@ -72,14 +85,59 @@ def check_tag(tag: str) -> str:
 
 
 def tag_inside(block: str, tag: str) -> str:
-    """The tag of a group that has this one, for use inside a block: its own if it is of the block.
+    """The tag of an axis that has this one, for use inside a block: its own if it is of the block.
 
-    >>> tag_inside("a", "a/b"), tag_inside("a", "b"), tag_inside("a", "")
-    ('a/b', 'a/b', 'a')
+    >>> tag_inside("a", "a/b"), tag_inside("a", "b"), tag_inside("a", ""), tag_inside("", "b")
+    ('a/b', 'a/b', 'a', 'b')
     """
-    return tag if f"{tag}/".startswith(f"{block}/") else join_tags(block, tag)
+    if not block:
+        return tag
+    parts = tag_parts(tag)
+    return merge_tags(
+        part if f"{part}/".startswith(f"{block}/") else join_tags(block, part) for part in parts
+    )
+
+
+def own_tag(tag: str, block: str, own: str) -> str:
+    """The tag of what is derived in a block, with a tag of its own, from an axis that has this one.
+
+    An axis that is of its own tag already, in a block of this name or by itself, keeps its tag.
+
+    >>> own_tag("a", "", "b"), own_tag("", "a", "b"), own_tag("a/b", "", "b")
+    ('a/b', 'a/b', 'a/b')
+    >>> own_tag("b", "a", "b"), own_tag("c", "a", "b")
+    ('a/b', 'a/c/b')
+    """
+    return merge_tags(
+        tag_inside(block, part)
+        if f"/{own}/" in f"/{part}/"
+        else join_tags(tag_inside(block, part), own)
+        for part in tag_parts(tag)
+    )
 
 
 def join_tags(outer: str, inner: str) -> str:
     """The tag of a block inside a block; "" stands for no tag."""
     return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+# Between the tags that a flattened axis has from several axes. No tag of a user has a "; ".
+_AND = "; and "
+
+
+def merge_tags(tags: Iterable[str]) -> str:
+    """The tag of what is made of axes with these tags: each of them once, in whatever order.
+
+    >>> merge_tags(["b", "", "a", "b"]), merge_tags(["", ""])
+    ('a; and b', '')
+    """
+    return _AND.join(sorted({part for tag in tags for part in tag_parts(tag)} - {""}))
+
+
+def tag_parts(tag: str) -> list[str]:
+    """The tags that were merged into one.
+
+    >>> tag_parts("a; and b"), tag_parts("")
+    (['a', 'b'], [''])
+    """
+    return tag.split(_AND)

@@ -16,8 +16,8 @@ from ._core import Layout
 from .backend_override import NO_OVERRIDE, Override
 from .computed import computed
 from .derivation import MeshDescription
-from .group_names import GroupNames, MissingGroups
-from .isolation import current_tag
+from .group_names import GroupNames, MissingGroups, PromisedGroups
+from .isolation import current_tag, merge_tags, tag_inside, tag_parts
 from .universe import Universe
 from .world import World
 
@@ -55,7 +55,7 @@ class MeshBase(StockDeviceMesh):
         position = universe.position
         if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
             self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
-        self.take_root(universe.root)
+        self.take_root(universe.roots.first)  # or that of my tags, when the universe takes me in
         if universe.size <= _SMALL_WORLD:
             hash(self)
 
@@ -116,6 +116,8 @@ class MeshBase(StockDeviceMesh):
     @computed
     def key_digests(self) -> list[str | None]:
         """Digests of the options keys of my groups, one an axis; none outside the mesh."""
+        if isinstance(self._dim_group_names, PromisedGroups):
+            return []
         pairs = zip(self.layout, self.group_names or (), strict=False)
         return [self._universe.key_digest(*pair) for pair in pairs]
 
@@ -126,23 +128,25 @@ class MeshBase(StockDeviceMesh):
 
     def join(self, universe: Universe) -> None:
         """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
+        overrides, block = (NO_OVERRIDE,) * self.ndim, current_tag()
+        tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
+        self._description = self._description.with_tags(tags)
+        # What may have been read already, and depends on this process's rank, universe or tags.
+        for computed_before in ("mesh", "compile_guard", "key_digests", "_layout"):
+            with contextlib.suppress(AttributeError):
+                delattr(self, computed_before)
         self._enter(universe)
-        overrides, tags = (NO_OVERRIDE,) * self.ndim, (current_tag(),) * self.ndim
         names = None
         if self._may_have_groups:
             names = self._group_names_for(
                 self.layout, self._labels(), overrides, tags, call="bind", layout=self.layout
             )
         self._take_group_names(names)
-        # What may have been read already, and depends on this process's rank or universe.
-        for computed_before in ("mesh", "compile_guard", "key_digests"):
-            with contextlib.suppress(AttributeError):
-                delattr(self, computed_before)
         universe.intern(self)
 
     def _labels(self) -> Sequence[str]:
         """What to call the axes in messages: their names, or numbers where they have none."""
-        return self._mesh_dim_names or [f"dim_{index}" for index in range(len(self.layout))]
+        return self._description.labels
 
     def _group_names_for(
         self,
@@ -169,15 +173,77 @@ class MeshBase(StockDeviceMesh):
         )
         return [group.name for group in groups if group.name is not None]
 
-    def _isolated(
-        self, layout: Layout, names: Sequence[str], group_names: Sequence[str] | None
-    ) -> Sequence[str] | None:
-        """These groups, or where an `isolate` block is open, groups like them under its tag."""
-        tag = current_tag()
-        if not tag or group_names is None:
-            return group_names
-        groups = self._universe.groups.request_tagged(layout, names, group_names, tag)
-        return [group.name for group in groups if group.name is not None]
+    # --- isolation tags ------------------------------------------------------------------------
+
+    def _derive(self, description: MeshDescription, group_names: Sequence[str] | None) -> Self:
+        """The mesh of my universe like this; where an `isolate` block is open, under its tag."""
+        block = current_tag()
+        if not block:
+            return self._in_universe(self._universe, description, group_names)
+        tags = [tag_inside(block, tag) for tag in description.axis_tags]
+        return self._derive_under(tags, description, group_names)
+
+    def _derive_under(
+        self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """The mesh of my universe like this, under these isolation tags."""
+        group_names = self._group_names_under(tags, description, group_names)
+        return self._in_universe(self._universe, description.with_tags(tags), group_names)
+
+    def _group_names_under(
+        self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
+    ) -> list[str] | None:
+        """Names of groups like these, where the axes shall have another tag than they have."""
+        if group_names is None:
+            return None
+        pairs = enumerate(zip(description.axis_tags, tags, strict=True))
+        changed = [index for index, (before, after) in pairs if before != after]
+        groups = self._universe.groups.request_tagged(
+            description.layout.select(changed),
+            [description.labels[index] for index in changed],
+            [group_names[index] for index in changed] if group_names else [],
+            [tags[index] for index in changed],
+        )
+        names = list(group_names)
+        for index, group in zip(changed, groups, strict=True):
+            if group.name is not None:
+                names[index] = group.name
+        return names
+
+    def under(self, tags: Sequence[str]) -> Self:
+        """This mesh under other isolation tags, to be a root: its groups are made when used."""
+        mesh = object.__new__(type(self))
+        mesh._describe(self._description.with_tags(tags))
+        mesh._enter(self._universe)
+        mesh.take_root(None)
+        if self.group_names:
+
+            def keep_promise() -> list[str]:
+                names = self._group_names_under(tags, self._description, self.group_names)
+                mesh._take_group_names(names)
+                return mesh._dim_group_names
+
+            mesh._dim_group_names = PromisedGroups(self.ndim, keep_promise)
+        else:
+            mesh._take_group_names(self.group_names)
+        return mesh
+
+    def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
+        # Which DTensor flattens, to look for a flattened mesh of that layout at the root.
+        layout = StockDeviceMesh._get_slice_mesh_layout(self, mesh_dim_names)
+        return self._sliced_layout(layout, mesh_dim_names) if self._description.tags else layout
+
+    def _sliced_layout(
+        self, layout: compat.TorchLayout, names: tuple[str, ...]
+    ) -> compat.TorchLayout:
+        own = dict(zip(self._description.labels, self._description.axis_tags, strict=True))
+        flattened = self._root().flattened
+        tags = [
+            own[name] if name in own else flattened[name].description.axis_tags[0] for name in names
+        ]
+        return compat.with_flattened_tag(layout, tags, merge_tags(tags))
+
+    # --- the root ------------------------------------------------------------------------------
 
     def _root(self) -> Self:
         return cast("Self", self._get_root_mesh())
@@ -186,6 +252,18 @@ class MeshBase(StockDeviceMesh):
     def flattened(self) -> Mapping[str, MeshBase]:
         """The meshes that were flattened from this one or its submeshes, if it is the root."""
         return cast("Mapping[str, MeshBase]", self._flatten_mapping)
+
+    def add_flattened(self, name: str, flattened: MeshBase, *, replace: bool = False) -> None:
+        """Note a flattened mesh at this root.
+
+        Args:
+            name: its name.
+            flattened: the mesh.
+            replace: in place of any of the same name, not only of one under fewer tags.
+        """
+        known = self.flattened.get(name)
+        if known is None or replace or _n_tags(flattened) > _n_tags(known):
+            self._flatten_mapping[name] = flattened
 
     # Stock's are read off its own layout, whose form torch needs of few meshes.
     @property
@@ -221,7 +299,9 @@ class MeshBase(StockDeviceMesh):
     # Class attributes of stock's that are annotated as writable; torch does not write these.
     @computed
     def _layout(self) -> compat.TorchLayout:
-        return compat.to_torch_layout(self.layout, flattened=self._description.flattened)
+        layout = compat.to_torch_layout(self.layout, flattened=self._description.flattened)
+        tags = self._description.tags
+        return compat.tag_layout(layout, tags, merge_tags(tags)) if tags else layout
 
     @computed
     def _rank_map(self) -> torch.Tensor:
@@ -261,10 +341,11 @@ class MeshBase(StockDeviceMesh):
         """What must stay equal for a compiled graph to be used: all that makes meshes equal.
 
         Short strings, where stock's guard compares the tuple of all ranks at every call. The world
-        counts, because a graph knows its process groups by names.
+        counts, and which universes of it had ended, because a graph knows its process groups by
+        names.
         """
-        world = self._universe.world
-        return *self._stable_key(), None if world is None else world.label
+        world, generation = self._universe.world, self._universe.generation
+        return *self._stable_key(), generation, None if world is None else world.label
 
     def _stable_key(self) -> tuple[object, ...]:
         # What makes meshes equal in one world, the same in every process.
@@ -276,6 +357,7 @@ class MeshBase(StockDeviceMesh):
             description.axis_names,
             description.preserve_rank_order,
             description.flattened,
+            description.tags,
             self._universe.token is None,  # a decoupled mesh equals no other
         )
 
@@ -303,11 +385,24 @@ class MeshBase(StockDeviceMesh):
             other = cast("StockDeviceMesh", compat.real_mesh(other))
             if not isinstance(other, MeshBase):
                 return self._equals_stock(other)
-        return self._identity == other._identity and self._may_be_of(other._universe.world)
+        if self._identity != other._identity:
+            return False
+        mine, theirs = self._universe, other._universe
+        if mine is theirs:
+            return True
+        # What torch remembers of a mesh whose groups have ended must not be found for a new one.
+        if mine.is_over or theirs.is_over:
+            return False
+        return mine.world is theirs.world or self._may_be_of(theirs.world)
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world, so it is taken for one of this world.
-        is_apart = self._universe.token is not None or not self._may_be_of(World.current())
+        is_apart = (
+            self._universe.token is not None
+            or bool(self._description.tags)
+            or self._universe.is_over
+            or not self._may_be_of(World.current())
+        )
         return not is_apart and compat.equals_stock(self, stock)
 
     def _may_be_of(self, world: World | None) -> bool:
@@ -324,3 +419,8 @@ class MeshBase(StockDeviceMesh):
 
     def _stable_hash(self) -> str:
         return hashlib.blake2b(repr(self._stable_key()).encode(), digest_size=16).hexdigest()
+
+
+def _n_tags(flattened: MeshBase) -> int:
+    tags = flattened.description.tags
+    return len(tag_parts(tags[0])) if tags else 0

@@ -89,6 +89,7 @@ def _describe(mesh: MeshBase) -> dict[str, Any]:
         "names": mesh.mesh_dim_names,
         "preserve_rank_order": mesh._preserve_rank_order,
         "flattened": mesh._description.flattened,
+        "tags": mesh._description.tags,
         "keys": mesh.key_digests,
     }
 
@@ -101,6 +102,7 @@ def _rebuild(saved: dict[str, Any], universe: Universe) -> DeviceMesh:
         saved["names"],
         saved["preserve_rank_order"],
         saved["flattened"] and compat.FLATTENED_ARE_APART,
+        tuple(saved.get("tags", ())),
     )
     return DeviceMesh._in_universe(universe, description, _known_names(saved, layout, universe))
 

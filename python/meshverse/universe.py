@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from .group_creation import Group
 from .group_options import Defaults
 from .mesh_input import ArrayLike, read_rank_map
 from .rank_views import RankViews, rank_views
+from .roots import Roots
 from .universe_groups import UniverseGroups
 from .warm_up import WarmedUp, warm_up
 from .weak_registry import WeakRegistry
@@ -58,7 +60,9 @@ class Universe:
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        root: the first mesh made in this universe, which every other mesh here calls its root.
+        roots: of the meshes made in this universe, and their flattened meshes.
+        is_over: whether it was destroyed or aborted.
+        generation: how many universes of this world had ended when it was made.
         serial: which one this is. From 0 on: among the universes that these ranks made together in
             this world, so it is the same on all of them. Below 0: among those of this process that
             made no process groups.
@@ -91,7 +95,7 @@ class Universe:
         self.rank = rank
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.root: MeshBase | None = None
+        self.roots = Roots()
         self._own_serial = _next_own_serial(self.rank_map)
         self._groups: UniverseGroups | None = None
         self.process_groups: dict[str, compat.ProcessGroup] = {}
@@ -107,7 +111,9 @@ class Universe:
             )
             self.process_groups = self._groups.handles
         self._ended: str | None = None  # how: "destroyed" or "aborted"
-        self._lock = threading.Lock()  # protects the root and the next
+        self.is_over = False
+        self.generation = 0 if self.world is None else _n_ended.get(self.world, 0)
+        self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
         self._meshes: dict[Hashable, MeshBase] = {}
@@ -240,24 +246,37 @@ class Universe:
     def _end(self, how: str, *, abort: bool) -> None:
         if self._groups is None or (self._ended is not None and self._groups.is_freed):
             return
-        self._ended = how
-        if self.world is not None and self in self.world.universes:
-            self.world.universes.remove(self)
+        self._ended, self.is_over = how, True
+        if self.world is not None:
+            _n_ended[self.world] = _n_ended.get(self.world, 0) + 1
+            if self in self.world.universes:
+                self.world.universes.remove(self)
         self._groups.free(abort=abort)
 
     # --- meshes ---------------------------------------------------------------------------------
 
     @property
+    def root(self) -> MeshBase | None:
+        """The first mesh made here, which the others under its isolation tags call their root."""
+        return self.roots.first
+
+    @property
     def flattened(self) -> Mapping[str, MeshBase]:
-        """The flattened meshes here, by name."""
+        """The flattened meshes under the isolation tags of the first mesh here, by name."""
         return {} if self.root is None else self.root.flattened
+
+    def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
+        """Note a flattened mesh, for all meshes here that may ask for it by its name."""
+        with self._lock:
+            self.roots.add_flattened(name, tag, flattened)
 
     def intern(self, mesh: MeshBase) -> MeshBase:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         with self._lock:  # of several threads, one makes the root
-            if self.root is None:
-                self.root = mesh
-            mesh.take_root(self.root)
+            root = self.roots.first
+            if root is None or mesh.description.tags or root.description.tags:
+                root = self.roots.of(mesh)
+            mesh.take_root(root)
             self._keep()
         return self._meshes.setdefault(mesh.intern_key, mesh)
 
@@ -330,6 +349,8 @@ class Universe:
         return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
 
 
+# How many universes have ended in each world.
+_n_ended: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
 _universes: WeakRegistry[Universe] = WeakRegistry()
 _own_serials: dict[str, int] = {}  # the last one of each rank map, by fingerprint

@@ -13,6 +13,13 @@ from ._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
 from .agreement import BoardUse, Call
 from .backend_override import NO_OVERRIDE, Override
 from .consistency import ConsistencyCheck
+from .freed_groups import (
+    can_be_made_again,
+    is_for_others_too,
+    make_again,
+    notice,
+    why_gone,
+)
 from .group_creation import (
     SHARED,
     Group,
@@ -23,7 +30,6 @@ from .group_creation import (
 )
 from .group_meetings import GroupMeetings
 from .group_options import Defaults, GroupOptions
-from .isolation import tag_inside
 from .lazy_groups import make_pending, postpone
 from .world import World
 
@@ -120,13 +126,17 @@ class UniverseGroups:
         return self._get_or_make(requests, call, layout)
 
     def request_tagged(
-        self, axes: Layout, axis_names: Sequence[str], group_names: Sequence[str], tag: str
+        self,
+        axes: Layout,
+        axis_names: Sequence[str],
+        group_names: Sequence[str],
+        tags: Sequence[str],
     ) -> list[Group]:
-        """Groups like those of these names along these axes, under another isolation tag."""
+        """Groups like those of these names along these axes, under other isolation tags."""
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
-            options = like.options.with_tag(tag_inside(tag, like.options.tag))
+            options = like.options.with_tag(tags[index])
             requests.append(like._replace(axis_name=axis_name, options=options))
         return self._get_or_make(requests, "isolate", axes, asked=False)
 
@@ -184,13 +194,13 @@ class UniverseGroups:
 
     def _known(self, request: GroupRequest) -> Group | None:
         group: Group | None = self._cache.get(request.axis, request.options.key)
-        handle = None if group is None else self.handles.get(group.name or "")
-        if group is None or handle is None or compat.is_alive(handle):
+        if group is None or not self._is_gone(group):
             return group
-        # The user destroyed it.
         assert group.name is not None
+        if can_be_made_again(group, self._world):
+            return group if self._lazy else None
+        # All ranks make another one.
         self._cache.remove(request.axis, request.options.key)
-        del self.handles[group.name]
         shared_as = self._shared_as(group)
         self._world.release(group.name, shared_as)
         if shared_as is not None:
@@ -201,7 +211,27 @@ class UniverseGroups:
         group: Group = self._cache.get_or_create(
             request.axis, request.options.key, lambda: self._make(request, call)
         )
+        if self._is_gone(group):
+            self._make_again(group)
         return group
+
+    def _is_gone(self, group: Group) -> bool:
+        """Whether a group was made and somebody destroyed it."""
+        name = group.name
+        if name is None or name in self.handles or name in self._world.pending:
+            return False
+        return compat.find_group(name) is None
+
+    def _make_again(self, group: Group) -> None:
+        assert group.name is not None
+        make_again(group, self._world, self._meetings)
+        self._hold(group.name)
+
+    def _hold(self, name: str, handle: compat.ProcessGroup | None = None) -> None:
+        """Keep a group that was made, until somebody destroys it."""
+        handle = handle or compat.resolve_group(name)
+        self.handles[name] = handle
+        notice(name, handle, self._world)
 
     # --- making them ----------------------------------------------------------------------------
 
@@ -217,7 +247,7 @@ class UniverseGroups:
         else:
             group = make_group(request, self._world, self._meetings, call)
             if group.name is not None:
-                self.handles[group.name] = compat.resolve_group(group.name)
+                self._hold(group.name)
         if group.name is not None and not group.borrowed:
             self._world.retain(group.name)
         return group
@@ -244,21 +274,21 @@ class UniverseGroups:
         """Make the group of this name now, if it is lazy and still to be made."""
         if name in self.handles:
             return
+        group = next((group for group in self if group.name == name), None)
+        if group is not None and self._is_gone(group) and is_for_others_too(group, self._world):
+            self._make_again(group)
+            return
         made_here = self._make_pending(name)
-        for group in self:
-            if group.name == name:
-                group.note_first_use(made_here)
+        if group is not None:
+            group.note_first_use(made_here)
 
     def _make_pending(self, name: str) -> bool:
         made_here = make_pending(name, self._world)
         try:
-            self.handles[name] = compat.resolve_group(name)
+            self._hold(name)
         except RuntimeError:
-            raise RuntimeError(
-                f"The process group {name} was destroyed, by destroy_process_group(group) or with "
-                "another universe that made it. Make the mesh again: where a group is known to be "
-                "gone, a new one is made."
-            ) from None
+            group = next((group for group in self if group.name == name), None)
+            raise RuntimeError(why_gone(group, name, self._world)) from None
         return made_here
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
@@ -273,7 +303,7 @@ class UniverseGroups:
         given = Group(request, name, "given by the user", created=False, borrowed=True)
         given.count_request(axis_name)
         self._given.append(given)
-        self.handles[name] = group
+        self._hold(name, group)
         return name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:

@@ -193,6 +193,11 @@ class World:
             self._users[group_name] += 1
             return True
 
+    def has_several_users(self, group_name: str) -> bool:
+        """Whether several universes use a group that Meshverse made."""
+        with self._lock:
+            return self._users[group_name] > 1
+
     def release(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
         """Note that one universe less uses a group; whether that was the last one.
 

@@ -34,6 +34,10 @@ _WAYS: dict[str, Callable[[StockDeviceMesh, StockDeviceMesh, Tensor], Tensor]] =
     "group of a slice made inside": lambda mesh, tp, x: funcol.all_reduce(
         x, "sum", mesh["tp"].get_group()
     ),
+    "flattened inside": lambda mesh, tp, x: funcol.all_reduce(
+        x, "sum", tp._flatten("alias").get_group()
+    ),
+    "flattened mesh": lambda mesh, tp, x: funcol.all_reduce(x, "sum", tp._flatten("alias")),
     "size of the group": lambda mesh, tp, x: x * tp.get_group().size(),
     "redistribution": lambda mesh, tp, x: _gather(tp, x),
 }
@@ -41,6 +45,7 @@ _WAYS: dict[str, Callable[[StockDeviceMesh, StockDeviceMesh, Tensor], Tensor]] =
 
 def _compiled(way: str, mesh: StockDeviceMesh) -> tuple[int, ...]:
     tp = mesh["tp"]
+    tp._flatten("alias")
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def program(x: Tensor) -> Tensor:

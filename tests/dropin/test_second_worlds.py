@@ -190,3 +190,23 @@ def test_results_are_on_the_equal_mesh_that_was_made_first(four: Crew) -> None:
     for which in SIDES:
         for told in four.run(_made_twice, 4, which):
             assert all(told.values()), (which, told)
+
+
+def _made_again() -> dict[str, Any]:
+    """What a universe leaves behind that was destroyed, in DTensor's and torch.compile's memory."""
+    with side("ours") as family:
+        compiled = torch.compile(_double, backend="aot_eager", fullgraph=True)
+        told = {}
+        for turn in ("first", "second"):
+            mesh = _mesh(family)
+            told[turn] = _calculate(mesh), tuple(compiled(_WHOLE, mesh).shape)
+            dist.barrier()
+            mesh.universe.destroy()
+        return told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mesh_may_be_made_again_when_its_universe_is_destroyed(four: Crew) -> None:
+    for told in four.run(_made_again, 4):
+        assert told == {"first": (True, (10, 6)), "second": (True, (10, 6))}

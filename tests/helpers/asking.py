@@ -121,6 +121,8 @@ USES_GROUPS_OF_MESH = {
     "get_group": "gives a group out",
     "get_all_groups": "gives groups out",
     "from_group": "takes groups that are there",
+    "under": "isolates, which names new groups",
+    "add_flattened": "takes a mesh that is there",
     "bind": "gives a mesh groups",
     "join": "gives a mesh groups",
     "abort": "ends groups",
@@ -143,11 +145,13 @@ OF_UNIVERSE: dict[str, Question] = {
         mesh.universe.known_group(axis, digest)
         for axis, digest in zip(mesh.layout, mesh.key_digests, strict=False)
     ],
+    "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
     "size": lambda mesh: mesh.universe.size,
     "serial": lambda mesh: mesh.universe.serial,
 }
 USES_GROUPS_OF_UNIVERSE = {
+    "add_flattened": "takes a mesh that is there",
     "warm_up": "makes groups",
     "bind": "gives meshes groups",
     "destroy": "ends groups",

@@ -47,6 +47,8 @@ def test_any_operation_in_a_block_gives_groups_of_its_own(mesh, operation: str) 
         assert make(mesh) is own or operation == "a further mesh"
     axis = own.mesh_dim_names[-1]
     assert own.get_group(axis) is not mesh.get_group("tp")
+    shared = {group.name for group in mesh.universe.explain().groups if not group.tag}
+    assert shared.isdisjoint(own.group_names)
     assert _ranks(own, axis) == _ranks(mesh, "tp") == [4, 5, 6, 7]
     assert own.universe is mesh.universe
     # Outside of the block everything is as it was.
@@ -57,27 +59,12 @@ def test_any_operation_in_a_block_gives_groups_of_its_own(mesh, operation: str) 
 def test_all_users_of_a_tag_share(mesh) -> None:
     with isolate("mine"):
         own = mesh["tp"]
-    with isolate("mine"), groups_created(0):
+    with isolate("mine"), groups_created(1):  # of "dp", which is of the new mesh too
         view = mesh.unflatten("tp", (4,), ("shard",))
         assert DeviceMesh.concatenate([mesh["tp"]]).get_group() is own.get_group()
     assert view.get_group("shard") is own.get_group()
     with isolate("other"), groups_created(1):
         assert mesh["tp"].get_group() is not own.get_group()
-
-
-def test_isolated_meshes_are_equal_to_the_others(mesh) -> None:
-    with isolate("mine"):
-        own = mesh["tp"]
-    assert own == mesh["tp"]
-    assert hash(own) == hash(mesh["tp"])
-    assert own is not mesh["tp"]
-
-
-def test_what_derives_from_an_isolated_mesh_stays_on_its_groups(mesh) -> None:
-    with isolate("mine"):
-        own = mesh["dp", "tp"]
-    assert own["tp"].get_group() is own.get_group("tp")
-    assert own["tp"].get_group() is not mesh.get_group("tp")
 
 
 def test_even_the_whole_world_gets_a_group_of_its_own() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from helpers.worlds import fake_world, groups_created
+from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
 
@@ -69,19 +69,6 @@ def test_groups_of_a_combined_mesh_end_with_their_universe(world) -> None:
     with pytest.raises(RuntimeError, match=r"was destroyed, by .*Make the mesh again"):
         joined.get_group("tp")
     assert joined.get_group("dp") is one.get_group("dp")
-
-
-def test_a_group_that_the_user_destroyed_is_made_anew(world) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
-    gone = mesh.get_group("tp").group_name
-    dist.destroy_process_group(mesh.get_group("tp"))
-    with pytest.raises(RuntimeError):
-        mesh.get_group("tp")
-    with groups_created(1):
-        again = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES, universe=mesh.universe)
-    assert again.get_group("tp").group_name != gone
-    assert again.get_group("dp") is mesh.get_group("dp")
-    again.universe.destroy()
 
 
 def test_a_loaded_mesh_finds_its_universe_whatever_other_meshes_were_made() -> None:

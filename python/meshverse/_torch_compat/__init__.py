@@ -18,7 +18,7 @@ from .groups import (
     default_backend,
     default_timeout,
     end_group,
-    is_alive,
+    find_group,
     live_options,
     members_only_hazard,
     needs_own_world_group,
@@ -26,10 +26,12 @@ from .groups import (
     set_up_device,
     store_of,
     thread_id,
+    when_destroyed,
     world_lifetime,
 )
 from .layouts import (
     FLATTENED_ARE_APART,
+    FLATTENING_GIVES_MESH,
     equals_stock,
     from_torch_layout,
     to_torch_layout,
@@ -48,6 +50,7 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
+from .tagged_layouts import tag_layout, tags_of, with_flattened_tag
 from .tracing import (
     has_no_values,
     hook_concatenate,
@@ -62,6 +65,7 @@ from .tracing import (
 
 __all__ = [
     "FLATTENED_ARE_APART",
+    "FLATTENING_GIVES_MESH",
     "HAS_PRESERVE_RANK_ORDER",
     "IGNORED_OPTION_FIELDS",
     "BackendOptions",
@@ -82,11 +86,11 @@ __all__ = [
     "default_timeout",
     "end_group",
     "equals_stock",
+    "find_group",
     "from_torch_layout",
     "has_no_values",
     "hook_concatenate",
     "hook_from_group",
-    "is_alive",
     "is_backend_options",
     "is_stocks_own",
     "let_compile_know",
@@ -101,9 +105,13 @@ __all__ = [
     "set_up_device",
     "stock_concatenate",
     "store_of",
+    "tag_layout",
+    "tags_of",
     "thread_id",
     "to_torch_layout",
     "untraced",
     "warn_as_stock",
+    "when_destroyed",
+    "with_flattened_tag",
     "world_lifetime",
 ]

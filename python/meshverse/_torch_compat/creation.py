@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from .groups import Ranks
 from .private_names import BackendOptions, ProcessGroup, c10d
 
 
@@ -32,9 +33,9 @@ def create_by_members(
         backend: backend string of the group.
         options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
-        name: unique in the life of the default group, the same on all members.
-        attempt: "", or the same text on all members if they try again: this attempt does not find
-            what one that failed has left in the store.
+        name: unique among the groups there are, the same on all members.
+        attempt: "", or the same text on all members if there was a group of this name before, or an
+            attempt to create one: this one does not find what is left of it in the store.
         description: shown in c10d's logs.
     """
     _, store = c10d._world.pg_map[default_group]
@@ -60,7 +61,7 @@ def create_by_members(
             # that fails when another thread makes one meanwhile; nothing was done then.
             if "changed size during iteration" not in str(error):
                 raise
-    c10d._world.pg_group_ranks[group] = dict(zip(ranks, range(len(ranks)), strict=True))
+    c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
     return cast("ProcessGroup", group)
 
 

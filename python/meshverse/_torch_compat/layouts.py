@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from typing import Any
 
 from meshverse import _core
 
-from .private_names import HAS_PRESERVE_RANK_ORDER, StockDeviceMesh, TorchLayout, stock_module
+from .private_names import HAS_PRESERVE_RANK_ORDER, StockDeviceMesh, TorchLayout
+from .tagged_layouts import FlatLayout as _FlatLayout
+from .tagged_layouts import MeshLayout as _MeshLayout
 
-_MeshLayout: Any = stock_module._MeshLayout
-# 2.13 split the one layout class: `_FlatLayout` is an axis, `_MeshLayout` a tuple of axes.
-_FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
-# Before, a mesh made by flattening has another form, and is unequal to one made otherwise.
+# Before 2.13, a mesh made by flattening has another form, and is unequal to one made otherwise.
 FLATTENED_ARE_APART = _FlatLayout is None
+# What stock's `_create_flatten_mesh` gives to `_flatten`: the mesh in 2.11; nothing in 2.13, where
+# torch.compile refuses to go on with a mesh that it was given so.
+FLATTENING_GIVES_MESH = inspect.signature(
+    StockDeviceMesh._create_flatten_mesh
+).return_annotation not in (None, "None")
 
 
 def _flat(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:

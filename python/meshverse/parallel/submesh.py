@@ -83,7 +83,7 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
             f"{mesh} is a mesh of torch's own, which has no flattened axis {str(name)!r} to find. "
             "Make it with meshverse.init_device_mesh, or call meshverse.install() before."
         )
-    flattened = mesh.universe.flattened
+    flattened = mesh._root().flattened
     if name not in flattened:
         raise KeyError(
             f"No axis {str(name)!r}: the mesh has the axes {own}, and its universe the flattened "
