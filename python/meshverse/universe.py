@@ -153,7 +153,7 @@ class Universe:
 
     def _check_ranks(self, world_size: int) -> None:
         ranks = self.rank_map
-        largest = ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
+        largest = ranks.sorted().rank_at(ranks.size - 1)
         if largest >= world_size:
             raise ValueError(
                 f"A mesh over {ranks} names rank {largest}, but the default process group has "
