@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _torch_compat as compat
-from ._core import AxisLayout, Layout, RankMap
-from .derivation import MeshDescription
+from ._core import RankMap
 from .device_mesh import DeviceMesh
 from .mesh_base import MeshBase
+from .saved_state import MeshState, SavedMesh, SavedState, read_state
 from .universe import Universe
 
 __all__ = ["load_mesh", "save_mesh"]
-
-MeshState: TypeAlias = dict[str, Any]
-"""A mesh as plain data: numbers, strings, lists and dictionaries of them."""
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
@@ -34,7 +30,7 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
         "rank": universe.rank,
         "serial": universe.serial,
-        "decoupled": mesh.decouple_backend_at_save,
+        "decoupled": bool(mesh.decouple_backend_at_save),
         "mesh": _describe(mesh),
     }
     if mesh._root_mesh is not None:
@@ -49,21 +45,27 @@ def load_mesh(state: MeshState) -> DeviceMesh:
     they exist. Where there is no such universe, or the mesh was saved with
     `decouple_backend_at_save`, it comes in a universe without process groups, which
     `mesh.bind()` gives it.
+
+    Raises:
+        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
     """
-    ranks = state["ranks"]
-    rank_map = RankMap.identity(ranks) if isinstance(ranks, int) else RankMap.from_ranks(ranks)
-    if state["decoupled"]:
-        universe = _decoupled.get((rank_map, state["serial"]))
-        if universe is None:
-            universe = Universe(rank_map, rank=state["rank"], decoupled=True)
-            _decoupled[rank_map, state["serial"]] = universe
-    else:
-        universe = Universe.find(rank_map, state["serial"])
-        if universe is None:
-            universe = Universe(rank_map, rank=None if dist.is_initialized() else state["rank"])
-    if universe.root is None and "root" in state:
-        _rebuild(state["root"], universe)
-    return _rebuild(state["mesh"], universe)
+    saved = read_state(state)
+    universe = _universe_of(saved)
+    if universe.root is None and saved.root is not None:
+        _rebuild(saved.root, universe)
+    return _rebuild(saved.mesh, universe)
+
+
+def _universe_of(saved: SavedState) -> Universe:
+    if not saved.decoupled:
+        rank = None if dist.is_initialized() else saved.rank
+        found = Universe.find(saved.rank_map, saved.serial)
+        return found or Universe(saved.rank_map, rank=rank)
+    key = saved.rank_map, saved.serial
+    universe = _decoupled.get(key)
+    if universe is None:
+        universe = _decoupled[key] = Universe(saved.rank_map, rank=saved.rank, decoupled=True)
+    return universe
 
 
 # Universes of decoupled meshes that are alive, by what they were saved from: meshes that were
@@ -84,24 +86,17 @@ def _describe(mesh: MeshBase) -> dict[str, Any]:
     }
 
 
-def _rebuild(saved: dict[str, Any], universe: Universe) -> DeviceMesh:
-    layout = Layout([AxisLayout(sizes, strides) for sizes, strides in saved["axes"]])
-    description = MeshDescription(
-        saved["device_type"],
-        layout,
-        saved["names"],
-        saved["preserve_rank_order"],
-        saved["flattened"] and compat.FLATTENED_ARE_APART,
-    )
-    return DeviceMesh._in_universe(universe, description, _known_names(saved, layout, universe))
+def _rebuild(saved: SavedMesh, universe: Universe) -> DeviceMesh:
+    return DeviceMesh._in_universe(universe, saved.description, _known_names(saved, universe))
 
 
-def _known_names(saved: dict[str, Any], layout: Layout, universe: Universe) -> list[str] | None:
+def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
+    layout = saved.description.layout
     if universe.world is None:
         return None
     if universe.position is None:
         return []
-    groups = [universe.known_group(*pair) for pair in zip(layout, saved["keys"], strict=False)]
+    groups = [universe.known_group(*pair) for pair in zip(layout, saved.keys, strict=False)]
     names = [group.name for group in groups if group is not None and group.name is not None]
     return names if len(names) == len(layout) else None
 
