@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -34,7 +33,7 @@ from .derivation import (
 )
 from .isolation import current_tag
 from .isolation import isolate as isolated
-from .mesh_base import MeshBase
+from .mesh_copies import CopyableMesh
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -50,7 +49,7 @@ from .world import World
 __all__ = ["DeviceMesh"]
 
 
-class DeviceMesh(MeshBase):
+class DeviceMesh(CopyableMesh):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -76,10 +75,6 @@ class DeviceMesh(MeshBase):
 
     The arguments that begin with an underscore are those of torch's own code.
     """
-
-    decouple_backend_at_save: ClassVar[bool] = False
-    """Whether meshes that are saved come back apart from this world: without its process groups,
-    and unequal to its meshes, until `bind()`. Otherwise a loaded mesh finds its universe again."""
 
     def __init__(
         self,
@@ -379,17 +374,6 @@ class DeviceMesh(MeshBase):
         names = self._mesh_dim_names or ()
         return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
-    def __copy__(self) -> DeviceMesh:
-        return self._saved_and_loaded() if self.decouple_backend_at_save else self
-
-    def __deepcopy__(self, memo: object) -> DeviceMesh:
-        return self.__copy__()
-
-    def _saved_and_loaded(self) -> DeviceMesh:
-        reduce: Any = copyreg.dispatch_table[DeviceMesh]
-        load, state = reduce(self)
-        return cast("DeviceMesh", load(*state))
-
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.
 
@@ -480,6 +464,9 @@ class DeviceMesh(MeshBase):
         )
         result._universe.intern(result)
         return result
+
+
+CopyableMesh.class_of_derived = DeviceMesh
 
 
 def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:

@@ -51,26 +51,68 @@ def load_mesh(state: MeshState) -> DeviceMesh:
     """
     saved = read_state(state)
     universe = _universe_of(saved)
-    if universe.root is None and saved.root is not None:
-        _rebuild(saved.root, universe)
-    return _rebuild(saved.mesh, universe)
+    return DeviceMesh._in_universe(
+        universe, saved.mesh.description, _known_names(saved.mesh, universe)
+    )
+
+
+def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
+    """A mesh of a subclass from its saved state, without what the subclass adds.
+
+    A new object each time, as in stock: what it has besides need not be what another one has.
+
+    Raises:
+        TypeError: no subclass of our `DeviceMesh`.
+        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
+    """
+    if not _is_ours(mesh_class):
+        raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
+    saved = read_state(state)
+    universe = _universe_of(saved)
+    names = _known_names(saved.mesh, universe)
+    mesh = mesh_class._made(universe, saved.mesh.description, names)
+    if universe.root is None or not mesh.has_groups:  # bind() shall find it
+        universe.intern(mesh)
+    return mesh
+
+
+def _is_ours(mesh_class: object) -> bool:
+    return isinstance(mesh_class, type) and issubclass(mesh_class, DeviceMesh)
 
 
 def _universe_of(saved: SavedState) -> Universe:
-    if not saved.decoupled:
-        rank = None if dist.is_initialized() else saved.rank
-        found = Universe.find(saved.rank_map, saved.serial)
-        return found or Universe(saved.rank_map, rank=rank)
-    key = saved.rank_map, saved.serial
-    universe = _decoupled.get(key)
-    if universe is None:
-        universe = _decoupled[key] = Universe(saved.rank_map, rank=saved.rank, decoupled=True)
+    universe = _live_universe_of(saved) or _universe_apart_of(saved)
+    if universe.root is None and saved.root is not None:
+        names = _known_names(saved.root, universe)
+        DeviceMesh._in_universe(universe, saved.root.description, names)
     return universe
 
 
-# Universes of decoupled meshes that are alive, by what they were saved from: meshes that were
-# saved one by one from one universe are in one universe again.
-_decoupled: weakref.WeakValueDictionary[tuple[RankMap, int], Universe] = (
+def _live_universe_of(saved: SavedState) -> Universe | None:
+    if saved.decoupled:
+        return None
+    universe = Universe.find(saved.rank_map, saved.serial)
+    if universe is None and dist.is_initialized():
+        return Universe(saved.rank_map)
+    # A process without process groups is no rank: it may load what several ranks have saved.
+    is_of_rank = universe is not None and (
+        universe.world is not None or universe.rank == saved.rank
+    )
+    return universe if is_of_rank else None
+
+
+def _universe_apart_of(saved: SavedState) -> Universe:
+    key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
+    universe = _apart.get(key)
+    if universe is None:
+        universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
+        _apart[key] = universe
+    return universe
+
+
+# Universes without process groups that are alive, by what they were saved from: meshes that one
+# rank saved one by one from one universe are in one universe again.
+_apart: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
     weakref.WeakValueDictionary()
 )
 
@@ -86,10 +128,6 @@ def _describe(mesh: MeshBase) -> dict[str, Any]:
     }
 
 
-def _rebuild(saved: SavedMesh, universe: Universe) -> DeviceMesh:
-    return DeviceMesh._in_universe(universe, saved.description, _known_names(saved, universe))
-
-
 def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
     layout = saved.description.layout
     if universe.world is None:
@@ -101,9 +139,11 @@ def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
     return names if len(names) == len(layout) else None
 
 
-def _reduce(mesh: DeviceMesh) -> tuple[Any, tuple[MeshState]]:
-    return load_mesh, (save_mesh(mesh),)
+def _reduce(mesh: DeviceMesh) -> tuple[Any, ...]:
+    if type(mesh) is DeviceMesh:
+        return load_mesh, (save_mesh(mesh),)
+    return load_mesh_as, (type(mesh), save_mesh(mesh)), mesh.__getstate__()
 
 
 copyreg.pickle(DeviceMesh, _reduce)
-torch.serialization.add_safe_globals([load_mesh])
+torch.serialization.add_safe_globals([load_mesh, load_mesh_as])
