@@ -102,10 +102,15 @@ class MeshBase(StockDeviceMesh):
     ) -> Self:
         """A mesh of this class that the universe does not know."""
         mesh = object.__new__(cls)
-        mesh._describe(description)
-        mesh._enter(universe)
-        mesh._take_group_names(group_names)
+        mesh._fill(universe, description, group_names)
         return mesh
+
+    def _fill(
+        self, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> None:
+        self._describe(description)
+        self._enter(universe)
+        self._take_group_names(group_names)
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
         """Have these process groups, one an axis; or none at all."""

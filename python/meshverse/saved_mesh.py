@@ -15,7 +15,7 @@ from .mesh_base import MeshBase
 from .saved_state import MeshState, SavedMesh, SavedState, read_state
 from .universe import Universe
 
-__all__ = ["load_mesh", "save_mesh"]
+__all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
@@ -31,10 +31,10 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
         "rank": universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
-        "mesh": _describe(mesh),
+        "mesh": mesh_fields(mesh),
     }
     if mesh._root_mesh is not None:
-        state["root"] = _describe(mesh._root())
+        state["root"] = mesh_fields(mesh._root())
     return state
 
 
@@ -50,7 +50,7 @@ def load_mesh(state: MeshState) -> DeviceMesh:
         ValueError: a state that `save_mesh` could not have written; nothing is changed then.
     """
     saved = read_state(state)
-    universe = _universe_of(saved)
+    universe = universe_of(saved)
     return DeviceMesh._in_universe(
         universe, saved.mesh.description, _known_names(saved.mesh, universe)
     )
@@ -68,7 +68,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     if not _is_ours(mesh_class):
         raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
     saved = read_state(state)
-    universe = _universe_of(saved)
+    universe = universe_of(saved)
     names = _known_names(saved.mesh, universe)
     mesh = mesh_class._made(universe, saved.mesh.description, names)
     if universe.root is None or not mesh.has_groups:  # bind() shall find it
@@ -80,7 +80,8 @@ def _is_ours(mesh_class: object) -> bool:
     return isinstance(mesh_class, type) and issubclass(mesh_class, DeviceMesh)
 
 
-def _universe_of(saved: SavedState) -> Universe:
+def universe_of(saved: SavedState) -> Universe:
+    """The universe that a saved mesh comes into: a live one, or one without process groups."""
     universe = _live_universe_of(saved) or _universe_apart_of(saved)
     if universe.root is None and saved.root is not None:
         names = _known_names(saved.root, universe)
@@ -117,7 +118,8 @@ _apart: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = 
 )
 
 
-def _describe(mesh: MeshBase) -> dict[str, Any]:
+def mesh_fields(mesh: MeshBase) -> dict[str, Any]:
+    """What a saved state says of one mesh."""
     return {
         "device_type": mesh.device_type,
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],

@@ -203,6 +203,21 @@ class Universe:
         along = self._groups.along(axis) if self._groups is not None else ()
         return next((g for g in along if g.request.options.key.digest == key_digest), None)
 
+    def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
+        """The group of an axis of which only the name is known; None if there is none. O(groups).
+
+        One without a tag before one with, then one that was asked for by this name, then the one
+        that was made first: the same on all ranks.
+        """
+        along = self._groups.along(axis) if self._groups is not None else []
+        return min(
+            along, key=lambda g: (g.request.options.tag, axis_name not in g.requests), default=None
+        )
+
+    def has_made(self, group_name: str) -> bool:
+        """Whether this is the c10d name of a group that was made here: not given, nor default."""
+        return any(g.name == group_name and not g.borrowed for g in self._groups or ())
+
     def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
         """Digest of the options key of the group with this name along an axis; None if unknown."""
         along = self._groups.along(axis) if self._groups is not None else ()
@@ -285,6 +300,17 @@ class Universe:
         for key, mesh in sorted(bare.items(), key=lambda item: str(item[1].description)):
             mesh.join(target)
             del self._meshes[key]
+
+    @classmethod
+    def all_over(cls, rank_map: RankMap) -> list[Universe]:
+        """The live universes of these ranks in this world; first those that made groups."""
+        world = World.current()
+        alive = [
+            universe
+            for universe in _universes.alive()
+            if universe.rank_map == rank_map and universe.world is world and universe._ended is None
+        ]
+        return sorted(alive, key=lambda universe: (not universe._is_kept, universe.serial))
 
     @classmethod
     def find(cls, rank_map: RankMap, serial: int) -> Universe | None:

@@ -45,6 +45,7 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
+from .saved_stock import StockState, hook_setstate, is_made_by_stock, read_stock_state
 from .tracing import (
     has_no_values,
     hook_concatenate,
@@ -64,6 +65,7 @@ __all__ = [
     "BackendOptions",
     "ProcessGroup",
     "StockDeviceMesh",
+    "StockState",
     "TorchLayout",
     "abort_all",
     "bound_to_device",
@@ -83,8 +85,10 @@ __all__ = [
     "has_no_values",
     "hook_concatenate",
     "hook_from_group",
+    "hook_setstate",
     "is_alive",
     "is_backend_options",
+    "is_made_by_stock",
     "lacks_memory",
     "let_compile_know",
     "lies_in_memory",
@@ -92,6 +96,7 @@ __all__ = [
     "members_only_hazard",
     "needs_own_world_group",
     "options_timeout",
+    "read_stock_state",
     "real_mesh",
     "resolve_group",
     "said_timeout",
