@@ -27,13 +27,25 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
             (sparse, quantized, DTensor, most wrapper subclasses).
         TypeError: nothing that `torch.tensor` takes.
     """
-    values = _dense(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
+    if isinstance(given, torch.Tensor):
+        if given.is_meta or compat.has_no_values(given):
+            raise _without_values(given)
+        with compat.untraced():
+            if compat.lies_in_memory(given):
+                return _checked(given.detach())
+        values = _told_by(given)
+    else:
+        values = _tensor_of(given)
     with compat.untraced():
-        ranks = values.to(torch.int64).contiguous()
-        if ranks.numel() == 0:
-            raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
-        if not torch.equal(ranks.to(values.dtype), values) or not _in_range(ranks):
-            raise ValueError(_what_is_no_rank(values, ranks))
+        return _checked(values)
+
+
+def _checked(values: torch.Tensor) -> torch.Tensor:
+    ranks = values.to(torch.int64).contiguous()
+    if ranks.numel() == 0:
+        raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
+    if not _are_whole(values, ranks) or not _in_range(ranks):
+        raise ValueError(_what_is_no_rank(values, ranks))
     return ranks
 
 
@@ -48,17 +60,16 @@ def rank_map_of(plain: torch.Tensor) -> RankMap:
     return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
 
 
-def _dense(given: torch.Tensor) -> torch.Tensor:
-    """A tensor whose values are in memory, and the same as those given."""
-    if given.is_meta or compat.has_no_values(given):
-        kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
-        raise error(  # as stock
-            f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
-            "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
-        )
-    with compat.untraced():
-        if compat.lies_in_memory(given):
-            return given.detach()
+def _without_values(given: torch.Tensor) -> RuntimeError:
+    kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
+    return error(  # as stock
+        f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
+        "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
+    )
+
+
+def _told_by(given: torch.Tensor) -> torch.Tensor:
+    """What a tensor whose memory is not to be read says that its values are."""
     if compat.lacks_memory(given):
         raise RuntimeError(_what_cannot_be_read(given, "its memory was taken away"))
     try:
@@ -101,6 +112,13 @@ def _tensor_of(values: ArrayLike) -> torch.Tensor:
         if not read.is_floating_point():
             return read
         return torch.tensor(values, device="cpu", dtype=torch.float64)  # float32 rounds
+
+
+def _are_whole(values: torch.Tensor, ranks: torch.Tensor) -> bool:
+    # Integers of other types fit, but for uint64's, which come out negative.
+    if not values.is_floating_point() and not values.is_complex():
+        return True
+    return torch.equal(ranks.to(values.dtype), values)
 
 
 def _in_range(ranks: torch.Tensor) -> bool:

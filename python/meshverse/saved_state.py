@@ -108,16 +108,15 @@ _Reader: TypeAlias = Callable[[Any, str], Any]
 def _read_fields(
     values: object, name: str, readers: Mapping[str, _Reader], optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    wanted = f"a dictionary with the fields {', '.join(readers)}"
     if not isinstance(values, dict):
-        raise _refusal(name, values, wanted)
-    wrong = sorted(map(str, (set(readers) ^ set(values)) - set(optional)))
+        raise _refusal(name, values, f"a dictionary with the fields {', '.join(readers)}")
+    wrong = (readers.keys() ^ values.keys()).difference(optional)
     if wrong:
         raise _refusal(
             name,
             list(values),
-            f"{wanted}. Missing or unknown: {_shown(wrong)}; another version of meshverse may have "
-            "saved it",
+            f"a dictionary with the fields {', '.join(readers)}. Missing or unknown: "
+            f"{_shown(sorted(map(str, wrong)))}; another version of meshverse may have saved it",
         )
     inside = "" if name == "state" else f"{name}."
     return {field: readers[field](value, f"{inside}{field}") for field, value in values.items()}

@@ -121,7 +121,7 @@ def test_derived_meshes_are_of_the_class_stocks_are_of(world) -> None:
         derived = [
             mesh["tp"],
             mesh._flatten("all"),
-            mesh._unflatten("tp", (2, 2), ("a", "b")),
+            mesh._unflatten(1, (2, 2), ("a", "b")),
             mesh_class._concatenate([mesh["dp"], mesh["tp"]]),
             *mesh._get_all_submeshes("tp"),
             mesh_class.from_group(group, "cpu"),
@@ -135,7 +135,7 @@ def test_an_equal_mesh_of_another_class_is_not_taken_for_it(world) -> None:
     plain = init_device_mesh("cpu", (2, 4), mesh_dim_names=_NAMES, universe=mesh.universe)
     for one in (
         DeviceMesh.concatenate([mesh["dp"], mesh["tp"]]),
-        mesh["tp"]._get_root_mesh()["dp", "tp"]._unflatten("dp", (2,), ("dp",)),
+        mesh["tp"]._get_root_mesh()["dp", "tp"]._unflatten(0, (2,), ("dp",)),
         pickle.loads(pickle.dumps(plain)),
     ):
         assert one == mesh
