@@ -98,7 +98,7 @@ constexpr char kHowToMakeRankMap[] =
 RankMap::Ptr new_rank_map(const py::object&, const py::object& size_or_ranks) {
   if (size_or_ranks.is_none()) throw py::type_error(kHowToMakeRankMap);
   if (py::isinstance<py::int_>(size_or_ranks)) {
-    return RankMap::identity(size_or_ranks.cast<std::int64_t>());
+    return RankMap::identity(to_one_or_more_integers(size_or_ranks, "size").front());
   }
   return from_ranks(size_or_ranks);
 }

@@ -33,15 +33,16 @@ std::int64_t to_integer(py::handle value, const char* name) {
 }  // namespace
 
 std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
+  // A tuple of its own: __index__ of an item is the caller's code, which may change a list.
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Tuple(values.ptr()));
   if (!items) {
     throw_type_error(std::string(name) + " must be a sequence of integers, got " + shown(values));
   }
   std::vector<std::int64_t> integers;
-  const Py_ssize_t length = PySequence_Fast_GET_SIZE(items.ptr());
+  const Py_ssize_t length = PyTuple_GET_SIZE(items.ptr());
   integers.reserve(static_cast<std::size_t>(length));
   for (Py_ssize_t i = 0; i < length; ++i) {
-    integers.push_back(to_integer(PySequence_Fast_GET_ITEM(items.ptr(), i), name));
+    integers.push_back(to_integer(PyTuple_GET_ITEM(items.ptr(), i), name));
   }
   return integers;
 }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -33,6 +32,7 @@ from .derivation import (
 )
 from .equal_roots import note_root
 from .isolation import check_tag, current_tag, merge_tags, own_tag, tag_inside
+from .mesh_copies import CopyableMesh
 from .mesh_input import (
     ArrayLike,
     AxisNames,
@@ -55,7 +55,7 @@ _SLICES_A_FLATTENED_AXIS = (
 )
 
 
-class DeviceMesh(PlacedMesh):
+class DeviceMesh(PlacedMesh, CopyableMesh):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -81,10 +81,6 @@ class DeviceMesh(PlacedMesh):
 
     The arguments that begin with an underscore are those of torch's own code.
     """
-
-    decouple_backend_at_save: ClassVar[bool] = False
-    """Whether meshes that are saved come back apart from this world: without its process groups,
-    and unequal to its meshes, until `bind()`. Otherwise a loaded mesh finds its universe again."""
 
     def __init__(
         self,
@@ -397,17 +393,6 @@ class DeviceMesh(PlacedMesh):
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
         return first._derive(description, _joined_group_names(axes))
 
-    def __copy__(self) -> DeviceMesh:
-        return self._saved_and_loaded() if self.decouple_backend_at_save else self
-
-    def __deepcopy__(self, memo: object) -> DeviceMesh:
-        return self.__copy__()
-
-    def _saved_and_loaded(self) -> DeviceMesh:
-        reduce: Any = copyreg.dispatch_table[DeviceMesh]
-        load, state = reduce(self)
-        return cast("DeviceMesh", load(*state))
-
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.
 
@@ -505,6 +490,9 @@ class DeviceMesh(PlacedMesh):
         result._universe.intern(result)
         note_root(result)
         return result
+
+
+CopyableMesh.class_of_derived = DeviceMesh
 
 
 def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:

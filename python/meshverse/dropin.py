@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
 from .device_mesh import DeviceMesh
+from .stock_pickles import take_in
 from .universe import share_world_wide
 
 __all__ = ["install", "installed", "uninstall"]
@@ -51,6 +52,7 @@ DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-de
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
 compat.hook_from_group(DeviceMesh.from_group, _is_installed)
+compat.hook_setstate(lambda mesh, state: take_in(mesh, state, is_installed=_is_installed()))
 compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
 
 
@@ -81,7 +83,8 @@ def uninstall() -> None:
     """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again.
 
     What importing Meshverse leaves on torch's class stays, and passes everything on to stock:
-    `__new__`, `from_group` and `_concatenate`, which still combines our meshes as ours.
+    `__new__`, `from_group`, `_concatenate`, which still combines our meshes as ours, and
+    `__setstate__`, which still loads a stock mesh onto our groups where only those are here.
 
     Root meshes built from now on share no process groups. Blocks of `installed()` that are open
     stay in force to their end.

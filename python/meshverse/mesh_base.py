@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
@@ -21,7 +21,29 @@ from .isolation import current_tag, merge_tags, tag_inside, tag_parts
 from .universe import Universe
 from .world import World
 
-__all__ = ["MeshBase"]
+__all__ = ["ATTRIBUTES", "MeshBase"]
+
+# All that is set on a mesh here, for what tells it from what a subclass adds.
+ATTRIBUTES = frozenset(
+    {
+        "_coordinate_on_dim",
+        "_description",
+        "_device_type",
+        "_dim_group_names",
+        "_flatten_mapping",
+        "_hash",
+        "_identity",
+        "_mesh_dim_names",
+        "_pg_registry",
+        "_preserve_rank_order",
+        "_rank",
+        "_root_mesh",
+        "_shape",
+        "_slices",
+        "_thread_id",
+        "_universe",
+    }
+)
 
 # Up to here a mesh is hashed when it is made, as stock's is prepared for it: torch will ask, and it
 # takes microseconds. In larger worlds it would not, the first time.
@@ -34,6 +56,7 @@ class MeshBase(StockDeviceMesh):
     It has no constructor: a subclass calls `_describe`, then `_enter`.
     """
 
+    class_of_derived: ClassVar[type[MeshBase]]
     _dim_group_names: list[str]  # type: ignore[assignment]  # read and written by torch too
 
     def _describe(self, description: MeshDescription) -> None:
@@ -67,12 +90,28 @@ class MeshBase(StockDeviceMesh):
     def _in_universe(
         cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> Self:
-        """The one mesh of a universe with this description and these groups (None: without)."""
-        mesh = object.__new__(cls)
-        mesh._describe(description)
-        mesh._enter(universe)
-        mesh._take_group_names(group_names)
+        """The one mesh of a universe with this description and these groups (None: without).
+
+        Of `class_of_derived`, whatever subclass it is derived from, as in stock.
+        """
+        mesh = cls.class_of_derived._made(universe, description, group_names)
         return cast("Self", universe.intern(mesh))
+
+    @classmethod
+    def _made(
+        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """A mesh of this class that the universe does not know."""
+        mesh = object.__new__(cls)
+        mesh._fill(universe, description, group_names)
+        return mesh
+
+    def _fill(
+        self, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> None:
+        self._describe(description)
+        self._enter(universe)
+        self._take_group_names(group_names)
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
         """Have these process groups, one an axis; or none at all."""
@@ -123,7 +162,12 @@ class MeshBase(StockDeviceMesh):
 
     @property
     def intern_key(self) -> Hashable:
-        """What makes this mesh itself within its universe: description and process groups."""
+        """What makes this mesh itself within its universe: description and process groups.
+
+        One of a subclass is only itself: what it has besides, nobody knows.
+        """
+        if type(self) is not self.class_of_derived:
+            return id(self)  # the universe keeps it, so no other mesh there will have this id
         return self._description, self.group_names
 
     def join(self, universe: Universe) -> None:
@@ -212,7 +256,7 @@ class MeshBase(StockDeviceMesh):
 
     def under(self, tags: Sequence[str]) -> Self:
         """This mesh under other isolation tags, to be a root: its groups are made when used."""
-        mesh = object.__new__(type(self))
+        mesh = object.__new__(cast("type[Self]", self.class_of_derived))
         mesh._describe(self._description.with_tags(tags))
         mesh._enter(self._universe)
         mesh.take_root(None)

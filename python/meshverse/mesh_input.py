@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
+import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from . import _torch_compat as compat
 from ._core import Layout, RankMap
+from .rank_tensors import LARGEST_RANK, ArrayLike, plain_ranks, rank_map_of
 
 if TYPE_CHECKING:
     from .universe import Universe
@@ -27,9 +28,6 @@ __all__ = [
     "read_ranks",
 ]
 
-ArrayLike: TypeAlias = Any
-"""Whatever `torch.tensor` takes: nested sequences of integers, a numpy array."""
-
 AxisNames: TypeAlias = "tuple[str, ...]"
 
 
@@ -38,15 +36,10 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
 
     Raises:
         ValueError: no ranks, repeated or negative ranks, or values that are no integers.
+        RuntimeError: a tensor whose values cannot be read.
     """
-    with compat.untraced():
-        given = mesh.detach().cpu() if isinstance(mesh, torch.Tensor) else torch.tensor(mesh)
-        ranks = given.to(torch.int64).contiguous()
-        if not torch.equal(ranks.to(given.dtype), given):
-            raise ValueError(f"A mesh holds global ranks, which are integers, but got {given}.")
-    if ranks.numel() == 0:
-        raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
-    return Layout.from_shape(tuple(ranks.shape)), _rank_map_at(ranks)
+    ranks = plain_ranks(mesh)
+    return Layout.from_shape(tuple(ranks.shape)), rank_map_of(ranks)
 
 
 def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
@@ -54,8 +47,17 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
 
     Raises:
         ValueError: no ranks, repeated or negative ranks, or values that are no integers.
+        RuntimeError: a tensor whose values cannot be read.
+        TypeError: a bool, or nothing that lists integers.
     """
-    return RankMap.identity(ranks) if isinstance(ranks, int) else read_mesh(ranks)[1]
+    if isinstance(ranks, bool):
+        raise TypeError(f"Ranks are a number of ranks or list global ranks, but got {ranks}.")
+    if not isinstance(ranks, numbers.Integral):
+        return rank_map_of(plain_ranks(ranks))
+    size = int(ranks)
+    if size > LARGEST_RANK + 1:
+        raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
+    return RankMap.identity(size)
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:
@@ -63,22 +65,13 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
 
     Raises:
         ValueError: repeated or negative ranks, or a tensor of another dimension.
+        RuntimeError: a tensor whose values cannot be read.
     """
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
     if compat.has_no_values(ranks):  # torch's init_device_mesh made it: always 0, 1, 2, ...
         return RankMap.identity(ranks.numel())
-    if type(ranks) is not torch.Tensor:  # one per simulated rank, all alike, in LocalTensor mode
-        return RankMap.from_ranks(ranks.tolist())
-    with compat.untraced():
-        return _rank_map_at(ranks.detach().to("cpu", torch.int64).contiguous())
-
-
-def _rank_map_at(ranks: torch.Tensor) -> RankMap:
-    # The memory of a contiguous int64 tensor as a buffer, without numpy; the tensor outlives it.
-    # ctypes spells the format "<q", the cast makes that "q".
-    memory = (ctypes.c_int64 * ranks.numel()).from_address(ranks.data_ptr())
-    return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
+    return rank_map_of(plain_ranks(ranks))
 
 
 def read_groups(
@@ -90,11 +83,13 @@ def read_groups(
 
     Raises:
         ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
-            `names` is missing, or `mesh` has another number of axes than groups.
+            `names` is missing, or `mesh` has another number of axes than groups; or its values
+            are no ranks.
+        RuntimeError: `mesh` is a tensor whose values cannot be read.
     """
     if isinstance(group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
-        if mesh is not None and torch.as_tensor(mesh).tolist() != ranks:
+        if mesh is not None and not _lists(mesh, ranks):
             raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
         return [group], ranks
     groups = list(group)
@@ -104,13 +99,24 @@ def read_groups(
         raise ValueError("Must pass mesh if passing multiple ProcessGroups")
     if names is None:
         raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
-    given = torch.as_tensor(mesh)
-    if given.ndim != len(groups):
+    ranks_of_mesh = plain_ranks(mesh)
+    if ranks_of_mesh.ndim != len(groups):
         raise ValueError(
             "Expects mesh with ndim equal to number of ProcessGroups but got mesh "
-            f"{given.tolist()} and {len(groups)} ProcessGroups"
+            f"{ranks_of_mesh.tolist()} and {len(groups)} ProcessGroups"
         )
-    return groups, mesh
+    return groups, ranks_of_mesh
+
+
+def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
+    try:
+        return bool(plain_ranks(mesh).tolist() == ranks)
+    except ValueError:
+        return False
+    except (RuntimeError, TypeError):
+        if isinstance(mesh, torch.Tensor):
+            raise  # it cannot be read: who knows what ranks it has
+        return False
 
 
 def check_device_type(device_type: str) -> None:

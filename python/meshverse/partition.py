@@ -44,7 +44,7 @@ def init_mesh_partition(
         >>> meshes["reference"].mesh.tolist()  # doctest: +SKIP
         [8, 9, 10, 11]
     """
-    placed = [name for name, part in parts.items() if "ranks" in part]
+    placed = [name for name, part in parts.items() if part.get("ranks") is not None]
     if placed and len(placed) < len(parts):
         raise ValueError(
             f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
@@ -54,8 +54,9 @@ def init_mesh_partition(
     first = 0
     for name, part in parts.items():
         size = Layout.from_shape(tuple(part["mesh_shape"])).size
-        given = part.get("ranks", range(first, first + size))
-        ranks[name] = read_rank_map(given).ranks().tolist()  # whatever lists them
+        given = part.get("ranks")
+        following = range(first, first + size) if given is None else given
+        ranks[name] = read_rank_map(following).ranks().tolist()  # whatever lists them
         first += size
     _check_disjoint(ranks)
     _check_world(ranks)

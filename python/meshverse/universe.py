@@ -167,7 +167,7 @@ class Universe:
 
     def _check_ranks(self, world_size: int) -> None:
         ranks = self.rank_map
-        largest = ranks.size - 1 if ranks.is_identity else int(self.rank_views.tensor.max())
+        largest = ranks.sorted().rank_at(ranks.size - 1)
         if largest >= world_size:
             raise ValueError(
                 f"A mesh over {ranks} names rank {largest}, but the default process group has "
@@ -216,6 +216,21 @@ class Universe:
         """The group of an axis with this options key, if there is one already. O(groups)."""
         along = self._groups.along(axis) if self._groups is not None else ()
         return next((g for g in along if g.request.options.key.digest == key_digest), None)
+
+    def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
+        """The group of an axis of which only the name is known; None if there is none. O(groups).
+
+        One without a tag before one with, then one that was asked for by this name, then the one
+        that was made first: the same on all ranks.
+        """
+        along = self._groups.along(axis) if self._groups is not None else []
+        return min(
+            along, key=lambda g: (g.request.options.tag, axis_name not in g.requests), default=None
+        )
+
+    def has_made(self, group_name: str) -> bool:
+        """Whether this is the c10d name of a group that was made here: not given, nor default."""
+        return any(g.name == group_name and not g.borrowed for g in self._groups or ())
 
     def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
         """Digest of the options key of the group with this name along an axis; None if unknown."""
@@ -315,6 +330,20 @@ class Universe:
             del self._meshes[key]
 
     @classmethod
+    def all_over(cls, rank_map: RankMap) -> list[Universe]:
+        """The live universes of these ranks in this world; first those that made groups."""
+        return sorted(cls._alive(rank_map), key=lambda universe: universe._distance(0, ()))
+
+    @classmethod
+    def _alive(cls, rank_map: RankMap) -> list[Universe]:
+        world = World.current()
+        return [
+            universe
+            for universe in _universes.alive()
+            if universe.rank_map == rank_map and universe.world is world and universe._ended is None
+        ]
+
+    @classmethod
     def find(
         cls, rank_map: RankMap, serial: int, groups: Collection[tuple[AxisLayout, str | None]] = ()
     ) -> Universe | None:
@@ -328,12 +357,7 @@ class Universe:
             serial: of the universe that is wanted.
             groups: axis layouts of groups in it, with the digests of their options keys.
         """
-        world = World.current()
-        alive = [
-            universe
-            for universe in _universes.alive()
-            if universe.rank_map == rank_map and universe.world is world and universe._ended is None
-        ]
+        alive = cls._alive(rank_map)
         return min(alive, key=lambda universe: universe._distance(serial, groups), default=None)
 
     def _distance(

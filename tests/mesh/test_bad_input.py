@@ -116,7 +116,7 @@ _REFUSED_HERE = {
     "ranks that are no integers": (
         lambda: DeviceMesh("cpu", [0.5, 5.0]),
         ValueError,
-        r"integers, but got.*0\.5",
+        r"integers from 0 to .*, but got 0\.5",
     ),
     "ranks on no device": (
         lambda: DeviceMesh("cpu", torch.empty(2, device="meta")),

@@ -180,3 +180,20 @@ def test_a_process_without_process_groups_loads_it(tmp_path: Path, world) -> Non
             "After init_process_group(), call mesh.bind() on all its ranks."
         ),
     ]
+
+
+def test_what_several_ranks_saved_is_told_apart_by_one_process() -> None:
+    saved = []
+    for rank in (5, 3):
+        with fake_world(8, rank):
+            mesh = _MESHES["root"]()
+            saved.append((pickle.dumps(mesh), pickle.dumps(mesh["tp"])))
+    for decoupled in (False, True):
+        loaded = [[load_mesh(_state_of(one, decoupled)) for one in both] for both in saved]
+        assert [root.get_coordinate() for root, _ in loaded] == [(1, 1), (0, 3)]
+        assert [part.mesh.tolist() for _, part in loaded] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+        assert all(root["tp"] is part for root, part in loaded)
+
+
+def _state_of(saved: bytes, decoupled: bool) -> Any:
+    return {**save_mesh(pickle.loads(saved)), "decoupled": decoupled}

@@ -11,11 +11,11 @@ from meshverse._torch_compat import private_names as compat
 
 _OWNERS = {
     name: getattr(compat, name)
-    for name in ("c10d", "opaque_object", "stock_module", "StockDeviceMesh")
+    for name in ("c10d", "opaque_object", "python_dispatch", "stock_module", "StockDeviceMesh")
 }
 # Modules of torch that are private themselves: whatever is used of them counts.
 _PRIVATE_OWNERS = {
-    name: getattr(compat, name) for name in ("c10d_core", "fake_tensor", "proxy_tensor")
+    name: getattr(compat, name) for name in ("c10d_core", "c_extension", "fake_tensor", "functorch")
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
@@ -77,3 +79,17 @@ def test_pipeline_stages_of_unequal_shape(crew: Crew, on_members_only: bool) -> 
         members = [(0, 1, 2, 3), (5, 7), (4, 6)][stage]
         assert rank in members
         assert [member for member, got in enumerate(reached) if got] == list(members)
+
+
+def _of_an_asynchronous_result() -> dict[str, Any]:
+    # Ranks count down from the last one, so that the order is told too.
+    mine = torch.tensor([dist.get_world_size() - 1 - dist.get_rank()])
+    gathered = functional.all_gather_tensor(mine, 0, dist.group.WORLD)
+    assert type(gathered) is functional.AsyncCollectiveTensor
+    mesh = DeviceMesh("cpu", gathered, mesh_dim_names=("world",))
+    return {"ranks": mesh.mesh.tolist(), "reached": reached_by(mesh.get_group())}
+
+
+def test_ranks_that_were_gathered_and_not_waited_for(crew: Crew) -> None:
+    for answer in crew.run(_of_an_asynchronous_result, 4):
+        assert answer == {"ranks": [3, 2, 1, 0], "reached": [1, 1, 1, 1]}

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_core
+from torch._functorch import pyfunctorch as functorch
 from torch._library import opaque_object
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh as stock_module
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
-from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch as python_dispatch
 
 __all__ = [
     "HAS_PRESERVE_RANK_ORDER",
@@ -28,12 +29,16 @@ __all__ = [
     "TorchLayout",
     "c10d",
     "c10d_core",
+    "c_extension",
     "fake_tensor",
+    "functorch",
     "opaque_object",
-    "proxy_tensor",
+    "python_dispatch",
     "require_supported_torch",
     "stock_module",
 ]
+
+c_extension: Any = torch._C
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 BackendOptions: TypeAlias = Any
@@ -59,15 +64,18 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_world"),
     (stock_module, "_MeshLayout"),
     (c10d_core, "Backend"),
+    (c_extension, "DisableTorchFunction"),
+    (c_extension, "_dispatch_keys"),
     (fake_tensor, "FakeTensor"),
-    (fake_tensor, "unset_fake_temporarily"),
-    (proxy_tensor, "disable_proxy_modes_tracing"),
+    (functorch, "temporarily_clear_interpreter_stack"),
+    (python_dispatch, "_disable_current_modes"),
     (dist.ProcessGroup, "_device_types"),
     (dist.ProcessGroup, "_get_backend"),
     (StockDeviceMesh, "_setup_world_group_and_device"),
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
     (StockDeviceMesh, "_get_root_mesh"),
+    (StockDeviceMesh, "__setstate__"),
 )
 _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
     (opaque_object, "_OPAQUE_TYPES"),

@@ -14,9 +14,11 @@ import torch
 from .private_names import (
     MESHES_ARE_OPAQUE,
     StockDeviceMesh,
+    c_extension,
     fake_tensor,
+    functorch,
     opaque_object,
-    proxy_tensor,
+    python_dispatch,
     stock_module,
 )
 
@@ -127,10 +129,52 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Make real CPU tensors inside, whatever fake or proxy mode or default device is active."""
+    """Make ordinary CPU tensors inside, whatever modes, transforms or default device are active.
+
+    Neither fake, proxy, functional nor the user's own modes see what is done inside, and what is
+    made inside `torch.func.grad` and the like is not wrapped for it. 2.11-2.15.
+    """
     with (
-        fake_tensor.unset_fake_temporarily(),
-        proxy_tensor.disable_proxy_modes_tracing(),
-        torch.device("cpu"),
+        python_dispatch._disable_current_modes(),
+        functorch.temporarily_clear_interpreter_stack(),
+        c_extension.DisableTorchFunction(),  # modes, among which is the default device
+        torch.inference_mode(False),
     ):
         yield
+
+
+@functools.cache
+def _ordinary_keys() -> frozenset[int]:
+    # Those that a tensor has whose values lie in memory as they are. Lazy, wrapped, sparse,
+    # quantized, meta and other tensors have one more, or another.
+    with untraced():
+        ordinary = torch.empty(0, device="cpu")
+        with torch.inference_mode():
+            of_inference = torch.empty(0, device="cpu")
+    return frozenset(c_extension._dispatch_keys(t).raw_repr() for t in (ordinary, of_inference))
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read from this process's memory by their address.
+
+    True for a dense CPU tensor, Parameter included, and for no subclass that could mean something
+    else; false where values are still to be negated, or stand in another tensor.
+    """
+    is_exact = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_exact and _is_ordinary(tensor) and not lacks_memory(tensor)
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether torch would read a dense CPU tensor's values from where there are none.
+
+    Memory can be taken from under a tensor: `untyped_storage().resize_(0)`, as FSDP does.
+    """
+    if not _is_ordinary(tensor) or tensor.numel() == 0:
+        return False
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < needed
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return c_extension._dispatch_keys(tensor).raw_repr() in _ordinary_keys()
