@@ -89,9 +89,8 @@ def _tensors_that_were_there() -> dict[str, Any]:
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh["dp"])
     nn.init.constant_(model.weight, 0.5)
     first = _step(model)
-    compiled = torch.compile(
-        lambda x: funcol.all_reduce(x, "sum", mesh["tp"]) + 1, backend="aot_eager"
-    )
+    tp = mesh["tp"]
+    compiled = torch.compile(lambda x: funcol.all_reduce(x, "sum", tp) + 1, backend="aot_eager")
     told = {"before": (tensor.full_tensor().equal(_WHOLE), compiled(torch.ones(2)).tolist())}
     _destroy(view)
     told["after"] = (tensor.full_tensor().equal(_WHOLE), compiled(torch.ones(2)).tolist())
