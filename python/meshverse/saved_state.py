@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from . import _torch_compat as compat
 from ._core import AxisLayout, Layout, RankMap
 from .derivation import MeshDescription
-from .isolation import check_tag
+from .isolation import check_tag, tag_parts
 from .mesh_input import check_axis_names, check_layout
 from .rank_tensors import LARGEST_RANK
 
@@ -164,10 +164,13 @@ def _read_keys(keys: Any, name: str) -> tuple[str | None, ...]:
 
 def _read_tags(tags: Any, name: str) -> tuple[str, ...]:
     read = tuple(_text(tag, name) for tag in _listed(tags, name))
+    parts = [part for tag in read if tag for part in tag_parts(tag)]  # "" for an axis without one
     try:
-        return tuple(tag and check_tag(tag) for tag in read)  # "" for an axis without one
+        for part in parts:
+            check_tag(part)
     except ValueError as error:
         raise _refusal(name, tags, f"isolation tags ({error})") from None
+    return read
 
 
 def _listed(values: Any, name: str) -> list[Any] | tuple[Any, ...]:

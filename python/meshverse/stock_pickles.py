@@ -103,6 +103,7 @@ def _fields(told: compat.StockState) -> Mapping[str, Any]:
         "preserve_rank_order": told.preserve_rank_order,
         "flattened": told.is_flattened,
         "keys": [],
+        "tags": [],
     }
 
 

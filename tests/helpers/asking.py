@@ -98,6 +98,7 @@ OF_MESH: dict[str, Question] = {
     "intern_key": lambda mesh: hash(mesh.intern_key),
     "key_digests": lambda mesh: mesh.key_digests,
     "layout": lambda mesh: mesh.layout,
+    "class_of_derived": lambda mesh: mesh.class_of_derived,
     "mesh": lambda mesh: attempt(lambda: mesh.mesh.tolist()),
     "mesh_dim_names": lambda mesh: mesh.mesh_dim_names,
     "ndim": lambda mesh: mesh.ndim,
@@ -133,6 +134,9 @@ USES_GROUPS_OF_MESH = {
 
 OF_UNIVERSE: dict[str, Question] = {
     "explain": lambda mesh: (str(mesh.universe.explain()), mesh.universe.explain().to_json()),
+    "all_over": lambda mesh: Universe.all_over(mesh.universe.rank_map),
+    "has_made": lambda mesh: [mesh.universe.has_made(name) for name in mesh.group_names or ()],
+    "likeliest_group": lambda mesh: [mesh.universe.likeliest_group(a, "tp") for a in mesh.layout],
     "find": lambda mesh: Universe.find(mesh.universe.rank_map, mesh.universe.serial),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
     "groups": lambda mesh: list(mesh.universe.groups),

@@ -94,9 +94,12 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
     "ranks in bytes": ("ranks", b"\0\1", "'ranks' is b.*a list"),
     "ranks that are true": ("ranks", True, "'ranks' is True"),
     "fewer ranks than the mesh has": ("ranks", 3, "'mesh' is no mesh over .*identity of 3"),
-    "a rank that is no number": ("rank", None, "'rank' is None: it must be an integer from 0"),
-    "a negative rank": ("rank", -1, "'rank' is -1"),
-    "a negative serial": ("serial", -1, "'serial' is -1"),
+    "a rank that is no number": ("rank", None, "'rank' is None: it must be an integer from -1"),
+    "a negative rank": ("rank", -2, "'rank' is -2"),
+    "a huge serial": ("serial", 2**63, "'serial' is 9223372036854775808"),
+    "a tag that is no string": ("mesh.tags", [1, 2], "'mesh.tags' is 1: it must be a string"),
+    "a tag that is no tag": ("mesh.tags", ["a\n", ""], "'mesh.tags' is .*printable"),
+    "more tags than axes": ("mesh.tags", ["a"] * 5, "'mesh.tags' is .*one for each of the"),
     "a serial that is a float": ("serial", 0.0, "'serial' is 0.0"),
     "decoupled by a number": ("decoupled", 1, "'decoupled' is 1: it must be True or False"),
     "a mesh that is a list": ("mesh", [], r"'mesh' is \[\].*a dictionary with the fields device"),
@@ -135,10 +138,10 @@ def test_a_refused_load_counts_nothing(decoupled: bool, world) -> None:
     first = Universe(8)
     state = _with("mesh.names", ("a", "b", "c"))
     state["ranks"], state["decoupled"] = 8, decoupled
-    serial = Universe(8).serial
+    serial = Universe(8).serial  # those without process groups count downwards
     with pytest.raises(ValueError, match="same length"):
         load_mesh(state)
-    assert Universe(8).serial == serial + 1
+    assert Universe(8).serial == serial - 1
     del first
 
 

@@ -138,23 +138,20 @@ def test_a_rank_that_uses_it_alone_is_told_who_did_not_come(crew: Crew) -> None:
 def _keys_left() -> tuple[list[bool], list[bool]]:
     """Whether meetings for a group, made three times, are in the store before and after the end."""
     mesh, view = _mesh_and_view(OURS)
-    store = dist.PrefixStore("meshverse/meet", World.current().store)
+    world = World.current()
     name = mesh.group_names[1]
     for _ in range(2):
         _destroy(view)
         assert _sum_over(mesh) == 2
         mesh.get_group("dp")
-    keys = [
-        f"{what}/{name}{again}/0"
-        for again in ("", "-again-1", "-again-2")
-        for what in ("arrivals", "outcome")
-    ]
+    prefix = f"meshverse/{world.size}/1/meet/{name}"
+    keys = [f"{prefix}/{number}/{what}" for number in range(3) for what in ("came", "outcome")]
     dist.barrier()
-    before = [store.check([key]) for key in keys]
+    before = [world.store.check([key]) for key in keys]
     dist.barrier()
     mesh.universe.destroy()
     dist.barrier()
-    return before, [store.check([key]) for key in keys]
+    return before, [world.store.check([key]) for key in keys]
 
 
 def test_nothing_is_left_in_the_store(crew: Crew) -> None:
