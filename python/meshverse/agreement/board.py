@@ -44,23 +44,35 @@ class Run:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._mark = os.urandom(8).hex()  # tells this run's own count from that of an earlier run
         self._number: int | None = None
         self._users = 0  # that may have texts on the board
         self._lock = threading.Lock()  # protects the two above
 
     def number(self, store: Any) -> int:
-        """The number, from 1; two operations of the store the first time, then none."""
+        """The number, from 1; two operations of a new store the first time, then none."""
         with self._lock:
             if self._number is None:
                 self._number = self._agree(store)
             return self._number
 
     def _agree(self, store: Any) -> int:
-        mine = max(store.add(self._own_key, 1), _restarts_on_this_store() + 1)
+        mine = max(self._count(store), _restarts_on_this_store() + 1)
         highest = int(store.compare_set(self._highest_key, "", str(mine)))
         while highest < mine:
-            highest = int(store.compare_set(self._highest_key, str(highest), str(mine)))
+            store.compare_set(self._highest_key, str(highest), str(mine))
+            highest = int(store.compare_set(self._highest_key, "", str(mine)))
         return highest
+
+    def _count(self, store: Any) -> int:
+        # `add` would count a run twice, if this rank is interrupted and tries again.
+        found = store.compare_set(self._own_key, "", f"1 {self._mark}").decode()
+        number, mark = found.split(" ")
+        if mark == self._mark:
+            return int(number)
+        mine = int(number) + 1
+        store.compare_set(self._own_key, found, f"{mine} {self._mark}")
+        return mine
 
     def add_user(self) -> None:
         """Note that one more may put texts on the board."""

@@ -31,7 +31,7 @@ from .waits import (
     write_members,
 )
 
-__all__ = ["forget_meeting", "meet"]
+__all__ = ["forget_meeting", "has_begun", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,11 @@ def meet(
     meeting = _Meeting(board, waits, _key(group_name, number), label, ranks)
     meeting.hold(timeout, check, set() if first_in is None else first_in)
     return number
+
+
+def has_begun(board: Board, group_name: str) -> bool:
+    """Whether a member has come to a meeting for this group; one operation of the store."""
+    return board.read(f"{_key(group_name, 0)}/came") != ""
 
 
 def forget_meeting(board: Board, meeting: str) -> None:
