@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from ._core import Layout, RankMap
-from .agreement import BoardUse, Call, CallOrder, RanksDifferError, first_key, next_key
+from .agreement import BoardUse, Call, CallOrder, RanksDifferError, first_keys, next_keys
 from .group_creation import GroupRequest, needs_all_ranks
 from .world import World
 
@@ -95,7 +95,7 @@ class ConsistencyCheck:
             layout: of the mesh that the call makes.
 
         Yields:
-            The call, for those who wait for other ranks in it; None if it is not compared.
+            The call, for those who wait for other ranks in it; None if this universe compares none.
 
         Raises:
             RanksDifferError: another rank is making something else.
@@ -104,11 +104,11 @@ class ConsistencyCheck:
         order = self._roots if is_first else self._order_of(requests, layout)
         call = self._begin(name, requests, order)
         if call is not None:
-            following = [next_key(order)]
+            later = [next_keys(order)]
             if is_first:
-                following.append(first_key(f"{order.scope}/{order.label}/all"))
+                later.append(first_keys(f"{order.scope}/{order.label}/all"))
             try:
-                call.compare(following)
+                call.compare(later)
             finally:
                 self._keys_written += call.keys_written
         try:
@@ -122,7 +122,8 @@ class ConsistencyCheck:
         number, label = order.advance()
         if is_first:
             self.number, self._scope = number, f"{order.scope}/{label}"
-            self._compares = call is not None  # else other ranks may count it under another number
+            # If not compared here, other ranks may count it under another number.
+            self._compares = call is not None and call.is_compared
 
     def _order_of(self, requests: Sequence[GroupRequest], layout: Layout) -> CallOrder:
         part = "all"
@@ -135,7 +136,7 @@ class ConsistencyCheck:
         ):
             # The same for all ranks of this copy of the mesh, and for no other rank.
             part = f"{layout.collapse().sorted()}@{layout.base(position)}"
-        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}"))
+        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
 
     def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
         board = self._world.board if self._compares else None
@@ -143,8 +144,6 @@ class ConsistencyCheck:
             return None
         if not self._is_main_thread():
             order.stop_comparing("a thread beside the main one made process groups")
-        if not order.is_compared():
-            return None
         self._use.begin()
         return Call(board, order, self._digest(requests), self._text(name, requests))
 
@@ -155,7 +154,7 @@ class ConsistencyCheck:
         return error
 
     def forget(self) -> None:
-        """Remove what this rank wrote from the store: its ranks are done with the universe."""
+        """Remove this rank's texts. Call it when all ranks of the universe are done with it."""
         board = self._world.board if self._keys_written else None
         if board is None:
             return

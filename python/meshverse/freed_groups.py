@@ -13,7 +13,7 @@ import weakref
 
 from . import _torch_compat as compat
 from .explain import shorten
-from .group_creation import Group, is_made_by_members, make_prepared
+from .group_creation import Group, is_made, is_made_by_members, make_prepared
 from .group_meetings import GroupMeetings
 from .world import World
 
@@ -88,11 +88,14 @@ def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
     assert group.name is not None
     again = _again(world)
     with again.locks.setdefault(group.name, threading.Lock()):
-        if compat.find_group(group.name) is not None:  # another thread made it meanwhile
+        if is_made(group.name):  # another thread made it meanwhile
             return
         times = again.times.get(group.name, 0) + 1
-        make_prepared(group, world, meetings, times)
-        again.times[group.name] = times
+        try:
+            make_prepared(group, world, meetings, times)
+        finally:
+            if is_made(group.name):  # also if this rank was interrupted right after that
+                again.times[group.name] = times
     group.how = "made again by its members: it was destroyed"
     if not again.is_said and group.request.position == 0:
         _logger.warning(

@@ -16,12 +16,14 @@ from ._core import AxisLayout, RankGroups, RankMap
 from .agreement import Call, shortened
 from .group_meetings import GroupMeetings
 from .group_options import GroupOptions
+from .interrupts import interrupt_after
 from .world import World
 
 __all__ = [
     "SHARED",
     "Group",
     "GroupRequest",
+    "is_made",
     "is_made_by_members",
     "make_group",
     "make_prepared",
@@ -128,9 +130,10 @@ def make_group(
         try:
             group, how = _make_by_members(request, name, world, meetings, call), _BY_MEMBERS
         except BaseException:
-            # An interrupt too, wherever it came: all other members fail then, and do the same. So
-            # all members have the same name for the next attempt.
-            world.take_back_name(name)
+            # An interrupt too: if the group was not made here, the other members fail too, and do
+            # the same. So all members have the same name for the next attempt.
+            if not is_made(name):
+                world.take_back_name(name)
             raise
     if group is None:
         return Group(request, None, how, created=False)
@@ -145,6 +148,11 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     if not is_made_by_members(request, world):
         return None
     return Group(request, _new_name(request, world), _NOT_YET, created=False)
+
+
+def is_made(name: str) -> bool:
+    """Whether c10d knows a group of this name here."""
+    return compat.find_group(name) is not None
 
 
 def make_prepared(
@@ -231,16 +239,17 @@ def _make_by_members(
     options, ranks = request.options, request.my_ranks()
     attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
     try:
-        return compat.create_by_members(
-            ranks,
-            world.default_group,
-            backend=options.backend,
-            options=options.options_to_give_away(),
-            timeout=options.timeout,
-            name=name,
-            attempt=f"{attempt} again {times_before}" if times_before else attempt,
-            description=f"mesh_{request.axis_name}",
-        )
+        with interrupt_after():  # when c10d knows the group, as it does on the other members
+            return compat.create_by_members(
+                ranks,
+                world.default_group,
+                backend=options.backend,
+                options=options.options_to_give_away(),
+                timeout=options.timeout,
+                name=name,
+                attempt=f"{attempt} again {times_before}" if times_before else attempt,
+                description=f"mesh_{request.axis_name}",
+            )
     except RuntimeError as error:
         group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
         raise type(error)(

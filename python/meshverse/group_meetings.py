@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from . import _torch_compat as compat
 from ._core import AxisLayout
-from .agreement import BoardUse, Call, RanksDifferError, forget_meeting, meet, shortened
+from .agreement import (
+    Board,
+    BoardUse,
+    Call,
+    RanksDifferError,
+    forget_meeting,
+    has_begun,
+    meet,
+    shortened,
+)
 from .group_options import GroupOptions
 from .world import World
 
@@ -55,10 +64,8 @@ class GroupMeetings:
         if board is None or len(ranks) == 1:
             return ""
         self._use.begin()
-        # A rank that was told of a difference and tries again does not meet those who still wait
-        # for the attempt before: they are about to be told too.
-        differences = 0 if call is None else call.differences
-        key = f"{name} after {differences}" if differences else name
+        differences = 0 if call is None else self._catch_up(board, name, call)
+        key = _key(name, differences)
         try:
             label = f"axis {axis_name!r} of layout {axis}"
             check = None if call is None else call.check
@@ -73,6 +80,14 @@ class GroupMeetings:
             group = f"the process group of axis {axis_name!r} with ranks {shortened(ranks)}"
             raise type(error)(f"Rank {self._world.rank} could not make {group}: {error}") from None
 
+    def _catch_up(self, board: Board, name: str, call: Call) -> int:
+        # A rank whose calls are no longer compared is not told how often the others have differed
+        # since, but it sees where they wait for it.
+        if not call.is_compared:
+            while has_begun(board, _key(name, call.differences + 1)):
+                call.catch_up(call.differences + 1)
+        return call.differences
+
     def forget(self) -> None:
         """Remove what the meetings left in the store: no member waits in them any more."""
         board = self._world.board if self._first_in else None
@@ -81,3 +96,9 @@ class GroupMeetings:
         for meeting in sorted(self._first_in):
             forget_meeting(board, meeting)
             self._first_in.discard(meeting)
+
+
+def _key(name: str, differences: int) -> str:
+    # A rank that was told of a difference and tries again does not meet those who still wait for
+    # the attempt before: they are about to be told too.
+    return f"{name} after {differences}" if differences else name

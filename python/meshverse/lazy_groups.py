@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from .group_creation import Group, make_prepared
+from .group_creation import Group, is_made, make_prepared
 from .group_meetings import GroupMeetings
 from .world import World
 
@@ -15,18 +15,22 @@ __all__ = ["make_pending", "postpone"]
 @dataclass(eq=False)
 class _Pending:
     group: Group
-    meetings: GroupMeetings
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while the group is made
 
 
-def postpone(group: Group, world: World, meetings: GroupMeetings) -> None:
+def postpone(group: Group, world: World) -> None:
     """Leave a group that `prepare_group` has named to be made by `make_pending`."""
     assert group.name is not None
-    world.pending[group.name] = _Pending(group, meetings)
+    world.pending[group.name] = _Pending(group)
 
 
-def make_pending(name: str, world: World) -> bool:
+def make_pending(name: str, world: World, meetings: GroupMeetings) -> bool:
     """Make the group of this name now, if it is still to be made; its other members do so too.
+
+    Args:
+        name: c10d's.
+        world: that it is made in.
+        meetings: of the universe that uses it first, where its members wait for each other.
 
     Returns:
         Whether it was made here and now.
@@ -41,6 +45,9 @@ def make_pending(name: str, world: World) -> bool:
     with pending.lock:
         if name not in world.pending:  # another thread made it meanwhile
             return False
-        make_prepared(pending.group, world, pending.meetings)
-        del world.pending[name]
+        try:
+            make_prepared(pending.group, world, meetings)
+        finally:
+            if is_made(name):  # also if this rank was interrupted right after that
+                del world.pending[name]
         return True

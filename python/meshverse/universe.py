@@ -63,9 +63,9 @@ class Universe:
         roots: of the meshes made in this universe, and their flattened meshes.
         is_over: whether it was destroyed or aborted.
         generation: how many universes of this world had ended when it was made.
-        serial: which one this is. From 0 on: among the universes that these ranks made together in
-            this world, so it is the same on all of them. Below 0: among those of this process that
-            made no process groups.
+        serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
+            in this world, so it is the same on all of them. Negative for universes that made no
+            process groups: they are numbered in each process, so ranks may differ.
 
     Raises:
         ValueError: ranks that repeat or are negative; a timeout that is not positive.

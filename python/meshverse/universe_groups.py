@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
 import torch.distributed as dist
@@ -76,6 +76,8 @@ class UniverseGroups:
         self._meetings = GroupMeetings(world, self._board_use)
         self._cache = GroupCache()
         self._given: list[Group] = []
+        self._ranks = rank_map.sorted().fingerprint
+        self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
         self.handles: dict[str, compat.ProcessGroup] = {}
         world.holders.add(self)
@@ -185,8 +187,11 @@ class UniverseGroups:
                     groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
             except BaseException:
                 if self._calls.number is None:  # nobody will destroy this universe
-                    self._world.leftovers.append(self._forget)
+                    self._world.leftovers.setdefault(self._ranks, []).append(self._forget)
                 raise
+            if self._calls.number is not None and self._world.leftovers:
+                # Its ranks made this universe, so none is in a call that failed before.
+                self._leftovers += self._world.leftovers.pop(self._ranks, [])
         for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)
@@ -243,7 +248,7 @@ class UniverseGroups:
     def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
         if group is not None:
-            postpone(group, self._world, self._meetings)
+            postpone(group, self._world)
         else:
             group = make_group(request, self._world, self._meetings, call)
             if group.name is not None:
@@ -283,7 +288,7 @@ class UniverseGroups:
             group.note_first_use(made_here)
 
     def _make_pending(self, name: str) -> bool:
-        made_here = make_pending(name, self._world)
+        made_here = make_pending(name, self._world, self._meetings)
         try:
             self._hold(name)
         except RuntimeError:
@@ -355,8 +360,8 @@ class UniverseGroups:
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
                 ending.callback(self._forget)
-                while world.leftovers:
-                    ending.callback(world.leftovers.pop())
+                while self._leftovers:
+                    ending.callback(self._leftovers.pop())
             for group in self._to_end:
                 ending.callback(self._end, group, abort=abort)
             if ends_all:

@@ -44,7 +44,8 @@ class World:
         run: of the default group, among those that used the same store.
         waits: what this rank lets others know of its waits.
         pending: lazy groups that are still to be made, by c10d name.
-        leftovers: what removes from the store the texts of universes that could not be made.
+        leftovers: what removes from the store the texts of universes that could not be made, by
+            their ranks. Late ranks read those texts, until these ranks have made a universe.
         shared_groups: groups that all universes of this world share, where they share.
     """
 
@@ -52,9 +53,9 @@ class World:
         self.holders: WeakRegistry[Holder] = WeakRegistry()
         self._default_group = weakref.ref(default_group)
         self.universes: list[Any] = []
-        self.leftovers: list[Callable[[], None]] = []
-        lists = (self.universes, self.leftovers)
-        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, lists)
+        self.leftovers: dict[str, list[Callable[[], None]]] = {}
+        kept = (self.universes, self.leftovers)
+        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, kept)
         end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
@@ -231,10 +232,10 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _let_go(holders: WeakRegistry[Holder], lists: Iterable[list[Any]]) -> None:
+def _let_go(holders: WeakRegistry[Holder], kept: Iterable[list[Any] | dict[str, Any]]) -> None:
     for holder in holders.alive():
         holder.handles.clear()
-    for entries in lists:
+    for entries in kept:
         entries.clear()
 
 

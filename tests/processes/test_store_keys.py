@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from meshverse import DeviceMesh, init_device_mesh
+from meshverse.universe import share_world_wide
 from meshverse.world import World
 
 _AXES = ("dp", "tp")
@@ -80,6 +81,20 @@ def _differed() -> list[DeviceMesh]:
     return [_mesh()]
 
 
+def _shared() -> list[DeviceMesh]:
+    """A lazy group is made by another universe than the one that named it."""
+    share_world_wide(True)
+    try:
+        first, second = _mesh(lazy=True), _mesh(lazy=True)
+        dist.barrier()
+        first.universe.destroy()
+        dist.barrier()
+        second.get_group("tp")
+        return [second]
+    finally:
+        share_world_wide(False)
+
+
 _PROGRAMS = {
     "plain": _plain,
     "derived": _derived,
@@ -88,6 +103,7 @@ _PROGRAMS = {
     "waited": _waited,
     "failed": _failed,
     "differed": _differed,
+    "shared": _shared,
 }
 
 

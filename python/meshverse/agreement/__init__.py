@@ -11,8 +11,8 @@ Nothing here knows meshes, layouts or process groups: callers give names, ranks 
 from __future__ import annotations
 
 from .board import Board, BoardUse, Run
-from .calls import Call, CallOrder, RanksDifferError, first_key, next_key
-from .meeting import forget_meeting, meet
+from .calls import Call, CallOrder, RanksDifferError, first_keys, next_keys
+from .meeting import forget_meeting, has_begun, meet
 from .ranks_text import shortened
 from .waits import OwnWaits
 
@@ -24,9 +24,10 @@ __all__ = [
     "OwnWaits",
     "RanksDifferError",
     "Run",
-    "first_key",
+    "first_keys",
     "forget_meeting",
+    "has_begun",
     "meet",
-    "next_key",
+    "next_keys",
     "shortened",
 ]

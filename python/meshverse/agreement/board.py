@@ -33,8 +33,9 @@ class Run:
     """The number of this run of the default process group, among those on the same store.
 
     Every rank counts the runs it has seen on the store. A rank may have missed some: it crashed
-    before it came here. So the highest count that a rank of this run has written down holds for
-    those who come later. torchrun's own count of restarts helps a rank that comes first.
+    before it came here. So each rank writes its count if it is higher than the one stored, and uses
+    the higher of the two. A rank that has missed a run and comes first would still use a number that
+    is too low; torchrun's own count of restarts keeps it from that.
 
     Attributes:
         rank: this rank, in the default group.
@@ -44,23 +45,35 @@ class Run:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._mark = os.urandom(8).hex()  # tells this run's own count from that of an earlier run
         self._number: int | None = None
         self._users = 0  # that may have texts on the board
         self._lock = threading.Lock()  # protects the two above
 
     def number(self, store: Any) -> int:
-        """The number, from 1; two operations of the store the first time, then none."""
+        """The number, from 1; two operations of a new store the first time, then none."""
         with self._lock:
             if self._number is None:
                 self._number = self._agree(store)
             return self._number
 
     def _agree(self, store: Any) -> int:
-        mine = max(store.add(self._own_key, 1), _restarts_on_this_store() + 1)
+        mine = max(self._count(store), _restarts_on_this_store() + 1)
         highest = int(store.compare_set(self._highest_key, "", str(mine)))
         while highest < mine:
-            highest = int(store.compare_set(self._highest_key, str(highest), str(mine)))
+            store.compare_set(self._highest_key, str(highest), str(mine))
+            highest = int(store.compare_set(self._highest_key, "", str(mine)))
         return highest
+
+    def _count(self, store: Any) -> int:
+        # `add` would count a run twice, if this rank is interrupted and tries again.
+        found = store.compare_set(self._own_key, "", f"1 {self._mark}").decode()
+        number, mark = found.split(" ")
+        if mark == self._mark:
+            return int(number)
+        mine = int(number) + 1
+        store.compare_set(self._own_key, found, f"{mine} {self._mark}")
+        return mine
 
     def add_user(self) -> None:
         """Note that one more may put texts on the board."""
@@ -98,18 +111,21 @@ class BoardUse:
 
     def __init__(self, run: Run) -> None:
         self._run, self._is_begun = run, False
+        self._lock = threading.Lock()  # protects `_is_begun`
 
     def begin(self) -> None:
-        """Note that there may be texts now."""
-        if not self._is_begun:
-            self._is_begun = True
-            self._run.add_user()
+        """Call this before this universe writes its first text."""
+        with self._lock:
+            if not self._is_begun:
+                self._is_begun = True
+                self._run.add_user()
 
     def end(self, store: Any) -> None:
-        """Note that there are none any more."""
-        if self._is_begun:
-            self._is_begun = False
-            self._run.remove_user(store)
+        """Call this when its last text has been removed."""
+        with self._lock:
+            if self._is_begun:
+                self._is_begun = False
+                self._run.remove_user(store)
 
 
 def _is_kept_by_launcher() -> bool:

@@ -12,20 +12,21 @@ Example: rank 0 comes first and writes "0 a1b2 init_device_mesh (dp=2, tp=2)": i
 and a text for people. Rank 3 comes later with (dp=4, tp=1). It writes "!", the line of rank 0 and
 its own line in its place.
 
-After that the ranks can try again. A key has two numbers: how many calls were found equal, and how
-many times the ranks differed. So the next attempt has a key of its own.
+After that the ranks can try again. A key has two numbers: how many calls succeeded on this rank, and
+how many times the ranks differed. So the next attempt has a key of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .board import Board
 
-__all__ = ["Call", "CallOrder", "RanksDifferError", "first_key", "next_key"]
+__all__ = ["Call", "CallOrder", "RanksDifferError", "first_keys", "next_keys"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ _CURE = (
 
 
 _DIFFERENCE = "!"  # begins the text of a call in which the ranks differ
-_EARLIER = "^"  # begins the text of the next call, if the ranks differed in the one before
+_EARLIER = "^"  # begins the text of a call, if the ranks differed in an earlier one
+
+
+_MISSED = "the ranks differed in a call that had succeeded here"
 
 
 class RanksDifferError(RuntimeError):
@@ -47,16 +51,22 @@ class RanksDifferError(RuntimeError):
 class CallOrder:
     """The calls that some ranks make together, in order, as this rank has made them.
 
+    Args:
+        scope: see below.
+        roots: order of the calls that made root meshes, one of which these calls derive from.
+
     Attributes:
         scope: the same text on all ranks that are compared with each other.
         calls: how many calls succeeded here. All these ranks have the same number.
         differences: how many times these ranks differed, and were told.
     """
 
-    def __init__(self, scope: str) -> None:
+    def __init__(self, scope: str, roots: CallOrder | None = None) -> None:
         self.scope = scope
+        self._roots = roots
         self.calls = 0
         self.differences = 0
+        self._has_missed_one = False
         self._why_stopped = ""
         self._has_said_so = False
         self._lock = threading.Lock()  # protects `calls`
@@ -77,8 +87,22 @@ class CallOrder:
         """Compare no more calls of this scope."""
         self._why_stopped = self._why_stopped or why
 
+    def note_missed(self, scope: str) -> None:
+        """Note that the ranks differed in an earlier call of a scope, which succeeded here.
+
+        The other ranks may try that call again; this rank goes on to another one. So their calls
+        are no longer compared, but they still meet: they count the same differences.
+        """
+        for order in (self, self._roots):
+            if order is not None and order.scope == scope:
+                order.differences += 1
+                order._has_missed_one = True
+        self.stop_comparing(_MISSED)
+
     def is_compared(self) -> bool:
         """Whether the next call is compared. The log says so once if not."""
+        if self._has_missed_one or (self._roots is not None and self._roots._has_missed_one):
+            self.stop_comparing(_MISSED)
         if self._why_stopped and not self._has_said_so:
             self._has_said_so = True
             _log.warning(
@@ -122,6 +146,7 @@ class Call:
 
     Attributes:
         differences: how many times the ranks had differed before this call.
+        is_compared: whether the order is compared at this call.
         keys_written: by this rank, to be removed later.
     """
 
@@ -129,19 +154,21 @@ class Call:
         self._board, self._order = board, order
         self._mine = _Claim(board.rank, digest, " ".join(text.splitlines()))
         self._key = f"calls/{order.scope}/{order.label}"
-        self.differences = order.differences
+        self.differences, self.is_compared = order.differences, order.is_compared()
         self.keys_written: list[str] = []
 
-    def compare(self, next_keys: Sequence[str]) -> None:
-        """Compare this call with that of the other ranks.
+    def compare(self, later: Iterable[Iterator[str]]) -> None:
+        """Compare this call with that of the other ranks, if its order is compared.
 
         Args:
-            next_keys: of the calls that may come next on a rank that saw no difference here. Such
-                a rank is told there.
+            later: keys of the calls that may come later on a rank that saw no difference here, in
+                their order. Such a rank is told at the first one that no rank has made yet.
 
         Raises:
             RanksDifferError: the ranks differ.
         """
+        if not self.is_compared:
+            return
         mine, found = str(self._mine), ""
         while not _is_difference(found):
             first_line = self._board.put_first(self._key, mine)
@@ -157,26 +184,38 @@ class Call:
                 # If the first rank's call failed meanwhile, its text is gone: then compare anew.
                 found = self._board.replace(self._key, first_line, difference)
                 if found == difference:
-                    self._tell_at(next_keys, difference)
+                    self._tell_at(later, difference)
         raise self._difference(found)
 
-    def _tell_at(self, next_keys: Sequence[str], difference: str) -> None:
-        for key in next_keys:
-            told = f"{_EARLIER}{difference}"
-            if self._board.put_first(key, told) == told:
-                self.keys_written.append(key)
+    def _tell_at(self, later: Iterable[Iterator[str]], difference: str) -> None:
+        told = f"{_EARLIER}{difference}\n{self._order.scope}"
+        for keys in later:
+            for key in keys:
+                found = self._board.put_first(key, told)
+                if found == told:
+                    self.keys_written.append(key)
+                if _is_difference(found):
+                    break
 
     def check(self) -> None:
         """Raise RanksDifferError if a rank has found one since; one operation of the store."""
-        found = self._board.read(self._key)
+        found = self._board.read(self._key) if self.is_compared else ""
         if _is_difference(found):
             raise self._difference(found)
 
-    def why_it_failed(self, error: BaseException) -> BaseException:
-        """What a call failed of on this rank: of a difference that a rank has found since, or not.
+    def catch_up(self, differences: int) -> None:
+        """Take over how many times other ranks differed, if this rank's calls are not compared."""
+        if not self.is_compared and differences > self.differences:
+            self.differences = self._order.differences = differences
 
-        If not, it may have succeeded on other ranks, and this rank cannot know who tries it again.
+    def why_it_failed(self, error: BaseException) -> BaseException:
+        """The error to raise: RanksDifferError if another rank has found a difference since.
+
+        Otherwise it is the error itself. The call may then have succeeded on other ranks, and this
+        rank cannot know who tries it again, so it compares no more calls.
         """
+        if not self.is_compared:
+            return error
         found = self._board.read(self._key)
         if _is_difference(found):
             return self._difference(found)
@@ -191,29 +230,31 @@ class Call:
     def _difference(self, found: str) -> RanksDifferError:
         is_earlier = found.startswith(_EARLIER)
         claims = found.removeprefix(_EARLIER).removeprefix(_DIFFERENCE).split("\n")
-        first, later = map(_Claim.read, claims)
+        first, later = map(_Claim.read, claims[:2])
         lines = [] if is_earlier else [f"  rank {self._mine.rank}: {self._mine.text}"]
         for claim, came in ((first, "first"), (later, "later")):
             if is_earlier or claim.digest != self._mine.digest:
                 lines.append(f"  rank {claim.rank}, which came {came}: {claim.text}")
         if is_earlier:
-            # The other ranks may try the earlier call again; this rank goes on to another one.
-            self._order.stop_comparing("the ranks differed in a call that had succeeded here")
-            begin = "Ranks were building different meshes in the call before this one:"
+            self._order.note_missed(scope=claims[2])
+            begin = "Ranks were building different meshes in an earlier call:"
         else:
             self._order.differences += 1
             begin = "Ranks are building different meshes:"
         return RanksDifferError("\n".join([begin, *lines, _CURE]))
 
 
-def next_key(order: CallOrder) -> str:
-    """Key of the call that follows the next one of an order."""
-    return f"calls/{order.scope}/{order.calls + 1}.{order.differences}"
+def next_keys(order: CallOrder) -> Iterator[str]:
+    """Keys of the calls that follow the next one of an order."""
+    return (
+        f"calls/{order.scope}/{calls}.{order.differences}"
+        for calls in itertools.count(order.calls + 1)
+    )
 
 
-def first_key(scope: str) -> str:
-    """Key of the first call of a scope."""
-    return f"calls/{scope}/0.0"
+def first_keys(scope: str) -> Iterator[str]:
+    """Keys of the calls of a scope, from the first one on."""
+    return (f"calls/{scope}/{calls}.0" for calls in itertools.count())
 
 
 def _is_difference(text: str) -> bool:

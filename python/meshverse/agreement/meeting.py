@@ -7,8 +7,8 @@ outcome until it is there.
 A group can be tried again, so its meetings are numbered. Each meeting has one outcome, which never
 changes: whoever writes it first decides. It can also be decided by a member that gives up, that is
 interrupted, or that sees a cycle (see `waits`). All who have come to the meeting get that outcome.
-A member that comes when the outcome is there comes to the next meeting. It cannot be known whether
-it is late, or knows of the outcome and tries again.
+A member that comes when the outcome is there comes to the next meeting. It may be late, or it may be
+trying again: the two look the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .waits import (
     write_members,
 )
 
-__all__ = ["forget_meeting", "meet"]
+__all__ = ["forget_meeting", "has_begun", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,11 @@ def meet(
     return number
 
 
+def has_begun(board: Board, group_name: str) -> bool:
+    """Whether a member has come to a meeting for this group; one operation of the store."""
+    return board.read(f"{_key(group_name, 0)}/came") != ""
+
+
 def forget_meeting(board: Board, meeting: str) -> None:
     """Remove what a meeting has left in the store, once no member waits in it any more."""
     board.remove(f"{meeting}/outcome")
@@ -141,8 +146,7 @@ class _Meeting:
         warned = False
         waited = 0.0
         while True:
-            # A quarter of the wait so far: members that come early go on later than they could by
-            # at most some quarter of their wait.
+            # So waiting delays a rank by at most some quarter of the time it has waited already.
             wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
             self._board.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
             if outcome := self._outcome():

@@ -112,9 +112,8 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
         read: gives the text of a key, "" if there is none.
 
     Returns:
-        Each rank is missing in the meeting in which the one before it waits, and the first one in
-        the meeting in which the last one waits. Empty if no cycle was found. It is a cycle if none
-        of the meetings is over now.
+        Each step's rank is missing in the previous step's meeting, and the first step's rank in the
+        last step's. Empty if no cycle was found. It is a cycle if none of the meetings is over now.
     """
     path: list[Step] = []
     meetings = [meeting]  # the first, then those in which the ranks of the path wait
