@@ -34,8 +34,8 @@ class Run:
 
     Every rank counts the runs it has seen on the store. A rank may have missed some: it crashed
     before it came here. So each rank writes its count if it is higher than the one stored, and uses
-    the higher of the two. A rank that has missed a run and comes first would still use a number that
-    is too low; torchrun's own count of restarts keeps it from that.
+    the higher of the two. A rank that has missed a run and comes first would still use a number
+    that is too low; torchrun's own count of restarts keeps it from that.
 
     Attributes:
         rank: this rank, in the default group.

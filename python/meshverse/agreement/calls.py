@@ -12,8 +12,8 @@ Example: rank 0 comes first and writes "0 a1b2 init_device_mesh (dp=2, tp=2)": i
 and a text for people. Rank 3 comes later with (dp=4, tp=1). It writes "!", the line of rank 0 and
 its own line in its place.
 
-After that the ranks can try again. A key has two numbers: how many calls succeeded on this rank, and
-how many times the ranks differed. So the next attempt has a key of its own.
+After that the ranks can try again. A key has two numbers: how many calls succeeded on this rank,
+and how many times the ranks differed. So the next attempt has a key of its own.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ outcome until it is there.
 A group can be tried again, so its meetings are numbered. Each meeting has one outcome, which never
 changes: whoever writes it first decides. It can also be decided by a member that gives up, that is
 interrupted, or that sees a cycle (see `waits`). All who have come to the meeting get that outcome.
-A member that comes when the outcome is there comes to the next meeting. It may be late, or it may be
-trying again: the two look the same.
+A member that comes when the outcome is there comes to the next meeting. It may be late, or it may
+be trying again: the two look the same.
 """
 
 from __future__ import annotations
