@@ -58,6 +58,7 @@ class ConsistencyCheck:
         compares: whether calls are compared; if not, they are only counted.
 
     Attributes:
+        ranks: the universe's, in any order: the same text for the same ranks.
         number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
             None until its first call has succeeded.
     """
@@ -76,7 +77,8 @@ class ConsistencyCheck:
         self._how = "lazy" if lazy else "at once"
         self._world = world
         self._compares = compares and position is not None
-        self._roots = world.root_order(rank_map.sorted().fingerprint)
+        self.ranks = rank_map.sorted().fingerprint
+        self._roots = world.root_order(self.ranks)
         self._scope = ""  # of this universe, once it has a number
         self._orders: dict[str, CallOrder] = {}  # of parts of this universe
         self._keys_written: list[str] = []

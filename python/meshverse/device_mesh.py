@@ -194,9 +194,10 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
         is_isolated = bool(current_tag())
         if names == own and not is_isolated:
             return self
-        if not all(name in own for name in names):
+        try:
+            indices = [own.index(name) for name in names]
+        except ValueError:
             return self._slice_flattened(names)
-        indices = [own.index(name) for name in names]
         tags = self._description.tags and [self._description.tags[index] for index in indices]
         description = slice_axes(self._description, names, self.layout.select(indices), tags)
         group_names: Sequence[str] | None = self.group_names

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from . import _torch_compat as compat
@@ -238,18 +239,23 @@ def _make_by_members(
 ) -> compat.ProcessGroup:
     options, ranks = request.options, request.my_ranks()
     attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
+    create = partial(
+        compat.create_by_members,
+        ranks,
+        world.default_group,
+        backend=options.backend,
+        options=options.options_to_give_away(),
+        timeout=options.timeout,
+        name=name,
+        attempt=f"{attempt or ''} again {times_before}" if times_before else attempt or "",
+        description=f"mesh_{request.axis_name}",
+    )
     try:
-        with interrupt_after():  # when c10d knows the group, as it does on the other members
-            return compat.create_by_members(
-                ranks,
-                world.default_group,
-                backend=options.backend,
-                options=options.options_to_give_away(),
-                timeout=options.timeout,
-                name=name,
-                attempt=f"{attempt} again {times_before}" if times_before else attempt,
-                description=f"mesh_{request.axis_name}",
-            )
+        if attempt is None:
+            return create()
+        # While gloo connects, this rank may be interrupted when the others have the group already.
+        with interrupt_after():
+            return create()
     except RuntimeError as error:
         group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
         raise type(error)(

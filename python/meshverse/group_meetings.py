@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import _torch_compat as compat
 from ._core import AxisLayout
 from .agreement import (
     Board,
@@ -42,7 +41,7 @@ class GroupMeetings:
         ranks: Sequence[int],
         options: GroupOptions,
         call: Call | None,
-    ) -> str:
+    ) -> str | None:
         """Wait for the other members of a group, if creating it would wait for them silently.
 
         Args:
@@ -54,15 +53,17 @@ class GroupMeetings:
             call: that needs the group, if it is compared with those of other ranks.
 
         Returns:
-            Which attempt to create the group this is, the same text on all members; "" for the
-            first, or if creating it does not wait.
+            None if creating it does not wait. Otherwise which attempt to create it this is, the
+            same text on all members; "" for the first.
 
         Raises:
             RuntimeError: see `agreement.meet`.
         """
-        board = self._world.board if compat.creation_blocks(options.backend) else None
-        if board is None or len(ranks) == 1:
-            return ""
+        if len(ranks) == 1 or not self._world.creation_blocks(options.backend):
+            return None
+        board = self._world.board
+        if board is None:
+            return None
         self._use.begin()
         differences = 0 if call is None else self._catch_up(board, name, call)
         key = _key(name, differences)

@@ -94,7 +94,10 @@ class MeshBase(StockDeviceMesh):
 
         Of `class_of_derived`, whatever subclass it is derived from, as in stock.
         """
-        mesh = cls.class_of_derived._made(universe, description, group_names)
+        mesh = object.__new__(cls.class_of_derived)
+        mesh._describe(description)
+        mesh._enter(universe)
+        mesh._take_group_names(group_names)
         return cast("Self", universe.intern(mesh))
 
     @classmethod

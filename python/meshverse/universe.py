@@ -96,7 +96,7 @@ class Universe:
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.roots = Roots()
-        self._own_serial = _next_own_serial(self.rank_map)
+        self._own_serial: int | None = None  # once it is asked for
         self._groups: UniverseGroups | None = None
         self.process_groups: dict[str, compat.ProcessGroup] = {}
         if self.world is not None:
@@ -123,7 +123,11 @@ class Universe:
     def serial(self) -> int:
         """Which universe of its ranks this is; see the class."""
         number = None if self._groups is None else self._groups.number
-        return self._own_serial if number is None else number
+        if number is not None:
+            return number
+        if self._own_serial is None:
+            self._own_serial = _next_own_serial(self.rank_map)
+        return self._own_serial
 
     # --- ranks ----------------------------------------------------------------------------------
 
@@ -289,7 +293,7 @@ class Universe:
         """The mesh that is here already with the same axes, names and groups, or else this one."""
         with self._lock:  # of several threads, one makes the root
             root = self.roots.first
-            if root is None or mesh.description.tags or root.description.tags:
+            if root is None or mesh._description.tags or root._description.tags:
                 root = self.roots.of(mesh)
             mesh.take_root(root)
             self._keep()

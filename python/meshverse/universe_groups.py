@@ -76,7 +76,6 @@ class UniverseGroups:
         self._meetings = GroupMeetings(world, self._board_use)
         self._cache = GroupCache()
         self._given: list[Group] = []
-        self._ranks = rank_map.sorted().fingerprint
         self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
         self.handles: dict[str, compat.ProcessGroup] = {}
@@ -187,11 +186,11 @@ class UniverseGroups:
                     groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
             except BaseException:
                 if self._calls.number is None:  # nobody will destroy this universe
-                    self._world.leftovers.setdefault(self._ranks, []).append(self._forget)
+                    self._world.leftovers.setdefault(self._calls.ranks, []).append(self._forget)
                 raise
             if self._calls.number is not None and self._world.leftovers:
                 # Its ranks made this universe, so none is in a call that failed before.
-                self._leftovers += self._world.leftovers.pop(self._ranks, [])
+                self._leftovers += self._world.leftovers.pop(self._calls.ranks, [])
         for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:  # slices ask for no group, but may make one
                 group.count_request(request.axis_name)

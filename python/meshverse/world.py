@@ -74,6 +74,7 @@ class World:
         self._lock = threading.Lock()  # protects the two above
         self._can_split: dict[str | None, bool] = {}
         self._hazards: dict[str, str | None] = {}
+        self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
 
     @staticmethod
@@ -158,6 +159,12 @@ class World:
         if backend not in self._hazards:
             self._hazards[backend] = compat.members_only_hazard(self.default_group, backend)
         return self._hazards[backend]
+
+    def creation_blocks(self, backend: str) -> bool:
+        """Whether creating a group of this backend waits for its members. Decided once."""
+        if backend not in self._blocks:
+            self._blocks[backend] = compat.creation_blocks(backend)
+        return self._blocks[backend]
 
     def next_ordinal(self, kind: str) -> int:
         """How often this was asked for this kind of thing before in this world: 0, 1, 2, ..."""
