@@ -194,7 +194,7 @@ class Board:
             at_least_seconds: a longer pause, where the caller wants one.
         """
         fair_share = self._run.world_size / _OPERATIONS_A_SECOND
-        time.sleep(max(at_least_seconds, fair_share) * random.uniform(0.5, 1.5))
+        time.sleep(max(at_least_seconds, fair_share * random.uniform(0.5, 1.5)))
 
     def _exchange(self, key: str, seen: str, text: str) -> str:
         found: bytes = self._store.compare_set(f"{self._prefix}/{key}", seen, text)

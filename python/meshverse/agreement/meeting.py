@@ -57,7 +57,7 @@ def meet(
 ) -> int:
     """Wait until all members of a group have come.
 
-    Three operations of the store, and some while it waits.
+    Four operations of the store, and some while it waits.
 
     Args:
         board: of the run; its rank is a member.
@@ -144,6 +144,8 @@ class _Meeting:
         start = time.monotonic()
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         warned = False
+        if outcome := self._outcome():  # the last one may have come just now
+            return outcome
         waited = 0.0
         while True:
             # So waiting delays a rank by at most some quarter of the time it has waited already.
