@@ -148,7 +148,7 @@ class _Meeting:
             return outcome
         waited = 0.0
         while True:
-            # So waiting delays a rank by at most some quarter of the time it has waited already.
+            # The pause delays a rank by at most a quarter of the time it has waited already.
             wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
             self._board.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
             if outcome := self._outcome():
