@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "axis_layout.h"
 #include "fingerprint.h"
-#include "layout.h"
 #include "options_key.h"
 
 namespace meshverse {

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "axis_layout.h"
 #include "fingerprint.h"
-#include "layout.h"
 #include "rank_array.h"
 #include "rank_map.h"
 

@@ -1,0 +1,30 @@
+// The digits that layouts are written with.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace meshverse {
+
+// One digit of an axis layout: `size` indices whose positions lie `stride` apart.
+struct Mode {
+  std::int64_t size;
+  std::int64_t stride;
+
+  friend bool operator==(const Mode& a, const Mode& b) {
+    return a.size == b.size && a.stride == b.stride;
+  }
+};
+
+// One mode for each (size, stride). Throws std::invalid_argument unless they are equally many.
+std::vector<Mode> zip_modes(const std::vector<std::int64_t>& sizes,
+                            const std::vector<std::int64_t>& strides);
+
+// One mode for each size, the rightmost of stride 1. Throws std::overflow_error as AxisLayout does.
+std::vector<Mode> row_major_modes(const std::vector<std::int64_t>& sizes);
+
+// "(2,4,1)": how the messages of this library write lists of integers.
+std::string join(const std::vector<std::int64_t>& values);
+
+}  // namespace meshverse
