@@ -18,12 +18,10 @@ except ImportError as error:
         f"there. ({error})"
     ) from error
 
-from .device_mesh import DeviceMesh
+from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
 from .dropin import install, installed, uninstall
-from .explain import Explanation, GroupExplanation
-from .init_mesh import MeshPart, init_device_mesh
-from .isolation import isolate
-from .partition import init_mesh_partition
+from .options.isolation import isolate
+from .report.explain import Explanation, GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
 from .universe import Universe
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
-from .device_mesh import DeviceMesh
-from .stock_pickles import take_in
-from .universe import share_world_wide
+from .device_mesh.device_mesh import DeviceMesh
+from .saved_mesh.stock_pickles import take_in
+from .universe.universe import share_world_wide
 
 __all__ = ["install", "installed", "uninstall"]
 

@@ -14,8 +14,8 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
-from meshverse.universe import Universe
-from meshverse.world import World
+from meshverse.groups.world import World
+from meshverse.universe.universe import Universe
 
 _THREADS = 8
 _ROUNDS = 20

@@ -11,8 +11,8 @@ from helpers.observation import OURS, STOCK, Family
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.world import World
+from meshverse.groups.world import World
+from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from helpers.nccl_options import C10D_FIELDS, changed_nccl_options, needs_nccl
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import OptionsKey
-from meshverse.group_options import GroupOptions
+from meshverse.options.group_options import GroupOptions
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 

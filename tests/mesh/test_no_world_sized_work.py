@@ -15,7 +15,7 @@ from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.rank_views import RankViews
+from meshverse.layouts.rank_views import RankViews
 
 _WORLD = 1 << 20
 _RANK = 777_777

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from helpers import via_store
 from meshverse import _torch_compat as compat
 from meshverse._core import OptionsKey
-from meshverse.options_copies import copy_of
+from meshverse.options.copies import copy_of
 
 _C10dOptions: Any = torch._C._distributed_c10d.Backend.Options
 

@@ -27,7 +27,7 @@ from meshverse import (
     save_mesh,
 )
 from meshverse import _torch_compat as compat
-from meshverse.world import World
+from meshverse.groups.world import World
 
 _AXES = ("dp", "tp")
 _ODD_RANK = 2

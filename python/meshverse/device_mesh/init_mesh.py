@@ -1,0 +1,168 @@
+"""`init_device_mesh`: stock's, with what belongs to a universe beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+from typing_extensions import Required, Unpack
+
+from meshverse import _torch_compat as compat
+from meshverse._core import Layout, RankMap
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.layouts.user_input import check_axis_names, check_device_type, read_rank_map
+from meshverse.options.group_options import Defaults
+from meshverse.options.overrides import BackendOverride, normalize_overrides, normalize_tags
+from meshverse.universe.universe import Universe
+
+from .device_mesh import DeviceMesh
+
+__all__ = ["MeshPart", "init_device_mesh", "plan_mesh"]
+
+
+class MeshPart(TypedDict, total=False):
+    """Arguments of `init_device_mesh`, but for the device type."""
+
+    mesh_shape: Required[Sequence[int]]
+    mesh_dim_names: Sequence[str] | None
+    backend_override: BackendOverride | None
+    preserve_rank_order: bool
+    ranks: Sequence[int] | torch.Tensor | None
+    timeout: timedelta | None
+    options: compat.BackendOptions | None
+    isolate: str | Mapping[int | str, str] | None
+    lazy: bool
+    check_consistency: bool | None
+    universe: Universe | None
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
+    preserve_rank_order: bool = False,
+    ranks: Sequence[int] | torch.Tensor | None = None,
+    timeout: timedelta | None = None,
+    options: compat.BackendOptions | None = None,
+    isolate: str | Mapping[int | str, str] | None = None,
+    lazy: bool = False,
+    check_consistency: bool | None = None,
+    universe: Universe | None = None,
+) -> DeviceMesh:
+    """A mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
+
+    Starts the default process group if there is none, as stock does.
+
+    Args:
+        device_type: "cpu", "cuda", ... without an index.
+        mesh_shape: size of each axis.
+        mesh_dim_names: one name an axis, each once.
+        backend_override: by axis name or index: a backend name, an options object, or both as a
+            pair. Axes that are not named get the default group's backend.
+        preserve_rank_order: group ranks follow the order of the axes instead of ascending ranks.
+        ranks: global ranks to place the mesh on, in row-major order, as many as it has; by default
+            0, 1, 2, ... Ranks outside get a mesh that they can hold, print and slice.
+        timeout: of every group's operations in this mesh's universe, also of groups derived later,
+            unless an axis's own options say another; by default that of the default group.
+        options: options object for the groups of the default group's backend in this mesh's
+            universe, also those derived later, where an axis has none of its own.
+        isolate: tags for groups of their own: one for all axes, or by axis index or name; see
+            `meshverse.isolate`.
+        lazy: make a group when it is first used, by its members, instead of now.
+        check_consistency: compare with the other ranks what is about to be made; by default unless
+            the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
+        universe: build the mesh in this universe, on its ranks and process groups.
+
+    Raises:
+        RuntimeError: names that repeat or do not match the shape; a device type with an index; an
+            override for an axis that is not there; a mesh larger than the world; other ranks are
+            building another mesh.
+        ValueError: a size below 1, an unknown backend, another number of ranks than the universe
+            or `ranks` has; or what belongs to a universe given beside one.
+        TypeError: a timeout that is no timedelta, or options that are no options object.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> mesh["tp"] is mesh["tp"]  # doctest: +SKIP
+        True
+    """
+    mesh, build = plan_mesh(
+        device_type,
+        mesh_shape=mesh_shape,
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        preserve_rank_order=preserve_rank_order,
+        ranks=ranks,
+        timeout=timeout,
+        options=options,
+        isolate=isolate,
+        lazy=lazy,
+        check_consistency=check_consistency,
+        universe=universe,
+    )
+    build()
+    return mesh
+
+
+def plan_mesh(device_type: str, **given: Unpack[MeshPart]) -> tuple[DeviceMesh, Callable[[], None]]:
+    """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
+
+    Checks all that can be checked without the other ranks, and changes nothing.
+    """
+    check_device_type(device_type)
+    layout = Layout.from_shape(tuple(given["mesh_shape"]))
+    names = check_axis_names(given.get("mesh_dim_names"), len(layout))
+    universe = given.get("universe")
+    rank_map = _rank_map_for(layout, given.get("ranks"), universe)
+    settings = {
+        "timeout": given.get("timeout"),
+        "options": given.get("options"),
+        "lazy": given.get("lazy") or None,
+        "check_consistency": given.get("check_consistency"),
+    }
+    said: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if universe is not None and said:
+        raise ValueError(
+            f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
+            "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
+        )
+    # Here too, before the default process group is started.
+    Defaults.of(given.get("timeout"), given.get("options"))
+    mesh = object.__new__(DeviceMesh)
+    description = MeshDescription(
+        device_type, layout, names, given.get("preserve_rank_order", False)
+    )
+    build = partial(
+        mesh._build,
+        description.with_tags(normalize_tags(given.get("isolate"), names, len(layout))),
+        rank_map,
+        overrides=normalize_overrides(given.get("backend_override"), names, len(layout)),
+        call="init_device_mesh",
+        universe=universe,
+        make_universe=partial(Universe, **said),
+    )
+    return mesh, build
+
+
+def _rank_map_for(
+    layout: Layout, ranks: Sequence[int] | torch.Tensor | None, universe: Universe | None
+) -> RankMap:
+    rank_map = RankMap.identity(layout.size) if ranks is None else read_rank_map(ranks)
+    if rank_map.size != layout.size:
+        raise ValueError(
+            f"mesh_shape {layout.shape} has {layout.size} ranks, but `ranks` lists "
+            f"{rank_map.size}: {rank_map}. The sizes must multiply out to it."
+        )
+    if universe is None:
+        return rank_map
+    if universe.size != layout.size:
+        raise ValueError(
+            f"mesh_shape {layout.shape} has {layout.size} ranks, but the universe to build it "
+            f"in has {universe.size}: {universe.rank_map}. The sizes must multiply out to it."
+        )
+    return universe.rank_map if ranks is None else rank_map  # which are compared later

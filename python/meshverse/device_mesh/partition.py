@@ -1,0 +1,93 @@
+"""Meshes over disjoint parts of the world, each with a shape and a universe of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshverse._core import Layout
+from meshverse.groups.world import World
+from meshverse.layouts.user_input import read_rank_map
+
+from .device_mesh import DeviceMesh
+from .init_mesh import MeshPart, plan_mesh
+
+__all__ = ["init_mesh_partition"]
+
+
+def init_mesh_partition(
+    device_type: str, parts: Mapping[str, MeshPart], **common: Any
+) -> dict[str, DeviceMesh]:
+    """Meshes over disjoint parts of the world, such as an actor and a reference model.
+
+    Each part has a shape and a universe of its own. All ranks call this, or only those of the
+    parts; ranks outside a part get a mesh of it that they can hold, print and slice. Everything is
+    checked before the first group is made.
+
+    Args:
+        device_type: "cpu", "cuda", ... without an index.
+        parts: by name, the arguments of `init_device_mesh` for each. `ranks` are given for all
+            parts, or for none: then each part takes the ranks that follow those of the one before.
+        common: arguments of `init_device_mesh` for all parts.
+
+    Raises:
+        ValueError: two parts have a rank in common; `ranks` given for some parts only; and as
+            `init_device_mesh`.
+
+    Example:
+        >>> meshes = init_mesh_partition(  # doctest: +SKIP
+        ...     "cuda",
+        ...     {
+        ...         "actor": {"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")},
+        ...         "reference": {"mesh_shape": (4,), "mesh_dim_names": ("tp",)},
+        ...     },
+        ... )
+        >>> meshes["reference"].mesh.tolist()  # doctest: +SKIP
+        [8, 9, 10, 11]
+    """
+    placed = [name for name, part in parts.items() if part.get("ranks") is not None]
+    if placed and len(placed) < len(parts):
+        raise ValueError(
+            f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
+            "all parts, or for none."
+        )
+    ranks: dict[str, Sequence[int]] = {}
+    first = 0
+    for name, part in parts.items():
+        size = Layout.from_shape(tuple(part["mesh_shape"])).size
+        given = part.get("ranks")
+        following = range(first, first + size) if given is None else given
+        ranks[name] = read_rank_map(following).ranks().tolist()  # whatever lists them
+        first += size
+    _check_disjoint(ranks)
+    _check_world(ranks)
+    planned = {
+        name: plan_mesh(device_type, **{**common, **part, "ranks": ranks[name]})
+        for name, part in parts.items()
+    }
+    for _, build in planned.values():
+        build()
+    return {name: mesh for name, (mesh, _) in planned.items()}
+
+
+def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:
+    owners: dict[int, str] = {}
+    for name, ranks in parts.items():
+        for rank in ranks:
+            if owners.setdefault(rank, name) != name:
+                common = sorted(set(parts[owners[rank]]) & set(ranks))
+                raise ValueError(
+                    f"Parts {owners[rank]!r} and {name!r} of a partition have ranks {common} in "
+                    "common: a rank belongs to one part. Use separate calls of init_device_mesh "
+                    "for meshes that overlap."
+                )
+
+
+def _check_world(parts: Mapping[str, Sequence[int]]) -> None:
+    world = World.current()
+    for name, ranks in parts.items():
+        if world is not None and max(ranks) >= world.size:
+            raise ValueError(
+                f"Part {name!r} of a partition names rank {max(ranks)}, but the default process "
+                f"group has ranks 0 to {world.size - 1}. Make the parts smaller, or the job larger."
+            )

@@ -1,0 +1,125 @@
+"""The process group along an axis of a mesh, and this rank's place in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+
+from meshverse import _torch_compat as compat
+from meshverse._core import RankGroups
+from meshverse.groups.creation import GroupRequest
+from meshverse.groups.world import World
+
+from .base import MeshBase
+
+__all__ = ["PlacedMesh"]
+
+
+class PlacedMesh(MeshBase):
+    """A mesh that gives out its process groups, and knows this rank's place in each."""
+
+    def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
+        """The process group along one axis, mine.
+
+        Args:
+            mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
+                mesh with one axis.
+
+        Raises:
+            RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
+            KeyError: no such name.
+        """
+        if is_compiling():  # which traces stock's method
+            return StockDeviceMesh.get_group(self, mesh_dim)
+        try:
+            name: str | None
+            if mesh_dim is None and len(self._shape) == 1:
+                name = self._dim_group_names[0]
+            elif isinstance(mesh_dim, int):
+                name = self._dim_group_names[mesh_dim]
+            else:
+                name = self._name_of_named_group(mesh_dim)
+            if name is None:  # stock says what is wrong
+                self._check_groups()
+                return StockDeviceMesh.get_group(self, mesh_dim)
+            return compat.resolve_group(name)
+        except IndexError:
+            self._check_groups()
+            if self.group_names:
+                raise
+            rank, ranks = self._universe.rank, self._universe.rank_map
+            raise IndexError(
+                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
+                "get_coordinate() is None on such a rank."
+            ) from None
+
+    def _check_groups(self) -> None:
+        if not self.has_groups:
+            self._refuse_groups()
+
+    def _name_of_named_group(self, mesh_dim: Any) -> str | None:
+        root = self if self._root_mesh is None else self._root_mesh
+        try:
+            flattened = root._flatten_mapping.get(mesh_dim)
+        except TypeError:  # it has no hash, so it is no name
+            return None
+        if flattened is not None:  # before an axis of mine of the same name, as in stock
+            return flattened._dim_group_names[0]
+        names = self._mesh_dim_names or ()
+        return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """My rank in the process group along one axis. A lazy group is not made for it.
+
+        Args:
+            mesh_dim: as for `get_group`.
+
+        Raises:
+            As `get_group`.
+        """
+        # Where ranks are simulated (LocalTensor mode), torch puts another method into its class,
+        # which answers for all of them. And stock's is what torch.compile may trace.
+        if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
+            return StockDeviceMesh.get_local_rank(self, mesh_dim)
+        world = self._universe.world
+        if world is not None and world.pending:
+            place = self._place_in_lazy_group(mesh_dim, world)
+            if place is not None:
+                return place
+        if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
+            return StockDeviceMesh.get_local_rank(self, mesh_dim)
+        return self.get_group(mesh_dim).rank()
+
+    def _place_in_lazy_group(self, mesh_dim: int | str | None, world: World) -> int | None:
+        """My rank in the group along an axis if that is still to be made, or else None."""
+        mesh: StockDeviceMesh = self
+        if mesh_dim is None and len(self._shape) == 1:
+            mesh_dim = 0
+        elif isinstance(mesh_dim, str):
+            flattened = (self._root_mesh or self)._flatten_mapping.get(mesh_dim)
+            own_names = self._mesh_dim_names or ()
+            if flattened is not None:
+                mesh, mesh_dim = flattened, 0
+            elif mesh_dim in own_names:
+                mesh_dim = own_names.index(mesh_dim)
+        names = mesh._dim_group_names
+        if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
+            return None  # get_group says what is wrong
+        # Reading a name by `[]` would be the group's use.
+        pending = world.pending.get(list.__getitem__(names, mesh_dim))
+        if pending is None:
+            return None
+        _ = self._universe.groups  # raises where the group can no longer be made
+        return _place_of(pending.group.request)
+
+
+def _place_of(request: GroupRequest) -> int:
+    """This rank's rank in its group. O(1) where the ranks of the mesh ascend, else O(group)."""
+    assert request.position is not None
+    groups = RankGroups(request.axis, request.rank_map)
+    if request.keeps_order or request.rank_map.is_sorted():
+        return groups.coordinate(request.position)
+    mine = request.rank_map.rank_at(request.position)
+    return sum(rank < mine for rank in groups.ranks_of(request.position))

@@ -1,0 +1,1 @@
+"""How one process group comes to be, is found again, and ends."""

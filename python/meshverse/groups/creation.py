@@ -1,0 +1,266 @@
+"""How one process group comes to be.
+
+- The axis covers the default group, with default options: the default group itself, as stock.
+- The default group is bound to a device and the backend is the same: one split of it.
+- Otherwise: made by its members only, at once or when it is first used.
+- Where that is not safe: stock's loop over all groups, on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from meshverse import _torch_compat as compat
+from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse.agreement import Call, shortened
+from meshverse.options.group_options import GroupOptions
+
+from .interrupts import interrupt_after
+from .meetings import GroupMeetings
+from .world import World
+
+__all__ = [
+    "SHARED",
+    "Group",
+    "GroupRequest",
+    "is_made",
+    "is_made_by_members",
+    "make_group",
+    "make_prepared",
+    "needs_all_ranks",
+    "prepare_group",
+]
+
+
+SHARED = "shared with another mesh"
+"""How a group came to be, seen from a universe that another one made it for."""
+_BY_MEMBERS = "made by its members"
+_NOT_YET = "not made yet (lazy)"
+
+
+class GroupRequest(NamedTuple):
+    """One axis's groups, as asked for.
+
+    Attributes:
+        axis: the axis layout over positions, its groups' ranks ascending unless `keeps_order`.
+        rank_map: position -> global rank.
+        position: mine, or None if this rank is outside the rank map.
+        options: what the group shall be.
+        axis_name: of the axis that asked first; for descriptions only, never part of a name.
+        keeps_order: whether group ranks follow the axis's order, not ascending global ranks.
+    """
+
+    axis: AxisLayout
+    rank_map: RankMap
+    position: int | None
+    options: GroupOptions
+    axis_name: str
+    keeps_order: bool = False
+
+    def my_ranks(self) -> list[int]:
+        """Global ranks of my group, in group-rank order; empty outside the rank map. O(group)."""
+        if self.position is None:
+            return []
+        ranks = RankGroups(self.axis, self.rank_map).ranks_of(self.position)
+        if not self.keeps_order:
+            ranks.sort()
+        return ranks
+
+
+@dataclass(eq=False)
+class Group:
+    """One process group of a universe, as this rank sees it.
+
+    Attributes:
+        request: what was asked for, by the axis that asked first.
+        name: c10d's name of my group; None on a rank that is in no group of the axis.
+        how: how it came to be, in words.
+        created: whether a group was made for it here.
+        borrowed: whether it is not Meshverse's: the default group, or one the user gave.
+        requests: how often it was asked for, by axis name.
+    """
+
+    request: GroupRequest
+    name: str | None
+    how: str
+    created: bool
+    borrowed: bool = False
+    requests: dict[str, int] = field(default_factory=dict)
+
+    def count_request(self, axis_name: str) -> None:
+        """Note that an axis of this name asked for the group."""
+        self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
+
+    def note_first_use(self, made_here: bool) -> None:
+        """Note how a group that may be lazy came to be when this universe first used it."""
+        if made_here:
+            self.how, self.created = "made by its members at first use", True
+        elif self.how == _NOT_YET:
+            self.how = SHARED
+
+
+def make_group(
+    request: GroupRequest, world: World, meetings: GroupMeetings, call: Call | None
+) -> Group:
+    """Make my group of an axis.
+
+    Args:
+        request: what it shall be.
+        world: that it is made in.
+        meetings: where its members wait for each other.
+        call: that needs the group, if it is compared with those of other ranks.
+
+    Raises:
+        RuntimeError: other members did not come to make it, or wait for me to make another one.
+        Whatever c10d raises. Nothing is kept then.
+    """
+    if _is_default_group(request, world):
+        group_name = world.default_group.group_name
+        return Group(request, group_name, "the default group", created=False, borrowed=True)
+
+    group: compat.ProcessGroup | None
+    if _is_split(request, world):
+        group, how = _split(request), "split off the default group"
+    elif hazard := world.members_only_hazard(request.options.backend):
+        group, how = _make_by_all(request), f"made by all ranks ({hazard})"
+    elif request.position is None:
+        group, how = None, _BY_MEMBERS
+    else:
+        name = _new_name(request, world)
+        try:
+            group, how = _make_by_members(request, name, world, meetings, call), _BY_MEMBERS
+        except BaseException:
+            # An interrupt too: if the group was not made here, the other members fail too, and do
+            # the same. So all members have the same name for the next attempt.
+            if not is_made(name):
+                world.take_back_name(name)
+            raise
+    if group is None:
+        return Group(request, None, how, created=False)
+    return Group(request, group.group_name, how, created=True)
+
+
+def prepare_group(request: GroupRequest, world: World) -> Group | None:
+    """My group of an axis with its name fixed, to be made by `make_prepared` when it is first used.
+
+    None where it has to be made at once: all ranks take part, or there is nothing to make.
+    """
+    if not is_made_by_members(request, world):
+        return None
+    return Group(request, _new_name(request, world), _NOT_YET, created=False)
+
+
+def is_made(name: str) -> bool:
+    """Whether c10d knows a group of this name here."""
+    return compat.find_group(name) is not None
+
+
+def make_prepared(
+    group: Group, world: World, meetings: GroupMeetings, times_before: int = 0
+) -> None:
+    """Make a group that has its name already; its other members do so too.
+
+    Args:
+        group: what `prepare_group` has named, or a group that was destroyed.
+        world: that it is made in.
+        meetings: where its members wait for each other.
+        times_before: how often it was made before in this world.
+
+    Raises:
+        As `make_group`.
+    """
+    assert group.name is not None
+    _make_by_members(group.request, group.name, world, meetings, None, times_before)
+
+
+def is_made_by_members(request: GroupRequest, world: World) -> bool:
+    """Whether my group of an axis is made by its members alone, and I am one."""
+    is_there = request.position is None or _is_default_group(request, world)
+    return not is_there and not needs_all_ranks(request, world)
+
+
+def needs_all_ranks(request: GroupRequest, world: World) -> bool:
+    """Whether all ranks of the default group must take part in making the groups of an axis."""
+    if _is_default_group(request, world):
+        return False
+    hazard = world.members_only_hazard(request.options.backend)
+    return _is_split(request, world) or hazard is not None
+
+
+def _is_default_group(request: GroupRequest, world: World) -> bool:
+    return (
+        request.axis.size == world.size
+        and request.options.key == world.default_options.key
+        and not compat.needs_own_world_group(world.default_group)
+    )
+
+
+def _is_split(request: GroupRequest, world: World) -> bool:
+    return world.can_split(request.options.override[0]) and not request.keeps_order
+
+
+def _split(request: GroupRequest) -> compat.ProcessGroup | None:
+    # A rank outside the mesh takes part in the split all the same, by naming the first group.
+    ranks = request.my_ranks() or RankGroups(request.axis, request.rank_map).ranks_of(0)
+    return compat.create_by_split(
+        ranks,
+        options=request.options.options_to_give_away(),
+        timeout=request.options.timeout,
+        description=f"mesh_{request.axis_name}",
+    )
+
+
+def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
+    return compat.create_by_all(
+        RankGroups(request.axis, request.rank_map).all().tolist(),
+        backend=request.options.backend,
+        options=request.options.options_to_give_away(),
+        timeout=request.options.timeout,
+        keeps_order=request.keeps_order,
+        description=f"mesh_{request.axis_name}",
+    )
+
+
+def _new_name(request: GroupRequest, world: World) -> str:
+    assert request.position is not None
+    groups = RankGroups(request.axis, request.rank_map)
+    identity = groups.fingerprint_of(request.position, salt=request.options.name_key.digest)
+    return world.new_name(identity)
+
+
+def _make_by_members(
+    request: GroupRequest,
+    name: str,
+    world: World,
+    meetings: GroupMeetings,
+    call: Call | None,
+    times_before: int = 0,
+) -> compat.ProcessGroup:
+    options, ranks = request.options, request.my_ranks()
+    attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
+    create = partial(
+        compat.create_by_members,
+        ranks,
+        world.default_group,
+        backend=options.backend,
+        options=options.options_to_give_away(),
+        timeout=options.timeout,
+        name=name,
+        attempt=f"{attempt or ''} again {times_before}" if times_before else attempt or "",
+        description=f"mesh_{request.axis_name}",
+    )
+    try:
+        if attempt is None:
+            return create()
+        # While gloo connects, this rank may be interrupted when the others have the group already.
+        with interrupt_after():
+            return create()
+    except RuntimeError as error:
+        group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
+        raise type(error)(
+            f"Rank {world.rank} could not make {group}: {error}\nOne of them has died, was "
+            "interrupted, or has ended the group already: no rank ends a group while others still "
+            "make it."
+        ) from error

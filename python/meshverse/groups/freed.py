@@ -1,0 +1,130 @@
+"""Groups that somebody destroyed while meshes still have them: noticed, made again, explained.
+
+Axes that are the same have one process group here where torch has several. A program that destroys
+the group of one mesh means that one only; to the others it is given again, under its name, so that
+meshes, tensors and compiled graphs that know it find it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+from meshverse import _torch_compat as compat
+from meshverse.report.explain import shorten
+
+from .creation import Group, is_made, is_made_by_members, make_prepared
+from .meetings import GroupMeetings
+from .world import World
+
+__all__ = [
+    "can_be_made_again",
+    "is_for_others_too",
+    "make_again",
+    "notice",
+    "why_gone",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+class _Again:
+    """What was made again in one world.
+
+    Attributes:
+        times: how often, by c10d name. Its members all make a group, so they agree on it.
+        locks: held while a group is made, by c10d name.
+        is_said: whether the log tells of it.
+    """
+
+    def __init__(self) -> None:
+        self.times: dict[str, int] = {}
+        self.locks: dict[str, threading.Lock] = {}
+        self.is_said = False
+
+
+_by_world: weakref.WeakKeyDictionary[World, _Again] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # protects the above
+
+
+def _again(world: World) -> _Again:
+    with _lock:
+        return _by_world.setdefault(world, _Again())
+
+
+def notice(name: str, handle: compat.ProcessGroup, world: World) -> None:
+    """Have the universes of a world forget a group when somebody destroys it."""
+    compat.when_destroyed(handle, _let_go, name, weakref.ref(world))
+
+
+def _let_go(name: str, world_reference: weakref.ref[World]) -> None:
+    world = world_reference()
+    for holder in () if world is None else world.holders.alive():
+        holder.handles.pop(name, None)
+
+
+def is_for_others_too(group: Group, world: World) -> bool:
+    """Whether the members make a destroyed group again when it is used: if several axes have it.
+
+    In torch each of these has a group of its own, of which one was destroyed. What one axis alone
+    has is gone, there as here.
+    """
+    assert group.name is not None
+    is_shared = sum(group.requests.values()) > 1 or world.has_several_users(group.name)
+    return is_shared and can_be_made_again(group, world)
+
+
+def can_be_made_again(group: Group, world: World) -> bool:
+    """Whether my members can make a destroyed group again by themselves."""
+    return not group.borrowed and is_made_by_members(group.request, world)
+
+
+def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
+    """Make a group that was destroyed, under its name; its other members do so too.
+
+    Raises:
+        RuntimeError: other members did not come to make it, or wait for me to make another one.
+    """
+    assert group.name is not None
+    again = _again(world)
+    with again.locks.setdefault(group.name, threading.Lock()):
+        if is_made(group.name):  # another thread made it meanwhile
+            return
+        times = again.times.get(group.name, 0) + 1
+        try:
+            make_prepared(group, world, meetings, times)
+        finally:
+            if is_made(group.name):  # also if this rank was interrupted right after that
+                again.times[group.name] = times
+    group.how = "made again by its members: it was destroyed"
+    if not again.is_said and group.request.position == 0:
+        _logger.warning(
+            "%s was destroyed by destroy_process_group(), and made again for the other axes that "
+            "have it. To end what is a mesh's alone, call mesh.universe.destroy(). (This is said "
+            "once.)",
+            _describe(group),
+        )
+    again.is_said = True
+
+
+def why_gone(group: Group | None, name: str, world: World) -> str:
+    """What to say of a group that was destroyed, and how to have it again."""
+    if group is None or group.borrowed:
+        what = f"The process group {name}" if group is None else _describe(group)
+        return (
+            f"{what} was destroyed, by destroy_process_group(group) or with another universe that "
+            "made it. Make the mesh again, on groups that are there."
+        )
+    for_whom = "this mesh too" if can_be_made_again(group, world) else "the new mesh only"
+    return (
+        f"{_describe(group)} was destroyed, by destroy_process_group(group). Make the mesh again "
+        "with universe=mesh.universe, on all its ranks: groups that are gone are made again, for "
+        f"{for_whom}."
+    )
+
+
+def _describe(group: Group) -> str:
+    axes = " or ".join(map(repr, group.requests)) or repr(group.request.axis_name)
+    ranks = shorten(group.request.my_ranks())
+    return f"The process group of axis {axes} with ranks [{ranks}]"

@@ -1,0 +1,243 @@
+"""What a mesh is, and what slicing, unflattening and concatenating give: no side effects.
+
+Layouts are over positions of one universe. The checks, their exception types and
+the words they begin with are stock's: programs and torch's own tests match them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from meshverse._core import AxisLayout, Layout
+
+from .user_input import AxisNames, check_axis_names
+
+__all__ = [
+    "MeshDescription",
+    "axis_index",
+    "check_flattened_name",
+    "check_has_names",
+    "check_known_axes",
+    "concatenate",
+    "slice_axes",
+    "unflatten_axis",
+]
+
+
+class MeshDescription(NamedTuple):
+    """What a mesh is, apart from its universe and its process groups.
+
+    Attributes:
+        device_type: "cpu", "cuda", ... without an index.
+        layout: the axis layouts, over positions of the universe's rank map.
+        axis_names: one an axis, or None.
+        preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
+        flattened: whether it was made by flattening, on a torch where that makes it unequal to
+            meshes made otherwise (before 2.13).
+        tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+    """
+
+    device_type: str
+    layout: Layout
+    axis_names: AxisNames | None
+    preserve_rank_order: bool = False
+    flattened: bool = False
+    tags: tuple[str, ...] = ()
+
+    @property
+    def axis_tags(self) -> tuple[str, ...]:
+        """Isolation tags, one an axis."""
+        return self.tags or ("",) * len(self.layout)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What to call the axes in messages: their names, or numbers where they have none."""
+        return self.axis_names or tuple(f"dim_{index}" for index in range(len(self.layout)))
+
+    def with_tags(self, tags: Sequence[str]) -> MeshDescription:
+        """The same under other isolation tags, one an axis."""
+        return self._replace(tags=tuple(tags)) if any(tags) else self._untagged()
+
+    def _untagged(self) -> MeshDescription:
+        return self._replace(tags=()) if self.tags else self
+
+
+def check_has_names(mesh: MeshDescription, action: str, error: type[Exception]) -> AxisNames:
+    """The names of a mesh's axes; if it has none, raise `error`, which depends on the action."""
+    if mesh.axis_names is None:
+        raise error(
+            f"Cannot {action} a DeviceMesh without mesh_dim_names! Its layout is {mesh.layout}. "
+            "Give its axes names when making it."
+        )
+    return mesh.axis_names
+
+
+def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
+    """Check that a mesh has the axes it is sliced by, or may use flattened ones of these names.
+
+    Raises:
+        KeyError: an unknown name.
+    """
+    valid = [*(mesh.axis_names or ()), *flattened]
+    if not all(name in valid for name in names):
+        raise KeyError(
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+        )
+
+
+def slice_axes(
+    mesh: MeshDescription, names: AxisNames, layout: Layout, tags: Sequence[str] = ()
+) -> MeshDescription:
+    """The submesh of some axes of a mesh.
+
+    Args:
+        mesh: the mesh that is sliced.
+        names: axes asked for.
+        layout: of these axes.
+        tags: isolation tags of these axes; empty where none of the mesh has one.
+
+    Raises:
+        KeyError: names in another order than in the mesh.
+        RuntimeError: axes that overlap.
+    """
+    if not layout.is_sorted():
+        raise KeyError(
+            f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
+            f"order; the axes of this mesh are, in order, {mesh.axis_names}."
+        )
+    if not layout.is_orthogonal():
+        raise RuntimeError(
+            f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
+        )
+    submesh = MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    return submesh.with_tags(tags) if tags else submesh
+
+
+def check_flattened_name(
+    name: str, axis: AxisLayout, root_names: AxisNames, known: AxisLayout | None, root: object
+) -> None:
+    """Check the name of a flattened axis.
+
+    Args:
+        name: of the flattened axis.
+        axis: its layout.
+        root_names: axes of the root mesh.
+        known: the axis flattened under this name before, if any.
+        root: the root mesh, for messages.
+
+    Raises:
+        ValueError: the root has an axis of this name, or another flattened axis has it.
+    """
+    if name in root_names:
+        raise ValueError(
+            f"{name} already exists for submesh of the {root}. The mesh_dim_names of submesh and "
+            f"flattened mesh are {root_names}. Please specify another valid mesh_dim_name."
+        )
+    if known is not None and known != axis:
+        raise ValueError(
+            f"Flatten mesh with mesh_dim_name {name} has been created before, Please specify "
+            f"another valid mesh_dim_name. It has layout {known}, where {axis} is asked for."
+        )
+
+
+def axis_index(mesh: MeshDescription, dim: Any) -> int:
+    """Index of an axis given by index or name.
+
+    Raises:
+        ValueError: no axis of this name or index.
+        IndexError: an index from the end, or of a type of numpy's, that is no axis.
+        TypeError: neither index nor name, or a name where the mesh has none.
+    """
+    ndim = len(mesh.layout)
+    if isinstance(dim, str):
+        names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
+        if dim not in names:
+            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}")
+        return names.index(dim)
+    try:
+        index = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim {dim!r} specified in `_unflatten` is no index and no name.") from None
+    if not -ndim <= index < ndim:
+        error = ValueError if isinstance(dim, int) and index >= 0 else IndexError  # as stock
+        raise error(f"dim {index} specified in `_unflatten` is out of range {ndim}")
+    return index % ndim
+
+
+def unflatten_axis(
+    mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
+) -> tuple[Layout, MeshDescription]:
+    """The mesh with one axis split into several, the rightmost varying fastest, under its tag.
+
+    Args:
+        mesh: the mesh to change.
+        index: of the axis to split.
+        sizes: of the new axes.
+        names: of the new axes.
+
+    Returns:
+        The layout of the new axes alone, and the whole new mesh.
+
+    Raises:
+        ValueError: sizes that do not multiply out to the axis.
+        RuntimeError: another number of names than sizes, or a name that is taken.
+        TypeError: a mesh without names.
+    """
+    if len(sizes) != len(names):
+        raise RuntimeError(
+            "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
+            f"{tuple(names)} for sizes {tuple(sizes)}."
+        )
+    axis, product = mesh.layout[index], math.prod(sizes)
+    if product != axis.size:
+        raise ValueError(
+            f"The product of mesh_sizes={tuple(sizes)} is {product}, but the original dimension at "
+            f"dim={index} has size {axis.size}. These must be equal for unflatten to work "
+            f"correctly. The axes are {mesh.axis_names}."
+        )
+    inner = Layout.from_shape(tuple(sizes))
+    own_names = check_has_names(mesh, "unflatten", TypeError)
+    new_axes = axis.compose(inner)
+    layout = mesh.layout.splice(index, index + 1, new_axes)
+    all_names = (*own_names[:index], *names, *own_names[index + 1 :])
+    tags = mesh.tags and (
+        *mesh.tags[:index],
+        *(mesh.tags[index],) * len(new_axes),
+        *mesh.tags[index + 1 :],
+    )
+    return new_axes, mesh._replace(
+        layout=layout,
+        axis_names=check_axis_names(all_names, len(layout)),
+        flattened=False,
+        tags=tags,
+    )
+
+
+def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:
+    """One mesh with the axes of several, in the order given.
+
+    Args:
+        meshes: the descriptions of the meshes.
+        given: the meshes, for messages.
+
+    Raises:
+        RuntimeError: they overlap.
+        TypeError: one has no names.
+    """
+    layout = Layout([])
+    names: AxisNames = ()
+    for mesh in meshes:
+        names += check_has_names(mesh, "concatenate", TypeError)
+        layout = layout.concatenate(mesh.layout)
+    if not layout.is_orthogonal():
+        raise RuntimeError(
+            f"Cannot concatenate overlapping meshes: {given}. Axes {names} have layouts {layout}, "
+            "which share positions."
+        )
+    tags: tuple[str, ...] = ()
+    if any(mesh.tags for mesh in meshes):
+        tags = tuple(tag for mesh in meshes for tag in mesh.axis_tags)
+    return meshes[0]._replace(layout=layout, axis_names=names, flattened=False, tags=tags)

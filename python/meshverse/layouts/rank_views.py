@@ -1,0 +1,77 @@
+"""The world-sized forms of a rank map that torch reads: built when first asked for, then shared."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, cast
+
+import torch
+
+from meshverse import _torch_compat as compat
+from meshverse._core import RankMap
+
+from .computed import computed
+
+__all__ = ["RankTuple", "RankViews", "rank_views"]
+
+
+class RankTuple(tuple[int, ...]):
+    """A tuple of ranks that is hashed once, and compared with itself at once.
+
+    torch hashes and compares such tuples inside training steps. Equal rank maps share one object
+    (see `rank_views`), so both are O(1) here after the first hash, with the results of tuple's.
+    """
+
+    _hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or tuple.__eq__(self, cast("tuple[int, ...]", other)) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = tuple.__hash__(self)
+        return self._hash
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTuple:
+        return self  # as of any tuple of integers; torch.compile's guards hold on to such a copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+class RankViews:
+    """A rank map as the tensor and the tuple that torch's own code asks of a mesh.
+
+    Shared by every mesh and universe with the same ranks; O(world) each, once.
+    """
+
+    def __init__(self, rank_map: RankMap) -> None:
+        self._ranks = rank_map.ranks()
+
+    @computed
+    def tensor(self) -> torch.Tensor:
+        """The global rank at every position: int32 CPU tensor of shape (n,)."""
+        with compat.untraced():
+            return torch.frombuffer(self._ranks, dtype=torch.int32)
+
+    @computed
+    def tuple(self) -> RankTuple:
+        """The global rank at every position."""
+        return RankTuple(self._ranks.tolist())
+
+
+_views: weakref.WeakKeyDictionary[RankMap, RankViews] = weakref.WeakKeyDictionary()
+_views_lock = threading.Lock()  # protects _views; building a view is cheap, its fields are lazy
+
+
+def rank_views(rank_map: RankMap) -> RankViews:
+    """The views of a rank map; the same object for equal rank maps."""
+    views = _views.get(rank_map)
+    if views is None:
+        with _views_lock:
+            views = _views.setdefault(rank_map, RankViews(rank_map))
+    return views

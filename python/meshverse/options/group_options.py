@@ -1,0 +1,153 @@
+"""What one process group shall be: every default filled in, and the key it is shared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from meshverse import _torch_compat as compat
+from meshverse._core import OptionsKey
+
+from .copies import copy_of
+from .overrides import NO_OVERRIDE, Override
+
+__all__ = ["NO_DEFAULTS", "Defaults", "GroupOptions"]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a universe's groups inherit where an axis says nothing else.
+
+    Attributes:
+        timeout: of the groups' operations; None for that of the default group.
+        options: options object for the groups of its backend; None for the backend's defaults.
+    """
+
+    timeout: timedelta | None = None
+    options: compat.BackendOptions | None = None
+
+    @property
+    def are_torchs(self) -> bool:
+        """Whether there are none, so that groups are as the default group."""
+        return self.timeout is None and self.options is None
+
+    @classmethod
+    def of(cls, timeout: timedelta | None, options: compat.BackendOptions | None) -> Defaults:
+        """A snapshot of what a user gives: later changes of the options do not reach it.
+
+        Raises:
+            TypeError: the timeout is no timedelta, or the options are no options object.
+            ValueError: the timeout is not positive.
+        """
+        if timeout is not None:
+            check_timeout(timeout)
+        if options is not None and not compat.is_backend_options(options):
+            raise TypeError(
+                f"options={options!r} of type {type(options).__name__}: give an options object of "
+                "the default group's backend, such as ProcessGroupNCCL.Options()."
+            )
+        return cls(timeout, copy_of(options))
+
+
+NO_DEFAULTS = Defaults()
+
+
+def check_timeout(timeout: timedelta) -> None:
+    """Raise TypeError for what is no timedelta, ValueError for one that is not positive."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"timeout={timeout!r} of type {type(timeout).__name__}: give a datetime.timedelta, "
+            "such as timedelta(minutes=5)."
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout={timeout}: a timeout is longer than zero.")
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What one process group shall be: an override with every default filled in.
+
+    Attributes:
+        backend: backend string of the group.
+        options: a snapshot of the options object, or None for the backend's defaults.
+        timeout: of the group's operations; None where unknown.
+        key: equal for equal backend, options, timeout and tag.
+        name_key: the key less the timeout, which c10d lets every rank choose by itself; so it may
+            not be in the name that all members have to agree on.
+        override: what was asked for, as the user wrote it.
+        says_timeout: whether the timeout was asked for here, and not taken from the default group.
+        tag: the isolation tag it is shared under; "" for none.
+        keeps_order: whether the ranks follow the order of the mesh, not ascending.
+    """
+
+    backend: str
+    options: compat.BackendOptions | None
+    timeout: timedelta | None
+    key: OptionsKey
+    name_key: OptionsKey
+    override: Override
+    says_timeout: bool = False
+    tag: str = ""
+    keeps_order: bool = False
+
+    @classmethod
+    def resolve(
+        cls,
+        override: Override,
+        default_group: compat.ProcessGroup,
+        defaults: Defaults = NO_DEFAULTS,
+    ) -> GroupOptions:
+        """Fill in what is not overridden: backend, options and timeout.
+
+        The backend is the default group's. The universe's options are for groups of that backend.
+        The timeout is that of the axis's own options, if they say one; else the universe's; else
+        that of its options; else the default group's.
+        """
+        wanted, own = override
+        usual = compat.canonical_backend(compat.default_backend(default_group))
+        backend = compat.canonical_backend(wanted or usual)
+        options = own if own is not None or backend != usual else defaults.options
+        said_timeout = compat.said_timeout(own) or defaults.timeout or compat.said_timeout(options)
+        timeout = said_timeout or compat.default_timeout(backend, default_group)
+        # A split of the default group inherits its options where none are given.
+        said = options
+        if options is None and compat.can_split(default_group, wanted):
+            said = compat.live_options(default_group)
+        ignored = compat.IGNORED_OPTION_FIELDS
+        key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
+        name_key = OptionsKey.of(backend, said, ignored=ignored)
+        mine, says_timeout = copy_of(options), said_timeout is not None
+        return cls(backend, mine, timeout, key, name_key, override, says_timeout)
+
+    @classmethod
+    def given(cls, group: compat.ProcessGroup) -> GroupOptions:
+        """What is known of a group that the user made: its backend."""
+        backend = compat.default_backend(group)
+        key = OptionsKey.of(backend)
+        return cls(backend, None, None, key, key, NO_OVERRIDE)
+
+    def with_tag(self, tag: str) -> GroupOptions:
+        """The same options for a group of its own, shared only under the same tag; "" for none."""
+        return self if tag == self.tag else self._apart(tag, self.keeps_order)
+
+    def in_mesh_order(self) -> GroupOptions:
+        """The same options for a group whose ranks follow the order of the mesh, not ascending."""
+        return self._apart(self.tag, keeps_order=True)
+
+    def _apart(self, tag: str, keeps_order: bool) -> GroupOptions:
+        # What keeps groups apart beside their options is one text in the key.
+        text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
+        key, name_key = self.key.with_tag(text), self.name_key.with_tag(text)
+        return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
+
+    def options_to_give_away(self) -> compat.BackendOptions | None:
+        """A copy for c10d, which keeps what it is given and writes to it for each group.
+
+        It says the timeout that c10d is told beside it, or else c10d warns that they differ.
+        """
+        mine: Any = copy_of(self.options)
+        is_mine = mine is not self.options  # not everything can be copied
+        if is_mine and self.timeout is not None and compat.is_backend_options(mine):
+            mine._timeout = self.timeout
+        return mine

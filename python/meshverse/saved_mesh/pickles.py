@@ -1,0 +1,162 @@
+"""Pickling meshes: O(axes) bytes and no process-group names; a loaded mesh finds its universe."""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshverse._core import AxisLayout, RankMap
+from meshverse.device_mesh.base import MeshBase
+from meshverse.device_mesh.device_mesh import DeviceMesh
+from meshverse.universe.universe import Universe
+
+from .state import MeshState, SavedMesh, SavedState, read_state
+
+__all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
+
+
+def save_mesh(mesh: DeviceMesh) -> MeshState:
+    """A mesh as plain data, root included.
+
+    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed. What it says
+    of process groups is which options they had, never their names.
+    """
+    universe = mesh.universe
+    ranks = universe.rank_map
+    state = {
+        "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
+        "rank": universe.rank,
+        "serial": universe.serial,
+        "decoupled": bool(mesh.decouple_backend_at_save),
+        "mesh": mesh_fields(mesh),
+    }
+    if mesh._root_mesh is not None:
+        state["root"] = mesh_fields(mesh._root())
+    return state
+
+
+def load_mesh(state: MeshState) -> DeviceMesh:
+    """The mesh of a saved state.
+
+    In a live universe of the same ranks it is that universe's mesh, with its process groups where
+    they exist. Where there is no such universe, or the mesh was saved with
+    `decouple_backend_at_save`, it comes in a universe without process groups, which
+    `mesh.bind()` gives it.
+
+    Raises:
+        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
+    """
+    saved = read_state(state)
+    universe = universe_of(saved)
+    return DeviceMesh._in_universe(
+        universe, saved.mesh.description, _known_names(saved.mesh, universe)
+    )
+
+
+def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
+    """A mesh of a subclass from its saved state, without what the subclass adds.
+
+    A new object each time, as in stock: what it has besides need not be what another one has.
+
+    Raises:
+        TypeError: no subclass of our `DeviceMesh`.
+        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
+    """
+    if not _is_ours(mesh_class):
+        raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
+    saved = read_state(state)
+    universe = universe_of(saved)
+    names = _known_names(saved.mesh, universe)
+    mesh = mesh_class._made(universe, saved.mesh.description, names)
+    if universe.root is None or not mesh.has_groups:  # bind() shall find it
+        universe.intern(mesh)
+    return mesh
+
+
+def _is_ours(mesh_class: object) -> bool:
+    return isinstance(mesh_class, type) and issubclass(mesh_class, DeviceMesh)
+
+
+def universe_of(saved: SavedState) -> Universe:
+    """The universe that a saved mesh comes into: a live one, or one without process groups."""
+    universe = _live_universe_of(saved) or _universe_apart_of(saved)
+    if universe.root is None and saved.root is not None:
+        names = _known_names(saved.root, universe)
+        DeviceMesh._in_universe(universe, saved.root.description, names)
+    return universe
+
+
+def _live_universe_of(saved: SavedState) -> Universe | None:
+    if saved.decoupled:
+        return None
+    universe = Universe.find(saved.rank_map, saved.serial, _groups_of(saved))
+    if universe is None and dist.is_initialized():
+        return Universe(saved.rank_map)
+    # A process without process groups is no rank: it may load what several ranks have saved.
+    is_of_rank = universe is not None and (
+        universe.world is not None or universe.rank == saved.rank
+    )
+    return universe if is_of_rank else None
+
+
+def _universe_apart_of(saved: SavedState) -> Universe:
+    key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
+    universe = _apart.get(key)
+    if universe is None:
+        universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
+        _apart[key] = universe
+    return universe
+
+
+# Universes without process groups that are alive, by what they were saved from: meshes that one
+# rank saved one by one from one universe are in one universe again.
+_apart: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _groups_of(saved: SavedState) -> list[tuple[AxisLayout, str | None]]:
+    meshes = [saved.mesh, *([] if saved.root is None else [saved.root])]
+    return [
+        pair for mesh in meshes for pair in zip(mesh.description.layout, mesh.keys, strict=False)
+    ]
+
+
+def mesh_fields(mesh: MeshBase) -> dict[str, Any]:
+    """What a saved state says of one mesh."""
+    return {
+        "device_type": mesh.device_type,
+        "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],
+        "names": mesh.mesh_dim_names,
+        "preserve_rank_order": mesh._preserve_rank_order,
+        "flattened": mesh._description.flattened,
+        "tags": mesh._description.tags,
+        "keys": mesh.key_digests,
+    }
+
+
+def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
+    layout = saved.description.layout
+    if universe.world is None:
+        return None
+    if universe.position is None:
+        return []
+    groups = [universe.known_group(*pair) for pair in zip(layout, saved.keys, strict=False)]
+    names = [group.name for group in groups if group is not None and group.name is not None]
+    return names if len(names) == len(layout) else None
+
+
+def _reduce(mesh: DeviceMesh) -> tuple[Any, ...]:
+    if type(mesh) is DeviceMesh:
+        return load_mesh, (save_mesh(mesh),)
+    return load_mesh_as, (type(mesh), save_mesh(mesh)), mesh.__getstate__()
+
+
+# What files call these two: a name that stays, whichever file of this room they are in.
+load_mesh.__module__ = load_mesh_as.__module__ = __package__
+copyreg.pickle(DeviceMesh, _reduce)
+torch.serialization.add_safe_globals([load_mesh, load_mesh_as])

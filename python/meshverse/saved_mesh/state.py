@@ -1,0 +1,252 @@
+"""A saved mesh as plain data, checked: it comes from a file, so nothing in it is taken on trust.
+
+Everything is read before anything is made of it. A field that is added to what `save_mesh` writes
+is added here: to a table of readers, and to the tuple that they fill.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from meshverse import _torch_compat as compat
+from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.layouts.rank_tensors import LARGEST_RANK
+from meshverse.layouts.user_input import check_axis_names, check_layout
+from meshverse.options.isolation import check_tag, tag_parts
+
+__all__ = ["MeshState", "SavedMesh", "SavedState", "read_state"]
+
+MeshState: TypeAlias = dict[str, Any]
+"""A mesh as plain data: numbers, strings, lists and dictionaries of them."""
+
+
+class SavedMesh(NamedTuple):
+    """One mesh of a saved state.
+
+    Attributes:
+        description: what the mesh is.
+        keys: digests of the options keys of its groups, one an axis; none where it had no groups.
+    """
+
+    description: MeshDescription
+    keys: tuple[str | None, ...]
+
+
+class SavedState(NamedTuple):
+    """What a saved state says, as `save_mesh` wrote it.
+
+    Attributes:
+        rank_map: of the universe.
+        rank: global rank of the process that saved it.
+        serial: of the universe.
+        decoupled: whether the mesh shall be apart from a live universe.
+        mesh: the mesh.
+        root: its root, unless it was one itself.
+    """
+
+    rank_map: RankMap
+    rank: int
+    serial: int
+    decoupled: bool
+    mesh: SavedMesh
+    root: SavedMesh | None
+
+
+def read_state(state: object) -> SavedState:
+    """What a saved state says.
+
+    Raises:
+        ValueError: a field is missing, unknown, or not what `save_mesh` could have written; names
+            the field, its value and the rule.
+    """
+    fields = _read_fields(state, "state", _STATE_FIELDS, optional=("root",))
+    rank_map = fields["ranks"]
+    return SavedState(
+        rank_map,
+        fields["rank"],
+        fields["serial"],
+        fields["decoupled"],
+        _read_mesh(fields["mesh"], "mesh", rank_map),
+        _read_mesh(fields["root"], "root", rank_map) if "root" in fields else None,
+    )
+
+
+def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
+    fields = _read_fields(saved, name, _MESH_FIELDS)
+    layout, keys = fields["axes"], fields["keys"]
+    try:
+        check_layout(layout, rank_map, None)
+        names = check_axis_names(fields["names"], len(layout))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        what = f"A saved mesh whose {name!r} is no mesh over {rank_map}"
+        raise ValueError(f"{what}: {error}") from error
+    if keys and len(keys) != len(layout):
+        raise _refusal(f"{name}.keys", keys, f"one for each of the {len(layout)} axes, or none")
+    if fields["names"] is not None and len(fields["names"]) != len(layout):
+        raise _refusal(f"{name}.names", (), f"one for each of the {len(layout)} axes, or None")
+    tags = fields["tags"]
+    if tags and len(tags) != len(layout):
+        raise _refusal(f"{name}.tags", tags, f"one for each of the {len(layout)} axes, or none")
+    if fields["flattened"] and len(layout) != 1:
+        raise _refusal(f"{name}.flattened", True, f"False for {len(layout)} axes")
+    return SavedMesh(
+        MeshDescription(
+            fields["device_type"],
+            layout,
+            names,
+            fields["preserve_rank_order"],
+            fields["flattened"] and compat.FLATTENED_ARE_APART,
+        ).with_tags(tags),
+        keys,
+    )
+
+
+# --- single fields: each takes the value and the field's name ------------------------------------
+
+_Reader: TypeAlias = Callable[[Any, str], Any]
+
+
+def _read_fields(
+    values: object, name: str, readers: Mapping[str, _Reader], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _refusal(name, values, f"a dictionary with the fields {', '.join(readers)}")
+    wrong = (readers.keys() ^ values.keys()).difference(optional)
+    if wrong:
+        raise _refusal(
+            name,
+            list(values),
+            f"a dictionary with the fields {', '.join(readers)}. Missing or unknown: "
+            f"{_shown(sorted(map(str, wrong)))}; another version of meshverse may have saved it",
+        )
+    inside = "" if name == "state" else f"{name}."
+    return {field: readers[field](value, f"{inside}{field}") for field, value in values.items()}
+
+
+def _read_rank_map(ranks: Any, name: str) -> RankMap:
+    if type(ranks) is int:
+        return RankMap.identity(_integer(ranks, name, 1, LARGEST_RANK + 1))
+    listed = _integers(ranks, name, 0, LARGEST_RANK)
+    try:
+        return RankMap.from_ranks(listed)
+    except ValueError as error:
+        rule = f"a number of ranks, or a list of unique global ranks ({error})"
+        raise _refusal(name, ranks, rule) from None
+
+
+def _read_layout(axes: Any, name: str) -> Layout:
+    pairs = [_listed(axis, name) for axis in _listed(axes, name)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise _refusal(name, axes, "a list of pairs of sizes and strides")
+    largest = LARGEST_RANK + 1
+    modes = [
+        (_integers(sizes, name, 1, largest), _integers(strides, name, 0, largest))
+        for sizes, strides in pairs
+    ]
+    try:
+        return Layout([AxisLayout(sizes, strides) for sizes, strides in modes])
+    except (OverflowError, ValueError) as error:
+        raise _refusal(name, axes, f"the layouts of axes ({error})") from None
+
+
+def _read_names(names: Any, name: str) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    return tuple(_text(axis_name, name) for axis_name in _listed(names, name))
+
+
+def _read_keys(keys: Any, name: str) -> tuple[str | None, ...]:
+    return tuple(None if key is None else _text(key, name) for key in _listed(keys, name))
+
+
+def _read_tags(tags: Any, name: str) -> tuple[str, ...]:
+    read = tuple(_text(tag, name) for tag in _listed(tags, name))
+    parts = [part for tag in read if tag for part in tag_parts(tag)]  # "" for an axis without one
+    try:
+        for part in parts:
+            check_tag(part)
+    except ValueError as error:
+        raise _refusal(name, tags, f"isolation tags ({error})") from None
+    return read
+
+
+def _listed(values: Any, name: str) -> list[Any] | tuple[Any, ...]:
+    if type(values) not in (list, tuple):
+        raise _refusal(name, values, "a list")
+    return values  # type: ignore[no-any-return]
+
+
+def _integers(values: Any, name: str, smallest: int, largest: int) -> list[int]:
+    return [_integer(value, name, smallest, largest) for value in _listed(values, name)]
+
+
+def _integer(value: Any, name: str, smallest: int, largest: int) -> int:
+    if type(value) is not int or not smallest <= value <= largest:  # a bool is no number here
+        raise _refusal(name, value, f"an integer from {smallest} to {largest}")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if type(value) is not str:
+        raise _refusal(name, value, "a string")
+    return value
+
+
+def _device_type(value: Any, name: str) -> str:
+    if not _text(value, name):
+        raise _refusal(name, value, "a string that is not empty")
+    return value  # type: ignore[no-any-return]
+
+
+def _flag(value: Any, name: str) -> bool:
+    if type(value) is not bool:
+        raise _refusal(name, value, "True or False")
+    return value
+
+
+def _rank(value: Any, name: str) -> int:
+    return _integer(value, name, -1, LARGEST_RANK)  # -1 where there was no default process group
+
+
+def _serial(value: Any, name: str) -> int:
+    return _integer(value, name, -(2**63), 2**63 - 1)
+
+
+def _as_it_is(value: Any, _: str) -> Any:
+    return value
+
+
+_STATE_FIELDS: dict[str, _Reader] = {
+    "ranks": _read_rank_map,
+    "rank": _rank,
+    "serial": _serial,
+    "decoupled": _flag,
+    "mesh": _as_it_is,  # these are read when the ranks are known
+    "root": _as_it_is,
+}
+
+_MESH_FIELDS: dict[str, _Reader] = {
+    "device_type": _device_type,
+    "axes": _read_layout,
+    "names": _read_names,
+    "preserve_rank_order": _flag,
+    "flattened": _flag,
+    "keys": _read_keys,
+    "tags": _read_tags,
+}
+
+
+def _refusal(name: str, value: object, rule: str) -> ValueError:
+    return ValueError(f"A saved mesh whose {name!r} is {_shown(value)}: it must be {rule}.")
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:  # Python refuses to write thousands of digits
+        return repr(x) if x.bit_length() <= 64 else f"an integer of {x.bit_length()} bits"
+
+
+def _shown(value: object) -> str:
+    return _Short().repr(value)

@@ -1,0 +1,186 @@
+"""What ranks compare before they make process groups, and with whom.
+
+A call is compared between the ranks of the mesh that it makes. Example: `init_device_mesh` over 8
+ranks concerns all 8. In the pipeline stage of ranks 0 to 3, `stage.unflatten(...)` concerns these
+4: the stage of ranks 4 to 7 may do something else. If all ranks must take part in making one of the
+groups, the call concerns all ranks of the universe.
+
+Ranks that disagree about *which ranks* a mesh has do not meet here. They find out when they wait
+for each other, see `agreement`. Calls from other threads than the main one are not compared, as
+their order means nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from meshverse._core import Layout, RankMap
+from meshverse.agreement import BoardUse, Call, CallOrder, RanksDifferError, first_keys, next_keys
+from meshverse.groups.creation import GroupRequest, needs_all_ranks
+from meshverse.groups.world import World
+
+__all__ = ["CHECK_VARIABLE", "ConsistencyCheck", "check_by_default"]
+
+CHECK_VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
+"""Environment variable: "0" turns the comparison off where a mesh does not say otherwise."""
+
+
+def check_by_default() -> bool:
+    """Whether the environment leaves the comparison on.
+
+    Raises:
+        ValueError: the variable is neither "0" nor "1".
+    """
+    value = os.environ.get(CHECK_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{CHECK_VARIABLE}={value!r}: set it to 0 to turn the comparison of meshes between "
+            "ranks off, or to 1 to leave it on."
+        )
+    return value == "1"
+
+
+class ConsistencyCheck:
+    """The calls of one universe, in an order that its ranks agree on.
+
+    Args:
+        rank_map: the universe's.
+        position: this rank's, or None if it is outside.
+        world: the default group whose store is used.
+        use: of the board, by this universe.
+        lazy: whether groups are made when they are first used.
+        compares: whether calls are compared; if not, they are only counted.
+
+    Attributes:
+        ranks: the universe's, in any order: the same text for the same ranks.
+        number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
+            None until its first call has succeeded.
+    """
+
+    def __init__(
+        self,
+        rank_map: RankMap,
+        position: int | None,
+        world: World,
+        use: BoardUse,
+        *,
+        lazy: bool,
+        compares: bool,
+    ) -> None:
+        self._rank_map, self._position = rank_map, position
+        self._how = "lazy" if lazy else "at once"
+        self._world = world
+        self._compares = compares and position is not None
+        self.ranks = rank_map.sorted().fingerprint
+        self._roots = world.root_order(self.ranks)
+        self._scope = ""  # of this universe, once it has a number
+        self._orders: dict[str, CallOrder] = {}  # of parts of this universe
+        self._keys_written: list[str] = []
+        self._use = use
+        self.number: int | None = None
+
+    @contextlib.contextmanager
+    def compared(
+        self, name: str, requests: Sequence[GroupRequest], layout: Layout
+    ) -> Iterator[Call | None]:
+        """Compare a call that makes process groups with that of the other ranks, then let it.
+
+        Args:
+            name: what is called, such as "init_device_mesh".
+            requests: one an axis.
+            layout: of the mesh that the call makes.
+
+        Yields:
+            The call, for those who wait for other ranks in it; None if this universe compares none.
+
+        Raises:
+            RanksDifferError: another rank is making something else.
+        """
+        is_first = self.number is None
+        order = self._roots if is_first else self._order_of(requests, layout)
+        call = self._begin(name, requests, order)
+        if call is not None:
+            later = [next_keys(order)]
+            if is_first:
+                later.append(first_keys(f"{order.scope}/{order.label}/all"))
+            try:
+                call.compare(later)
+            finally:
+                self._keys_written += call.keys_written
+        try:
+            yield call
+        except RanksDifferError:
+            raise
+        except BaseException as error:
+            if call is not None and (cause := self._why_it_failed(call, error)) is not error:
+                raise cause from error
+            raise
+        number, label = order.advance()
+        if is_first:
+            self.number, self._scope = number, f"{order.scope}/{label}"
+            # If not compared here, other ranks may count it under another number.
+            self._compares = call is not None and call.is_compared
+
+    def _order_of(self, requests: Sequence[GroupRequest], layout: Layout) -> CallOrder:
+        part = "all"
+        position = self._position
+        is_whole = layout.size == self._rank_map.size
+        if (
+            position is not None
+            and not is_whole
+            and not any(needs_all_ranks(one, self._world) for one in requests)
+        ):
+            # The same for all ranks of this copy of the mesh, and for no other rank.
+            part = f"{layout.collapse().sorted()}@{layout.base(position)}"
+        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
+
+    def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
+        board = self._world.board if self._compares else None
+        if board is None:
+            return None
+        if not self._is_main_thread():
+            order.stop_comparing("a thread beside the main one made process groups")
+        self._use.begin()
+        return Call(board, order, self._digest(requests), self._text(name, requests))
+
+    def _why_it_failed(self, call: Call, error: BaseException) -> BaseException:
+        with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
+            cause = call.why_it_failed(error)
+            return cause if isinstance(error, Exception) else error
+        return error
+
+    def forget(self) -> None:
+        """Remove this rank's texts. Call it when all ranks of the universe are done with it."""
+        board = self._world.board if self._keys_written else None
+        if board is None:
+            return
+        while self._keys_written:
+            board.remove(self._keys_written[-1])
+            self._keys_written.pop()
+
+    def _is_main_thread(self) -> bool:
+        thread = threading.current_thread()
+        return thread is threading.main_thread() or thread.ident == self._world.thread_id
+
+    def _digest(self, requests: Sequence[GroupRequest]) -> str:
+        # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
+        # choose its own there.
+        begin = f"{self._how} {self._rank_map.fingerprint}"
+        digest = hashlib.blake2b(begin.encode(), digest_size=16)
+        for request in requests:
+            options = request.options
+            key = options.key if options.says_timeout else options.name_key
+            digest.update(f"{request.axis_name}={request.axis} {key.digest}\n".encode())
+        return digest.hexdigest()
+
+    def _text(self, call: str, requests: Sequence[GroupRequest]) -> str:
+        sizes = ", ".join(f"{request.axis_name}={request.axis.size}" for request in requests)
+        layouts = ", ".join(str(request.axis) for request in requests)
+        options = " ".join(dict.fromkeys(str(request.options.key) for request in requests))
+        return f"{call} ({sizes}), {self._how}, over {self._rank_map}, layout {layouts}, {options}"

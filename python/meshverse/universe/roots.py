@@ -1,0 +1,78 @@
+"""The root meshes of one universe, and the flattened meshes that torch looks up at them.
+
+torch keeps flattened meshes by name, at the root of the mesh they were flattened from. Meshes under
+other isolation tags than the universe's first mesh must not find its flattened meshes, so they have
+a root of their own: the first mesh under their tags. Its groups are made when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshverse.options.isolation import merge_tags, tag_parts
+
+if TYPE_CHECKING:
+    from meshverse.device_mesh.base import MeshBase
+
+__all__ = ["Roots"]
+
+
+class Roots:
+    """Roots and flattened meshes of one universe. The universe's lock protects it.
+
+    Attributes:
+        first: the first mesh of the universe, the root of all that is under its tags.
+    """
+
+    def __init__(self) -> None:
+        self.first: MeshBase | None = None
+        # The others, by the tags of their axes and those of the meshes they are roots of.
+        self._others: dict[tuple[tuple[str, ...], frozenset[str]], MeshBase] = {}
+        self._flattened: dict[tuple[str, str], MeshBase] = {}  # by name and tag
+
+    def of(self, mesh: MeshBase) -> MeshBase:
+        """The root of a mesh of this universe; the first one asked for is one."""
+        first = self.first
+        if first is None:
+            self.first = mesh
+            return mesh
+        tags, parts = self._tags_of_root(first, mesh), _parts(mesh)
+        if tags == first.description.axis_tags and parts <= _parts(first):
+            return first
+        root = self._others.get((tags, parts))
+        if root is None:
+            root = self._others[tags, parts] = first.under(tags)
+            for (name, tag), flattened in self._flattened.items():
+                if parts.issuperset(tag_parts(tag)):
+                    root.add_flattened(name, flattened)
+        return root
+
+    @staticmethod
+    def _tags_of_root(first: MeshBase, mesh: MeshBase) -> tuple[str, ...]:
+        own, tags = first.description.axis_tags, mesh.description.axis_tags
+        axes = list(zip(first.description.labels, first.layout, strict=True))
+        known = dict(zip(zip(mesh.description.labels, mesh.layout, strict=True), tags, strict=True))
+        agrees = all(known.get(axis, tag) == tag for axis, tag in zip(axes, own, strict=True))
+        if agrees and _parts(mesh) <= _parts(first):
+            return own
+        merged = merge_tags(tags)
+        return tuple(known.get(axis, merged) for axis in axes)
+
+    def flattened(self, name: str, tag: str) -> MeshBase | None:
+        """The flattened mesh of this name under this tag, if there is one."""
+        return self._flattened.get((name, tag))
+
+    def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
+        """Note a flattened mesh, at the roots of all meshes it may be flattened from."""
+        self._flattened[name, tag] = flattened
+        parts = frozenset(tag_parts(tag))
+        if self.first is not None and parts <= _parts(self.first):
+            self.first.add_flattened(name, flattened)
+        for (_, seen), root in self._others.items():
+            if parts <= seen:
+                root.add_flattened(name, flattened)
+
+
+def _parts(mesh: MeshBase) -> frozenset[str]:
+    tags = mesh.description.axis_tags
+    return frozenset(part for tag in tags for part in tag_parts(tag))
