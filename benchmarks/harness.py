@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 __all__ = [
     "OURS",
     "STOCK",
@@ -26,6 +28,8 @@ __all__ = [
     "Played",
     "Run",
     "Scenario",
+    "cold",
+    "is_cold",
     "play",
     "ratio_of",
     "same_answers",
@@ -49,7 +53,7 @@ class Action:
         answer: its result as plain data, equal on all sides; called outside the clock.
         operations: how many operations one evaluation is.
         repeatable: whether evaluating it again does the same work.
-        is_cold: whether its first time in a process is what counts, as it does more than others.
+        is_first: whether its first time in a process is what counts, as it does more than others.
     """
 
     operation: str
@@ -58,7 +62,7 @@ class Action:
     answer: Callable[[Any], Any] = repr
     operations: int = 1
     repeatable: bool = False
-    is_cold: bool = False
+    is_first: bool = False
 
 
 Scenario = Generator[Action, Any, None]
@@ -70,23 +74,25 @@ class Played:
     """What scenarios played side by side gave, by operation.
 
     Attributes:
-        times_ns: nanoseconds an operation, of the last scenario.
-        answers: plain data, of the first.
+        times_ns: nanoseconds an operation; also of "..., cold", where that was timed.
+        answers: plain data, of the first scenario.
     """
 
     times_ns: dict[str, float] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)
 
 
-def play(*scenarios: Scenario, with_answers: bool) -> Played:
-    """Evaluate the actions of equal scenarios in turn: the first warms up, the last is timed.
+def play(*scenarios: Scenario, with_answers: bool, with_cold: bool = False) -> Played:
+    """Evaluate the actions of equal scenarios in turn.
 
-    Each action of the last comes right after the same action of the others, on things of their
-    own: so its code is in the processor's caches. Cold, an action of some microseconds takes
-    several times as long, whatever it does.
+    The first scenario warms up: its code, and what it reads, is then in the processor's caches. The
+    second is timed. The third, if there is one, is timed cold: before each of its actions the
+    caches are filled with other data, as a model's work between two mesh operations does. One
+    scenario alone is timed as it comes.
 
     Args:
-        scenarios: started, but not advanced. One alone is timed cold.
+        scenarios: started, but not advanced.
+        with_cold: with less than three scenarios, time actions that can be repeated cold as well.
         with_answers: also turn each result into plain data, which can take long.
     """
     played = Played()
@@ -97,12 +103,36 @@ def play(*scenarios: Scenario, with_answers: bool) -> Played:
                 actions = [one.send(last) for one, last in zip(scenarios, results, strict=True)]
             except StopIteration:
                 return played
-            loops = [_timed_loop(action) for action in actions]  # no compiling between the two
-            timed = [_time_ns(*pair) for pair in zip(actions, loops, strict=True)]
-            operation, results = actions[0].operation, [result for _, result in timed]
-            played.times_ns[operation] = timed[0 if actions[0].is_cold else -1][0]
+            loops = [_timed_loop(action) for action in actions]  # no compiling between them
+            timed = [_time_ns(*pair) for pair in zip(actions[:2], loops[:2], strict=True)]
+            operation = actions[0].operation
+            played.times_ns[operation] = timed[0 if actions[0].is_first else -1][0]
+            if len(scenarios) > 2 or (with_cold and actions[-1].repeatable):
+                _fill_caches()
+                elapsed, result = loops[-1](1)
+                timed[2:] = [(elapsed / actions[-1].operations, result)]
+                played.times_ns[cold(operation)] = timed[-1][0]
+            results = [result for _, result in timed[: len(scenarios)]]
             if with_answers:
                 played.answers[operation] = actions[0].answer(results[0])
+
+
+def cold(operation: str) -> str:
+    """The name of an operation that is timed with cold caches."""
+    return f"{operation}, cold"
+
+
+def is_cold(operation: str) -> bool:
+    """Whether this is the name of an operation that is timed with cold caches."""
+    return operation.endswith(", cold")
+
+
+def _fill_caches() -> None:
+    """Write 64 MB: more than a core's own caches hold (L1 and L2)."""
+    _other_data.add_(1)
+
+
+_other_data = torch.zeros(64_000_000, dtype=torch.uint8)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import OURS, STOCK, ratio_of
+from harness import OURS, STOCK, cold, ratio_of
 from reports import amount, table
 from suites.floors import WHAT
 
@@ -86,11 +86,13 @@ def _summary(reports: _Reports, prefix: str) -> str:
             unit = _unit(reports, suite, operation)
             medians = [amount(statistics.median(samples[s]), unit) for s in (STOCK, OURS)]
             ratio = _ratio(ratio_of(samples[STOCK], samples[OURS]))
-            rows.append([operation, *medians, ratio])
+            when_cold = _samples(reports, suite, cold(operation), 10_240)
+            ratio_cold = _ratio(ratio_of(when_cold[STOCK], when_cold[OURS])) if when_cold else ""
+            rows.append([operation, *medians, ratio, ratio_cold])
     measured = [reports[suite] for suite in dict(_README_ROWS) if suite in reports]
     where = [f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}" for one in measured]
     places = "\n\n".join(dict.fromkeys(where))  # of one run, there is one
-    return f"{table(['operation', STOCK, OURS, 'ratio'], rows)}\n\n{places}"
+    return f"{table(['operation', STOCK, OURS, 'ratio', 'ratio, cold'], rows)}\n\n{places}"
 
 
 def _floors(reports: _Reports, prefix: str) -> str:
@@ -102,10 +104,11 @@ def _floors(reports: _Reports, prefix: str) -> str:
             ours, floor = samples[OURS], samples[_FLOOR]
             more = statistics.median(ours) - statistics.median(floor)
             medians = [amount(statistics.median(one), "ns") for one in (ours, floor)]
-            rows.append(
-                [operation, *medians, _ratio(ratio_of(ours, floor)), amount(more, "ns"), what]
-            )
-    return table(["operation", OURS, _FLOOR, "ratio", "more", "the floor is"], rows)
+            when_cold = _samples(reports, "operations", cold(operation), 10_240)
+            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in (samples, when_cold)]
+            rows.append([operation, *medians, *ratios, amount(more, "ns"), what])
+    header = [OURS, _FLOOR, "ratio", "ratio, cold", "more", "the floor is"]
+    return table(["operation", *header], rows)
 
 
 def _reached(reports: _Reports, prefix: str) -> str:

@@ -106,7 +106,7 @@ def _comparing(init: InitDeviceMesh, mesh: Any, shape: Any, names: Any) -> Scena
         "hash(equal)",
         {"equal": equal},
         lambda _: True,
-        is_cold=True,
+        is_first=True,
     )
     yield Action(
         "hash first of a mesh", "hash(mesh)", {"mesh": mesh}, lambda value: value == hash(equal)

@@ -7,7 +7,19 @@ from typing import Any
 from torch.distributed import device_mesh as stock
 
 import meshverse
-from harness import OURS, STOCK, Check, Outcome, Played, Run, Scenario, play, ratio_of, same_answers
+from harness import (
+    OURS,
+    STOCK,
+    Check,
+    Outcome,
+    Played,
+    Run,
+    Scenario,
+    cold,
+    play,
+    ratio_of,
+    same_answers,
+)
 from suites.floors import WHAT, floor_of
 from suites.mesh_scenario import FIGURES, Axes, mesh_operations
 from worlds import fake_world
@@ -17,7 +29,8 @@ __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 TITLE = "Mesh operations"
 METHOD = (
     "one rank of a fake world, processor time of its thread; all operations in one world, each "
-    "timed right after it was done once for the answer; sides and world sizes in turn"
+    "timed right after it was done once for the answer; cold: after 64 MB of other data went "
+    "through the processor's caches; sides and world sizes in turn"
 )
 SCALE = "ranks"
 _FLOOR = "floor"
@@ -32,7 +45,14 @@ _AXES: dict[int, Axes] = {
 # A run of stock takes some 10 s at 102,400 ranks, a minute at 1,048,576.
 _STOCK_REPETITIONS = {102_400: 3, 1_048_576: 1}
 
+_COLD_SIZES = (64, 10_240)
+
 # At 10,240 ranks, against stock.
+_AT_LEAST_COLD = {
+    "slice first": 20,
+    "unflatten to known groups": 800,
+    "flatten to a new group": 30,
+}
 _AT_LEAST = {
     "create 4-D mesh": 100,
     "slice first": 50,
@@ -58,6 +78,8 @@ def run(run: Run) -> Outcome:
         for figure, operations in FIGURES.items():
             for operation in operations:
                 outcome.of(operation, size).figure = figure
+                if size in _COLD_SIZES:
+                    outcome.of(cold(operation), size)
     step = 0
     for repetition in range(repetitions):
         for size in sizes:
@@ -99,8 +121,9 @@ def _play_all(size: int, sides: list[str], *, compare: bool) -> dict[str, dict[s
 
 def _play(size: int, side: str, *, with_answers: bool) -> Played:
     with fake_world(size, _rank_in(size)):
-        twice = [_scenario(side, size) for _ in range(2)]
-        return play(*twice, with_answers=with_answers)
+        times = 3 if size in _COLD_SIZES else 2
+        scenarios = [_scenario(side, size) for _ in range(times)]
+        return play(*scenarios, with_answers=with_answers)
 
 
 def _rank_in(size: int) -> int:
@@ -136,6 +159,13 @@ def _checks(outcome: Outcome, sizes: list[int]) -> list[Check]:
         samples = outcome.of(operation, 10_240).samples
         claim = f"{operation}, 10,240 ranks: faster than stock"
         checks.append(Check.faster(claim, times, samples[STOCK], samples[OURS]))
+    for operation, times in _AT_LEAST_COLD.items():
+        samples = outcome.of(cold(operation), 10_240).samples
+        claim = f"{cold(operation)}, 10,240 ranks: faster than stock"
+        checks.append(Check.faster(claim, times, samples[STOCK], samples[OURS]))
+    samples = outcome.of(cold("create 4-D mesh"), 10_240).samples
+    claim = f"{cold('create 4-D mesh')}, 10,240 ranks: of c10d's own time"
+    checks.append(Check.within(claim, 1.6, samples[_FLOOR], samples[OURS]))
     for operation in (one for one, what in WHAT.items() if what.startswith("c10d")):
         samples = outcome.of(operation, 10_240).samples
         claim = f"{operation}, 10,240 ranks: of c10d's own time"
