@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "group_cache.h"
+#include "layout.h"
 
 namespace meshverse::bindings {
 namespace {
@@ -34,6 +35,17 @@ class InterpreterReleased {
 using PyGroupCache = GroupCache<py::object, InterpreterReleased>;
 
 py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : py::none(); }
+
+// The entry of every axis, ascending; None unless all are there.
+py::object find(const PyGroupCache& cache, const Layout& axes, const OptionsKey& key) {
+  py::list entries;
+  for (const AxisLayout& axis : axes.axes()) {
+    py::object entry = cache.get({axis.is_sorted() ? axis : axis.sorted(), key});
+    if (!entry) return py::none();
+    entries.append(std::move(entry));
+  }
+  return entries;
+}
 
 py::list entries_of(const PyGroupCache& cache) {
   py::list entries;
@@ -109,6 +121,11 @@ Raises:
             return none_if_absent(self.get({axis, key}));
           },
           "axis"_a, "key"_a, "The entry of ``(axis, key)``, or None where there is none yet.")
+      .def("find", &find, "axes"_a, "key"_a,
+           R"(The entries of several axes with one key, or None unless all of them are there.
+
+An axis that is not ascending stands for the same ranks in ascending order.
+)")
       .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
       .def(
           "remove",

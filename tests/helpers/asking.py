@@ -145,6 +145,9 @@ OF_UNIVERSE: dict[str, Question] = {
         mesh.universe.key_digest(axis, name)
         for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)
     ],
+    "known_names": lambda mesh: mesh.universe.known_names(
+        mesh.description.layout, mesh.description.labels
+    ),
     "known_group": lambda mesh: [
         mesh.universe.known_group(axis, digest)
         for axis, digest in zip(mesh.layout, mesh.key_digests, strict=False)

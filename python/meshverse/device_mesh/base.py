@@ -17,7 +17,7 @@ from meshverse.groups.world import World
 from meshverse.layouts.computed import computed
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.options.isolation import current_tag, merge_tags, tag_inside, tag_parts
-from meshverse.options.overrides import NO_OVERRIDE, Override
+from meshverse.options.overrides import Override
 from meshverse.universe.universe import Universe
 
 from .group_names import GroupNames, MissingGroups, PromisedGroups
@@ -78,9 +78,11 @@ class MeshBase(StockDeviceMesh):
         self._identity = (universe.rank_map, universe.token, self._description)
         position = universe.position
         if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
-            self._coordinate_on_dim = None if position is None else self.layout.coordinate(position)
-        self.take_root(universe.roots.first)  # or that of my tags, when the universe takes me in
-        if universe.size <= _SMALL_WORLD:
+            layout = self._description.layout
+            self._coordinate_on_dim = None if position is None else layout.coordinate(position)
+        root = universe.roots.first  # or that of my tags, when the universe takes me in
+        self._root_mesh = None if root is self else root
+        if universe.rank_map.size <= _SMALL_WORLD:
             hash(self)
 
     def take_root(self, root: MeshBase | None) -> None:
@@ -99,7 +101,8 @@ class MeshBase(StockDeviceMesh):
         mesh._describe(description)
         mesh._enter(universe)
         mesh._take_group_names(group_names)
-        return cast("Self", universe.intern(mesh))
+        key = description, None if group_names is None else tuple(group_names)
+        return cast("Self", universe.intern(mesh, key))
 
     @classmethod
     def _made(
@@ -154,7 +157,8 @@ class MeshBase(StockDeviceMesh):
     @property
     def group_names(self) -> tuple[str, ...] | None:
         """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
-        return tuple(self._dim_group_names) if self.has_groups else None
+        names = self._dim_group_names
+        return None if isinstance(names, MissingGroups) else tuple(names)
 
     @computed
     def key_digests(self) -> list[str | None]:
@@ -176,7 +180,7 @@ class MeshBase(StockDeviceMesh):
 
     def join(self, universe: Universe) -> None:
         """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
-        overrides, block = (NO_OVERRIDE,) * self.ndim, current_tag()
+        block = current_tag()
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
         # What may have been read already, and depends on this process's rank, universe or tags.
@@ -187,7 +191,7 @@ class MeshBase(StockDeviceMesh):
         names = None
         if self._may_have_groups:
             names = self._group_names_for(
-                self.layout, self._labels(), overrides, tags, call="bind", layout=self.layout
+                self.layout, self._labels(), (), tags, call="bind", layout=self.layout
             )
         self._take_group_names(names)
         universe.intern(self)
@@ -208,9 +212,15 @@ class MeshBase(StockDeviceMesh):
     ) -> list[str]:
         """Names of my groups along these axes, made where needed; none outside the rank map.
 
-        `layout` is that of the mesh they are for.
+        `layout` is that of the mesh they are for. Overrides and tags are one an axis; either is
+        empty where no axis has one.
         """
-        groups = self._universe.groups.request(
+        universe = self._universe
+        if not (overrides or tags or self._preserve_rank_order):
+            known = universe.known_names(axes, names)
+            if known is not None:
+                return known
+        groups = universe.groups.request(
             axes,
             call=call,
             layout=layout,

@@ -153,7 +153,7 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
         self._enter(universe)
         names = None
         if init_backend:
-            labels, tags, layout = self._labels(), description.axis_tags, description.layout
+            labels, tags, layout = self._labels(), description.tags, description.layout
             names = self._group_names_for(layout, labels, overrides, tags, call=call, layout=layout)
         self._take_group_names(names)
         universe.intern(self)
@@ -297,9 +297,9 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
             override = normalize_override(backend_override)
             group_names = None
             if self._may_have_groups:
-                layout = description.layout
+                layout, overrides = description.layout, () if override == NO_OVERRIDE else (override,)
                 group_names = self._group_names_for(
-                    layout, (name,), (override,), (tag,), call="flatten", layout=layout
+                    *(layout, (name,), overrides, description.tags), call="flatten", layout=layout
                 )
             known = self._in_universe(universe, description, group_names)
             universe.add_flattened(name, tag, known)
@@ -343,9 +343,12 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
     ) -> DeviceMesh:
         index = axis_index(self._description, dim)
         new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
-        overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        end = index + len(new_axes)
-        tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), description.tags[index:end])
+        overrides: Sequence[Override] = ()
+        if backend_override is not None:
+            overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
+        tags, end = description.tags[index : index + len(new_axes)], index + len(new_axes)
+        if isolate is not None or tags or current_tag():
+            tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), tags)
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
             new = self._group_names_for(
@@ -454,7 +457,7 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
                     self._preserve_rank_order,
                 ).with_tags(self._description.axis_tags[index : index + 1]),
                 RankMap.from_ranks(ranks),
-                overrides=(NO_OVERRIDE,),
+                overrides=(),
                 call="_get_all_submeshes",
                 init_backend=False,
                 rank=universe.rank,

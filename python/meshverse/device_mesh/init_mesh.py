@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from typing_extensions import Required, Unpack
+from typing_extensions import Required
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
@@ -109,44 +109,59 @@ def init_device_mesh(
     return mesh
 
 
-def plan_mesh(device_type: str, **given: Unpack[MeshPart]) -> tuple[DeviceMesh, Callable[[], None]]:
+def plan_mesh(
+    device_type: str,
+    *,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
+    preserve_rank_order: bool = False,
+    ranks: Sequence[int] | torch.Tensor | None = None,
+    isolate: str | Mapping[int | str, str] | None = None,
+    universe: Universe | None = None,
+    timeout: timedelta | None = None,
+    options: compat.BackendOptions | None = None,
+    lazy: bool = False,
+    check_consistency: bool | None = None,
+) -> tuple[DeviceMesh, Callable[[], None]]:
     """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
 
     Checks all that can be checked without the other ranks, and changes nothing.
     """
     check_device_type(device_type)
-    layout = Layout.from_shape(tuple(given["mesh_shape"]))
-    names = check_axis_names(given.get("mesh_dim_names"), len(layout))
-    universe = given.get("universe")
-    rank_map = _rank_map_for(layout, given.get("ranks"), universe)
-    settings = {
-        "timeout": given.get("timeout"),
-        "options": given.get("options"),
-        "lazy": given.get("lazy") or None,
-        "check_consistency": given.get("check_consistency"),
-    }
-    said: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-    if universe is not None and said:
+    layout = Layout.from_shape(tuple(mesh_shape))
+    names = check_axis_names(mesh_dim_names, len(layout))
+    rank_map = _rank_map_for(layout, ranks, universe)
+    make_universe: Callable[..., Universe] = Universe
+    if lazy or not (timeout is options is check_consistency is None):
+        said = {"timeout": timeout, "options": options, "lazy": lazy or None}
+        make_universe = _universe_maker(universe, {**said, "check_consistency": check_consistency})
+    description = MeshDescription(device_type, layout, names, preserve_rank_order)
+    if tags := normalize_tags(isolate, names, len(layout)):
+        description = description.with_tags(tags)
+    mesh = object.__new__(DeviceMesh)
+    build = partial(
+        mesh._build,
+        description,
+        rank_map,
+        overrides=normalize_overrides(backend_override, names, len(layout)),
+        call="init_device_mesh",
+        universe=universe,
+        make_universe=make_universe,
+    )
+    return mesh, build
+
+
+def _universe_maker(universe: Universe | None, given: dict[str, Any]) -> Callable[..., Universe]:
+    said = {name: value for name, value in given.items() if value is not None}
+    if universe is not None:
         raise ValueError(
             f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
             "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
         )
     # Here too, before the default process group is started.
-    Defaults.of(given.get("timeout"), given.get("options"))
-    mesh = object.__new__(DeviceMesh)
-    description = MeshDescription(
-        device_type, layout, names, given.get("preserve_rank_order", False)
-    )
-    build = partial(
-        mesh._build,
-        description.with_tags(normalize_tags(given.get("isolate"), names, len(layout))),
-        rank_map,
-        overrides=normalize_overrides(given.get("backend_override"), names, len(layout)),
-        call="init_device_mesh",
-        universe=universe,
-        make_universe=partial(Universe, **said),
-    )
-    return mesh, build
+    Defaults.of(given["timeout"], given["options"])
+    return partial(Universe, **said)
 
 
 def _rank_map_for(

@@ -208,12 +208,9 @@ def unflatten_axis(
         *(mesh.tags[index],) * len(new_axes),
         *mesh.tags[index + 1 :],
     )
-    return new_axes, mesh._replace(
-        layout=layout,
-        axis_names=check_axis_names(all_names, len(layout)),
-        flattened=False,
-        tags=tags,
-    )
+    all_names = check_axis_names(all_names, len(layout))
+    order = mesh.preserve_rank_order
+    return new_axes, MeshDescription(mesh.device_type, layout, all_names, order, tags=tags)
 
 
 def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:

@@ -27,19 +27,18 @@ class Defaults:
     timeout: timedelta | None = None
     options: compat.BackendOptions | None = None
 
-    @property
-    def are_torchs(self) -> bool:
-        """Whether there are none, so that groups are as the default group."""
-        return self.timeout is None and self.options is None
-
     @classmethod
     def of(cls, timeout: timedelta | None, options: compat.BackendOptions | None) -> Defaults:
         """A snapshot of what a user gives: later changes of the options do not reach it.
+
+        `NO_DEFAULTS` if that is nothing: groups are as the default group.
 
         Raises:
             TypeError: the timeout is no timedelta, or the options are no options object.
             ValueError: the timeout is not positive.
         """
+        if timeout is None and options is None:
+            return NO_DEFAULTS
         if timeout is not None:
             check_timeout(timeout)
         if options is not None and not compat.is_backend_options(options):

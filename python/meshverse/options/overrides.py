@@ -65,7 +65,9 @@ def normalize_overrides(
     axis_names: Sequence[str] | None,
     ndim: int,
 ) -> tuple[Override, ...]:
-    """The override of every axis, in axis order. The caller's mapping is left as it is.
+    """The override of every axis, in axis order; empty for None.
+
+    The caller's mapping is left as it is.
 
     Args:
         overrides: by axis index or name; or one pair an axis; or None.
@@ -78,7 +80,7 @@ def normalize_overrides(
         TypeError: a value of a wrong type.
     """
     if overrides is None:
-        return (NO_OVERRIDE,) * ndim
+        return ()
     if not isinstance(overrides, Mapping):
         pairs = tuple(normalize_override(value) for value in overrides)
         if len(pairs) != ndim:
@@ -101,6 +103,8 @@ def normalize_tags(
 ) -> tuple[str, ...]:
     """The isolation tag of every axis, in axis order: its own inside that of the `isolate` blocks.
 
+    Empty where no axis has one.
+
     Args:
         isolate: one tag for all axes, or tags by axis index or name, or None.
         axis_names: names of the axes, if they have any.
@@ -111,9 +115,12 @@ def normalize_tags(
         RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
         TypeError, ValueError: a value is no tag.
     """
-    block, before = current_tag(), inside or ("",) * ndim
+    block = current_tag()
+    if isolate is None and not block:
+        return tuple(inside) if any(inside) else ()
+    before = inside or ("",) * ndim
     if isolate is None:
-        return tuple([tag_inside(block, tag) for tag in before]) if block else tuple(before)
+        return tuple([tag_inside(block, tag) for tag in before])
     if isinstance(isolate, str):
         return tuple(own_tag(tag, block, check_tag(isolate)) for tag in before)
     if not isinstance(isolate, Mapping):

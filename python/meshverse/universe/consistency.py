@@ -16,7 +16,8 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
@@ -85,10 +86,9 @@ class ConsistencyCheck:
         self._use = use
         self.number: int | None = None
 
-    @contextlib.contextmanager
     def compared(
         self, name: str, requests: Sequence[GroupRequest], layout: Layout
-    ) -> Iterator[Call | None]:
+    ) -> AbstractContextManager[Call | None]:
         """Compare a call that makes process groups with that of the other ranks, then let it.
 
         Args:
@@ -96,8 +96,9 @@ class ConsistencyCheck:
             requests: one an axis.
             layout: of the mesh that the call makes.
 
-        Yields:
-            The call, for those who wait for other ranks in it; None if this universe compares none.
+        Returns:
+            A context in which the call makes its groups. It gives the call, for those who wait for
+            other ranks in it, or None if this universe compares none.
 
         Raises:
             RanksDifferError: another rank is making something else.
@@ -113,16 +114,12 @@ class ConsistencyCheck:
                 call.compare(later)
             finally:
                 self._keys_written += call.keys_written
-        try:
-            yield call
-        except RanksDifferError:
-            raise
-        except BaseException as error:
-            if call is not None and (cause := self._why_it_failed(call, error)) is not error:
-                raise cause from error
-            raise
+        return _Making(self, order, call)
+
+    def note_success(self, order: CallOrder, call: Call | None) -> None:
+        """Count a call of an order that made its groups."""
         number, label = order.advance()
-        if is_first:
+        if self.number is None:
             self.number, self._scope = number, f"{order.scope}/{label}"
             # If not compared here, other ranks may count it under another number.
             self._compares = call is not None and call.is_compared
@@ -148,12 +145,6 @@ class ConsistencyCheck:
             order.stop_comparing("a thread beside the main one made process groups")
         self._use.begin()
         return Call(board, order, self._digest(requests), self._text(name, requests))
-
-    def _why_it_failed(self, call: Call, error: BaseException) -> BaseException:
-        with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
-            cause = call.why_it_failed(error)
-            return cause if isinstance(error, Exception) else error
-        return error
 
     def forget(self) -> None:
         """Remove this rank's texts. Call it when all ranks of the universe are done with it."""
@@ -184,3 +175,30 @@ class ConsistencyCheck:
         layouts = ", ".join(str(request.axis) for request in requests)
         options = " ".join(dict.fromkeys(str(request.options.key) for request in requests))
         return f"{call} ({sizes}), {self._how}, over {self._rank_map}, layout {layouts}, {options}"
+
+
+class _Making:
+    """While a call makes its groups. Not a generator, which takes twice as long."""
+
+    __slots__ = ("_call", "_check", "_order")
+
+    def __init__(self, check: ConsistencyCheck, order: CallOrder, call: Call | None) -> None:
+        self._check, self._order, self._call = check, order, call
+
+    def __enter__(self) -> Call | None:
+        return self._call
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._check.note_success(self._order, self._call)
+        elif self._call is not None and not isinstance(error, RanksDifferError):
+            cause = _why_it_failed(self._call, error)
+            if cause is not error:
+                raise cause from error
+
+
+def _why_it_failed(call: Call, error: BaseException) -> BaseException:
+    with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
+        cause = call.why_it_failed(error)
+        return cause if isinstance(error, Exception) else error
+    return error

@@ -29,7 +29,7 @@ from meshverse.groups.freed import (
 from meshverse.groups.lazy import make_pending, postpone
 from meshverse.groups.meetings import GroupMeetings
 from meshverse.groups.world import World
-from meshverse.options.group_options import Defaults, GroupOptions
+from meshverse.options.group_options import NO_DEFAULTS, Defaults, GroupOptions
 from meshverse.options.overrides import NO_OVERRIDE, Override
 
 from .consistency import ConsistencyCheck
@@ -79,6 +79,7 @@ class UniverseGroups:
         self._given: list[Group] = []
         self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
+        self._usual_key: OptionsKey | None = None  # of groups where nothing else is said
         self.handles: dict[str, compat.ProcessGroup] = {}
         world.holders.add(self)
 
@@ -109,8 +110,8 @@ class UniverseGroups:
             call: what the user called, for messages.
             layout: of the mesh that the call makes: its ranks are compared with each other.
             axis_names: one an axis, for `explain()` and c10d's descriptions.
-            overrides: one an axis.
-            tags: isolation tags, one an axis; "" for none.
+            overrides: one an axis; empty where no axis has one.
+            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
 
         Returns:
@@ -120,12 +121,35 @@ class UniverseGroups:
             RuntimeError: other ranks are building other meshes.
             ValueError: an options key cannot be made.
         """
-        options = [self._options(override) for override in overrides]
+        options = [self._inherited_options] * len(axes)
+        if overrides:
+            options = [self._options(override) for override in overrides]
+        if tags:
+            options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
         requests = [
-            self._request_of(axis, name, wanted.with_tag(tag), preserve_rank_order)
-            for axis, name, wanted, tag in zip(axes, axis_names, options, tags, strict=True)
+            self._request_of(axis, name, wanted, preserve_rank_order)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
         ]
         return self._get_or_make(requests, call, layout)
+
+    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
+        """Names of the groups along these axes with the usual options, if all are made and alive.
+
+        Arguments as of `request`, which is to be asked where this gives None.
+        """
+        if self._usual_key is None:  # none was made yet
+            return None
+        groups: list[Group] | None = self._cache.find(axes, self._usual_key)
+        if groups is None:
+            return None
+        names = []
+        for group in groups:
+            if group.name not in self.handles:
+                return None
+            names.append(group.name)
+        for group, axis_name in zip(groups, axis_names, strict=True):
+            group.requests[axis_name] = group.requests.get(axis_name, 0) + 1
+        return names
 
     def request_tagged(
         self,
@@ -158,9 +182,13 @@ class UniverseGroups:
 
     @cached_property
     def _inherited_options(self) -> GroupOptions:
-        if self._defaults.are_torchs:
-            return self._world.default_options
-        return GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
+        options = (
+            self._world.default_options
+            if self._defaults is NO_DEFAULTS
+            else GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
+        )
+        self._usual_key = options.key
+        return options
 
     def _request_of(
         self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool
@@ -333,7 +361,8 @@ class UniverseGroups:
 
     def along(self, axis: AxisLayout) -> list[Group]:
         """The groups along an axis, whatever their options."""
-        return [group for group in self if group.request.axis in (axis, axis.sorted())]
+        either = (axis, axis.sorted())
+        return [group for group in self if group.request.axis in either]
 
     # --- the end of them ------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, RankMap
+from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.creation import Group
 from meshverse.groups.weak_registry import WeakRegistry
 from meshverse.groups.world import World
@@ -143,6 +143,15 @@ class Universe:
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
+
+    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
+        """c10d names of my groups along these axes, if all are there with the usual options.
+
+        A universe, world or process that has ended has none. The first thing that is asked when a
+        mesh is derived, so it takes few steps.
+        """
+        groups = self._groups
+        return None if groups is None else groups.known_names(axes, axis_names)
 
     @property
     def groups(self) -> UniverseGroups:
@@ -290,19 +299,25 @@ class Universe:
         with self._lock:
             self.roots.add_flattened(name, tag, flattened)
 
-    def intern(self, mesh: MeshBase) -> MeshBase:
-        """The mesh that is here already with the same axes, names and groups, or else this one."""
+    def intern(self, mesh: MeshBase, key: Hashable = None) -> MeshBase:
+        """The mesh that is here already with the same axes, names and groups, or else this one.
+
+        Args:
+            mesh: to be kept here, if there is none like it.
+            key: the mesh's `intern_key`, if the caller knows it.
+        """
         with self._lock:  # of several threads, one makes the root
             root = self.roots.first
             if root is None or mesh._description.tags or root._description.tags:
                 root = self.roots.of(mesh)
             mesh.take_root(root)
-            self._keep()
-        return self._meshes.setdefault(mesh.intern_key, mesh)
+            if not self._is_kept:
+                self._keep()
+        return self._meshes.setdefault(key or mesh.intern_key, mesh)
 
     def _keep(self) -> None:
         # Every call that makes groups gives a mesh, so this sees them all.
-        if self._is_kept or self._ended is not None or self.world is None or self._groups is None:
+        if self._ended is not None or self.world is None or self._groups is None:
             return
         if any(not group.borrowed for group in self._groups):
             self.world.universes.append(self)
