@@ -13,12 +13,12 @@ from typing_extensions import Self
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout
-from meshverse.groups.world import World
 from meshverse.layouts.computed import computed
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.options.isolation import current_tag, merge_tags, tag_inside, tag_parts
 from meshverse.options.overrides import NO_OVERRIDE, Override
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Member, Universe
+from meshverse.world.world import World
 
 from .group_names import GroupNames, MissingGroups, PromisedGroups
 
@@ -83,9 +83,9 @@ class MeshBase(StockDeviceMesh):
         if universe.size <= _SMALL_WORLD:
             hash(self)
 
-    def take_root(self, root: MeshBase | None) -> None:
+    def take_root(self, root: Member | None) -> None:
         """Have this root; itself, or none yet, makes it a root."""
-        self._root_mesh = None if root is self else root
+        self._root_mesh = None if root is self else root  # type: ignore[assignment]  # a mesh
 
     @classmethod
     def _in_universe(
@@ -210,16 +210,10 @@ class MeshBase(StockDeviceMesh):
 
         `layout` is that of the mesh they are for.
         """
-        groups = self._universe.groups.request(
-            axes,
-            call=call,
-            layout=layout,
-            axis_names=names,
-            overrides=overrides,
-            tags=tags,
-            preserve_rank_order=self._preserve_rank_order,
-        )
-        return [group.name for group in groups if group.name is not None]
+        groups = self._universe.groups
+        requests = groups.requests.of_axes(axes, names, overrides, tags, self._preserve_rank_order)
+        made = groups.get_or_make(requests, call, layout)
+        return [group.name for group in made if group.name is not None]
 
     # --- isolation tags ------------------------------------------------------------------------
 
