@@ -14,8 +14,8 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
-from meshverse.groups.world import World
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Universe, WorldUniverses
+from meshverse.world.world import World
 
 _THREADS = 8
 _ROUNDS = 20
@@ -110,7 +110,7 @@ def test_threads_that_make_a_universes_first_mesh_make_one_root() -> None:
             assert roots == [universe.root]
             assert {id(mesh._get_root_mesh()) for mesh in meshes} == {id(universe.root)}
             universe.destroy()
-            assert World.current().universes == []
+            assert World.current().state(WorldUniverses).kept == []
 
 
 def _of_sizes(universe: Universe, inner: int) -> DeviceMesh:

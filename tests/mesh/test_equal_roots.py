@@ -106,9 +106,11 @@ class TestSaysSo:
 
     def test_of_given_groups_too(self, caplog) -> None:
         groups = [dist.new_group([0, 1]) for _ in range(2)]
-        for _ in range(2):
-            DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=("given",))
-        assert not _said(caplog)
+        # Held: a mesh that is collected is none to be taken for another.
+        held = [
+            DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=("given",)) for _ in range(2)
+        ]
+        assert held[0] == held[1] and not _said(caplog)
         DeviceMesh.from_group(groups[1], "cpu", mesh_dim_names=("given",))
         assert _said(caplog)
 

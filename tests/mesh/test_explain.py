@@ -11,8 +11,9 @@ from helpers.observation import OURS, STOCK, Family
 from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.groups.world import World
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.universe.universe import WorldUniverses
+from meshverse.world.world import World
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def _groups_of_the_same_steps(family: Family) -> int:
 def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
     stock = _groups_of_the_same_steps(STOCK)
     ours = _groups_of_the_same_steps(OURS)
-    (universe,) = World.current().universes
+    (universe,) = World.current().state(WorldUniverses).kept
     told = universe.explain()
     assert told.created == ours == 2
     assert told.created + told.avoided == stock == 5

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created, live_groups
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse.groups.world import World
+from meshverse.world.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse.groups.world import World
+from meshverse.world.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 

@@ -27,7 +27,8 @@ from meshverse import (
     save_mesh,
 )
 from meshverse import _torch_compat as compat
-from meshverse.groups.world import World
+from meshverse.universe.consistency import RootOrders
+from meshverse.world.world import World
 
 _AXES = ("dp", "tp")
 _ODD_RANK = 2
@@ -240,7 +241,7 @@ def _told_and_tried_again() -> list[int]:
         mesh["dp", "tp"].flatten("all", isolate="wrong" if is_odd else "x")
     mesh["dp", "tp"].flatten("all", isolate="x")
     again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
-    assert World.current().root_order(again.universe.rank_map.fingerprint).is_compared()
+    assert World.current().state(RootOrders).of(again.universe.rank_map.fingerprint).is_compared()
     return reached_by(again.get_group("ep"))
 
 

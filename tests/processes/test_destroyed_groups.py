@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from helpers.crew import Crew
 from helpers.observation import OURS, STOCK, Family
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.groups.world import World
+from meshverse.world.world import World
 
 _WHOLE = torch.arange(24.0).reshape(6, 4)
 

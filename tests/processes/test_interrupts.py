@@ -14,7 +14,7 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
-from meshverse.groups.world import World
+from meshverse.world.world import World
 
 
 def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2)) -> DeviceMesh:

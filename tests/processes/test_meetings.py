@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from meshverse.agreement import Board, OwnWaits, Run, forget_meeting, meet
+from meshverse.agreement import Board, OwnWaits, Run, meet, remove_meeting
 
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
@@ -87,7 +87,7 @@ def test_what_a_group_left_in_the_store_can_be_taken_out() -> None:
     assert store.num_keys() == 4
     assert len(first_in) == 1  # the other rank was the first to come to the second meeting
     for meeting in first_in:
-        forget_meeting(_board(store, 0), meeting)
+        remove_meeting(_board(store, 0), meeting)
     assert store.num_keys() == 2
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .board import Board, BoardUse, Run
 from .calls import Call, CallOrder, RanksDifferError, first_keys, next_keys
-from .meeting import forget_meeting, has_begun, meet
+from .meeting import has_begun, meet, remove_meeting
 from .ranks_text import shortened
 from .waits import OwnWaits
 
@@ -25,9 +25,9 @@ __all__ = [
     "RanksDifferError",
     "Run",
     "first_keys",
-    "forget_meeting",
     "has_begun",
     "meet",
     "next_keys",
+    "remove_meeting",
     "shortened",
 ]

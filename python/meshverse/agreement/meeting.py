@@ -25,13 +25,13 @@ from .waits import (
     OwnWaits,
     Wait,
     find_cycle,
-    forget_members,
     read_step,
     read_wait,
+    remove_members,
     write_members,
 )
 
-__all__ = ["forget_meeting", "has_begun", "meet"]
+__all__ = ["has_begun", "meet", "remove_meeting"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def meet(
         timeout: how long to wait; None for as long as it takes.
         check: called about once a second; it raises if there is no use in waiting.
         first_in: takes the key of the meeting if this rank is the first to come. It is the one that
-            calls `forget_meeting` later.
+            calls `remove_meeting` later.
 
     Returns:
         The number of the meeting, from 0: how many meetings for this group failed before.
@@ -93,11 +93,11 @@ def has_begun(board: Board, group_name: str) -> bool:
     return board.read(f"{_key(group_name, 0)}/came") != ""
 
 
-def forget_meeting(board: Board, meeting: str) -> None:
+def remove_meeting(board: Board, meeting: str) -> None:
     """Remove what a meeting has left in the store, once no member waits in it any more."""
     board.remove(f"{meeting}/outcome")
     board.remove(f"{meeting}/came")
-    forget_members(board, meeting)
+    remove_members(board, meeting)
 
 
 class _Over(Exception):  # noqa: N818  # no error

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from .board import Board
 from .ranks_text import shortened
 
-__all__ = ["OwnWaits", "Wait", "find_cycle", "forget_members", "read_wait", "sample"]
+__all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members", "sample"]
 
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read to find one cycle
@@ -87,7 +87,7 @@ def write_members(board: Board, meeting: str, ranks: Sequence[int]) -> None:
     board.write(_members_key(meeting), json.dumps(list(ranks)))
 
 
-def forget_members(board: Board, meeting: str) -> None:
+def remove_members(board: Board, meeting: str) -> None:
     """Remove what `write_members` wrote."""
     board.remove(_members_key(meeting))
 

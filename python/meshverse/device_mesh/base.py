@@ -13,12 +13,12 @@ from typing_extensions import Self
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout
-from meshverse.groups.world import World
 from meshverse.layouts.computed import computed
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.options.isolation import current_tag, merge_tags, tag_inside, tag_parts
 from meshverse.options.overrides import Override
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Member, Universe
+from meshverse.world.world import World
 
 from .group_names import GroupNames, MissingGroups, PromisedGroups
 
@@ -80,14 +80,13 @@ class MeshBase(StockDeviceMesh):
         if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
-        root = universe.roots.first  # or that of my tags, when the universe takes me in
-        self._root_mesh = None if root is self else root
+        self.take_root(universe.roots.first)  # or that of my tags, when the universe takes me in
         if universe.rank_map.size <= _SMALL_WORLD:
             hash(self)
 
-    def take_root(self, root: MeshBase | None) -> None:
+    def take_root(self, root: Member | None) -> None:
         """Have this root; itself, or none yet, makes it a root."""
-        self._root_mesh = None if root is self else root
+        self._root_mesh = None if root is self else root  # type: ignore[assignment]  # a mesh
 
     @classmethod
     def _in_universe(
@@ -215,21 +214,14 @@ class MeshBase(StockDeviceMesh):
         `layout` is that of the mesh they are for. Overrides and tags are one an axis; either is
         empty where no axis has one.
         """
-        universe = self._universe
         if not (overrides or tags or self._preserve_rank_order):
-            known = universe.known_names(axes, names)
+            known = self._universe.known_names(axes, names)
             if known is not None:
                 return known
-        groups = universe.groups.request(
-            axes,
-            call=call,
-            layout=layout,
-            axis_names=names,
-            overrides=overrides,
-            tags=tags,
-            preserve_rank_order=self._preserve_rank_order,
-        )
-        return [group.name for group in groups if group.name is not None]
+        groups = self._universe.groups
+        requests = groups.requests.of_axes(axes, names, overrides, tags, self._preserve_rank_order)
+        made = groups.get_or_make(requests, call, layout)
+        return [group.name for group in made if group.name is not None]
 
     # --- isolation tags ------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
-from meshverse.groups.world import World
 from meshverse.layouts.derivation import (
     MeshDescription,
     axis_index,
@@ -42,6 +41,7 @@ from meshverse.options.overrides import (
     normalize_tags,
 )
 from meshverse.universe.universe import Universe
+from meshverse.world.world import World
 
 from .copies import CopyableMesh
 from .equal_roots import note_root
@@ -140,7 +140,7 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
-        check_layout(description.layout, rank_map, universe)
+        check_layout(description.layout, rank_map, universe.rank_map if universe else None)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -297,7 +297,8 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
             override = normalize_override(backend_override)
             group_names = None
             if self._may_have_groups:
-                layout, overrides = description.layout, () if override == NO_OVERRIDE else (override,)
+                layout = description.layout
+                overrides = () if override == NO_OVERRIDE else (override,)
                 group_names = self._group_names_for(
                     *(layout, (name,), overrides, description.tags), call="flatten", layout=layout
                 )

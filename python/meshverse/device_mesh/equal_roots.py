@@ -10,35 +10,30 @@ import logging
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
-from meshverse.groups.world import World
+from meshverse.universe.universe import Universe
+from meshverse.world.world import WorldState
 
-if TYPE_CHECKING:
-    from meshverse.universe.universe import Universe
-
-    from .base import MeshBase
+from .base import MeshBase
 
 __all__ = ["note_root"]
 
 _logger = logging.getLogger(__name__)
 
 
-class _Roots:
+class _Roots(WorldState):
     """The meshes that were made in one world, not derived from others.
 
     Attributes:
         first: by what makes meshes equal, the universe of the first one and its groups' names.
         is_said: whether the line was logged.
+        lock: protects both.
     """
 
     def __init__(self) -> None:
         self.first: dict[Hashable, tuple[weakref.ref[Universe], tuple[str, ...]]] = {}
         self.is_said = False
-
-
-_by_world: weakref.WeakKeyDictionary[World, _Roots] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # protects the above
+        self.lock = threading.Lock()
 
 
 def note_root(mesh: MeshBase) -> None:
@@ -47,8 +42,8 @@ def note_root(mesh: MeshBase) -> None:
     world = universe.world
     if world is None or not names:
         return
-    with _lock:
-        roots = _by_world.setdefault(world, _Roots())
+    roots = world.state(_Roots)
+    with roots.lock:
         if roots.is_said:
             return
         key = universe.rank_map, mesh.description

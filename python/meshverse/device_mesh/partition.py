@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshverse._core import Layout
-from meshverse.groups.world import World
 from meshverse.layouts.user_input import read_rank_map
+from meshverse.world.world import World
 
 from .device_mesh import DeviceMesh
 from .init_mesh import MeshPart, plan_mesh

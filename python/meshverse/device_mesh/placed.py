@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -9,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
-from meshverse.groups.creation import GroupRequest
-from meshverse.groups.world import World
+from meshverse.groups.request import Group, GroupRequest
 
 from .base import MeshBase
 
@@ -83,16 +83,17 @@ class PlacedMesh(MeshBase):
         # which answers for all of them. And stock's is what torch.compile may trace.
         if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
-        world = self._universe.world
-        if world is not None and world.pending:
-            place = self._place_in_lazy_group(mesh_dim, world)
+        if self._universe.pending_groups:
+            place = self._place_in_lazy_group(mesh_dim, self._universe.pending_groups)
             if place is not None:
                 return place
         if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         return self.get_group(mesh_dim).rank()
 
-    def _place_in_lazy_group(self, mesh_dim: int | str | None, world: World) -> int | None:
+    def _place_in_lazy_group(
+        self, mesh_dim: int | str | None, pending: Mapping[str, Group]
+    ) -> int | None:
         """My rank in the group along an axis if that is still to be made, or else None."""
         mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
@@ -108,11 +109,11 @@ class PlacedMesh(MeshBase):
         if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
             return None  # get_group says what is wrong
         # Reading a name by `[]` would be the group's use.
-        pending = world.pending.get(list.__getitem__(names, mesh_dim))
-        if pending is None:
+        group = pending.get(list.__getitem__(names, mesh_dim))
+        if group is None:
             return None
         _ = self._universe.groups  # raises where the group can no longer be made
-        return _place_of(pending.group.request)
+        return _place_of(group.request)
 
 
 def _place_of(request: GroupRequest) -> int:

@@ -8,23 +8,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse._core import RankGroups
 from meshverse.agreement import Call, shortened
-from meshverse.options.group_options import GroupOptions
+from meshverse.world.names import Names
+from meshverse.world.world import World
 
 from .interrupts import interrupt_after
 from .meetings import GroupMeetings
-from .world import World
+from .request import Group, GroupRequest, Origin
 
 __all__ = [
-    "SHARED",
-    "Group",
-    "GroupRequest",
     "is_made",
     "is_made_by_members",
     "make_group",
@@ -32,73 +28,6 @@ __all__ = [
     "needs_all_ranks",
     "prepare_group",
 ]
-
-
-SHARED = "shared with another mesh"
-"""How a group came to be, seen from a universe that another one made it for."""
-_BY_MEMBERS = "made by its members"
-_NOT_YET = "not made yet (lazy)"
-
-
-class GroupRequest(NamedTuple):
-    """One axis's groups, as asked for.
-
-    Attributes:
-        axis: the axis layout over positions, its groups' ranks ascending unless `keeps_order`.
-        rank_map: position -> global rank.
-        position: mine, or None if this rank is outside the rank map.
-        options: what the group shall be.
-        axis_name: of the axis that asked first; for descriptions only, never part of a name.
-        keeps_order: whether group ranks follow the axis's order, not ascending global ranks.
-    """
-
-    axis: AxisLayout
-    rank_map: RankMap
-    position: int | None
-    options: GroupOptions
-    axis_name: str
-    keeps_order: bool = False
-
-    def my_ranks(self) -> list[int]:
-        """Global ranks of my group, in group-rank order; empty outside the rank map. O(group)."""
-        if self.position is None:
-            return []
-        ranks = RankGroups(self.axis, self.rank_map).ranks_of(self.position)
-        if not self.keeps_order:
-            ranks.sort()
-        return ranks
-
-
-@dataclass(eq=False)
-class Group:
-    """One process group of a universe, as this rank sees it.
-
-    Attributes:
-        request: what was asked for, by the axis that asked first.
-        name: c10d's name of my group; None on a rank that is in no group of the axis.
-        how: how it came to be, in words.
-        created: whether a group was made for it here.
-        borrowed: whether it is not Meshverse's: the default group, or one the user gave.
-        requests: how often it was asked for, by axis name.
-    """
-
-    request: GroupRequest
-    name: str | None
-    how: str
-    created: bool
-    borrowed: bool = False
-    requests: dict[str, int] = field(default_factory=dict)
-
-    def count_request(self, axis_name: str) -> None:
-        """Note that an axis of this name asked for the group."""
-        self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
-
-    def note_first_use(self, made_here: bool) -> None:
-        """Note how a group that may be lazy came to be when this universe first used it."""
-        if made_here:
-            self.how, self.created = "made by its members at first use", True
-        elif self.how == _NOT_YET:
-            self.how = SHARED
 
 
 def make_group(
@@ -118,28 +47,34 @@ def make_group(
     """
     if _is_default_group(request, world):
         group_name = world.default_group.group_name
-        return Group(request, group_name, "the default group", created=False, borrowed=True)
-
-    group: compat.ProcessGroup | None
+        return Group(request, group_name, Origin.DEFAULT_GROUP, created=False, borrowed=True)
     if _is_split(request, world):
-        group, how = _split(request), "split off the default group"
-    elif hazard := world.members_only_hazard(request.options.backend):
-        group, how = _make_by_all(request), f"made by all ranks ({hazard})"
-    elif request.position is None:
-        group, how = None, _BY_MEMBERS
-    else:
-        name = _new_name(request, world)
-        try:
-            group, how = _make_by_members(request, name, world, meetings, call), _BY_MEMBERS
-        except BaseException:
-            # An interrupt too: if the group was not made here, the other members fail too, and do
-            # the same. So all members have the same name for the next attempt.
-            if not is_made(name):
-                world.take_back_name(name)
-            raise
+        return _made(request, _split(request), Origin.SPLIT)
+    if hazard := world.members_only_hazard(request.options.backend):
+        return _made(request, _make_by_all(request), Origin.BY_ALL, hazard)
+    if request.position is None:
+        return Group(request, None, Origin.BY_MEMBERS, created=False)
+    name = _new_name(request, world)
+    try:
+        group = _make_by_members(request, name, world, meetings, call)
+    except BaseException:
+        # An interrupt too: if the group was not made here, the other members fail too, and do the
+        # same. So all members have the same name for the next attempt.
+        if not is_made(name):
+            world.state(Names).take_back(name)
+        raise
+    return Group(request, group.group_name, Origin.BY_MEMBERS, created=True)
+
+
+def _made(
+    request: GroupRequest,
+    group: compat.ProcessGroup | None,
+    origin: Origin,
+    hazard: str | None = None,
+) -> Group:
     if group is None:
-        return Group(request, None, how, created=False)
-    return Group(request, group.group_name, how, created=True)
+        return Group(request, None, origin, created=False, hazard=hazard)
+    return Group(request, group.group_name, origin, created=True, hazard=hazard)
 
 
 def prepare_group(request: GroupRequest, world: World) -> Group | None:
@@ -149,7 +84,7 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     """
     if not is_made_by_members(request, world):
         return None
-    return Group(request, _new_name(request, world), _NOT_YET, created=False)
+    return Group(request, _new_name(request, world), Origin.NOT_YET, created=False)
 
 
 def is_made(name: str) -> bool:
@@ -206,7 +141,7 @@ def _split(request: GroupRequest) -> compat.ProcessGroup | None:
     ranks = request.my_ranks() or RankGroups(request.axis, request.rank_map).ranks_of(0)
     return compat.create_by_split(
         ranks,
-        options=request.options.options_to_give_away(),
+        options=request.options.backend_options_for_c10d(),
         timeout=request.options.timeout,
         description=f"mesh_{request.axis_name}",
     )
@@ -216,7 +151,7 @@ def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     return compat.create_by_all(
         RankGroups(request.axis, request.rank_map).all().tolist(),
         backend=request.options.backend,
-        options=request.options.options_to_give_away(),
+        options=request.options.backend_options_for_c10d(),
         timeout=request.options.timeout,
         keeps_order=request.keeps_order,
         description=f"mesh_{request.axis_name}",
@@ -227,7 +162,7 @@ def _new_name(request: GroupRequest, world: World) -> str:
     assert request.position is not None
     groups = RankGroups(request.axis, request.rank_map)
     identity = groups.fingerprint_of(request.position, salt=request.options.name_key.digest)
-    return world.new_name(identity)
+    return world.state(Names).new(identity)
 
 
 def _make_by_members(
@@ -245,7 +180,7 @@ def _make_by_members(
         ranks,
         world.default_group,
         backend=options.backend,
-        options=options.options_to_give_away(),
+        options=options.backend_options_for_c10d(),
         timeout=options.timeout,
         name=name,
         attempt=f"{attempt or ''} again {times_before}" if times_before else attempt or "",

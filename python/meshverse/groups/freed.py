@@ -8,15 +8,18 @@ meshes, tensors and compiled graphs that know it find it.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 
 from meshverse import _torch_compat as compat
-from meshverse.report.explain import shorten
+from meshverse.agreement import shortened
+from meshverse.world.holders import Holders
+from meshverse.world.users import Users
+from meshverse.world.world import World, WorldState
 
-from .creation import Group, is_made, is_made_by_members, make_prepared
+from .creation import is_made, is_made_by_members, make_prepared
 from .meetings import GroupMeetings
-from .world import World
+from .once import make_once
+from .request import Group, Origin
 
 __all__ = [
     "can_be_made_again",
@@ -29,28 +32,17 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 
-class _Again:
+class _MadeAgain(WorldState):
     """What was made again in one world.
 
     Attributes:
         times: how often, by c10d name. Its members all make a group, so they agree on it.
-        locks: held while a group is made, by c10d name.
         is_said: whether the log tells of it.
     """
 
     def __init__(self) -> None:
         self.times: dict[str, int] = {}
-        self.locks: dict[str, threading.Lock] = {}
         self.is_said = False
-
-
-_by_world: weakref.WeakKeyDictionary[World, _Again] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # protects the above
-
-
-def _again(world: World) -> _Again:
-    with _lock:
-        return _by_world.setdefault(world, _Again())
 
 
 def notice(name: str, handle: compat.ProcessGroup, world: World) -> None:
@@ -60,8 +52,8 @@ def notice(name: str, handle: compat.ProcessGroup, world: World) -> None:
 
 def _let_go(name: str, world_reference: weakref.ref[World]) -> None:
     world = world_reference()
-    for holder in () if world is None else world.holders.alive():
-        holder.handles.pop(name, None)
+    if world is not None:
+        world.state(Holders).drop(name)
 
 
 def is_for_others_too(group: Group, world: World) -> bool:
@@ -71,7 +63,7 @@ def is_for_others_too(group: Group, world: World) -> bool:
     has is gone, there as here.
     """
     assert group.name is not None
-    is_shared = sum(group.requests.values()) > 1 or world.has_several_users(group.name)
+    is_shared = sum(group.requests.values()) > 1 or world.state(Users).are_several(group.name)
     return is_shared and can_be_made_again(group, world)
 
 
@@ -86,18 +78,23 @@ def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
     Raises:
         RuntimeError: other members did not come to make it, or wait for me to make another one.
     """
-    assert group.name is not None
-    again = _again(world)
-    with again.locks.setdefault(group.name, threading.Lock()):
-        if is_made(group.name):  # another thread made it meanwhile
-            return
-        times = again.times.get(group.name, 0) + 1
+    name, again = group.name, world.state(_MadeAgain)
+    assert name is not None
+
+    def make() -> bool:
+        if is_made(name):  # another thread made it meanwhile
+            return False
+        times = again.times.get(name, 0) + 1
         try:
             make_prepared(group, world, meetings, times)
         finally:
-            if is_made(group.name):  # also if this rank was interrupted right after that
-                again.times[group.name] = times
-    group.how = "made again by its members: it was destroyed"
+            if is_made(name):  # also if this rank was interrupted right after that
+                again.times[name] = times
+        return True
+
+    if not make_once(group, world, make):
+        return
+    group.origin = Origin.AGAIN
     if not again.is_said and group.request.position == 0:
         _logger.warning(
             "%s was destroyed by destroy_process_group(), and made again for the other axes that "
@@ -126,5 +123,4 @@ def why_gone(group: Group | None, name: str, world: World) -> str:
 
 def _describe(group: Group) -> str:
     axes = " or ".join(map(repr, group.requests)) or repr(group.request.axis_name)
-    ranks = shorten(group.request.my_ranks())
-    return f"The process group of axis {axes} with ranks [{ranks}]"
+    return f"The process group of axis {axes} with ranks {shortened(group.request.my_ranks())}"

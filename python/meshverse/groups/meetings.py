@@ -10,14 +10,13 @@ from meshverse.agreement import (
     BoardUse,
     Call,
     RanksDifferError,
-    forget_meeting,
     has_begun,
     meet,
+    remove_meeting,
     shortened,
 )
 from meshverse.options.group_options import GroupOptions
-
-from .world import World
+from meshverse.world.world import World
 
 __all__ = ["GroupMeetings"]
 
@@ -90,13 +89,13 @@ class GroupMeetings:
                 call.catch_up(call.differences + 1)
         return call.differences
 
-    def forget(self) -> None:
+    def remove_from_store(self) -> None:
         """Remove what the meetings left in the store: no member waits in them any more."""
         board = self._world.board if self._first_in else None
         if board is None:
             return
         for meeting in sorted(self._first_in):
-            forget_meeting(board, meeting)
+            remove_meeting(board, meeting)
             self._first_in.discard(meeting)
 
 

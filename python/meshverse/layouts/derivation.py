@@ -208,9 +208,8 @@ def unflatten_axis(
         *(mesh.tags[index],) * len(new_axes),
         *mesh.tags[index + 1 :],
     )
-    all_names = check_axis_names(all_names, len(layout))
-    order = mesh.preserve_rank_order
-    return new_axes, MeshDescription(mesh.device_type, layout, all_names, order, tags=tags)
+    checked, order = check_axis_names(all_names, len(layout)), mesh.preserve_rank_order
+    return new_axes, MeshDescription(mesh.device_type, layout, checked, order, tags=tags)
 
 
 def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,6 @@ from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
 
 from .rank_tensors import LARGEST_RANK, ArrayLike, plain_ranks, rank_map_of
-
-if TYPE_CHECKING:
-    from meshverse.universe.universe import Universe
 
 __all__ = [
     "ArrayLike",
@@ -155,16 +152,21 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
     return names
 
 
-def check_layout(layout: Layout, rank_map: RankMap, universe: Universe | None) -> None:
+def check_layout(layout: Layout, rank_map: RankMap, of_universe: RankMap | None) -> None:
     """Check that a layout is a mesh over a rank map, and that the rank map is the universe's.
+
+    Args:
+        layout: of the mesh.
+        rank_map: that the mesh shall be over.
+        of_universe: the rank map of the universe that the mesh is to join, if there is one.
 
     Raises:
         AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
         ValueError: other ranks than the universe's, or a layout whose copies do not cover them.
     """
-    if universe is not None and rank_map != universe.rank_map:
+    if of_universe is not None and rank_map != of_universe:
         raise ValueError(
-            f"A mesh over {rank_map} cannot join a universe of {universe.rank_map}: every mesh of "
+            f"A mesh over {rank_map} cannot join a universe of {of_universe}: every mesh of "
             "a universe has the same ranks in the same order. Make a universe of its own for it."
         )
     if not layout.is_orthogonal():

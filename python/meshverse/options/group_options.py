@@ -69,7 +69,7 @@ class GroupOptions:
 
     Attributes:
         backend: backend string of the group.
-        options: a snapshot of the options object, or None for the backend's defaults.
+        backend_options: a snapshot of the options object, or None for the backend's defaults.
         timeout: of the group's operations; None where unknown.
         key: equal for equal backend, options, timeout and tag.
         name_key: the key less the timeout, which c10d lets every rank choose by itself; so it may
@@ -81,7 +81,7 @@ class GroupOptions:
     """
 
     backend: str
-    options: compat.BackendOptions | None
+    backend_options: compat.BackendOptions | None
     timeout: timedelta | None
     key: OptionsKey
     name_key: OptionsKey
@@ -140,13 +140,13 @@ class GroupOptions:
         key, name_key = self.key.with_tag(text), self.name_key.with_tag(text)
         return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
 
-    def options_to_give_away(self) -> compat.BackendOptions | None:
+    def backend_options_for_c10d(self) -> compat.BackendOptions | None:
         """A copy for c10d, which keeps what it is given and writes to it for each group.
 
         It says the timeout that c10d is told beside it, or else c10d warns that they differ.
         """
-        mine: Any = copy_of(self.options)
-        is_mine = mine is not self.options  # not everything can be copied
+        mine: Any = copy_of(self.backend_options)
+        is_mine = mine is not self.backend_options  # not everything can be copied
         if is_mine and self.timeout is not None and compat.is_backend_options(mine):
             mine._timeout = self.timeout
         return mine

@@ -8,13 +8,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshverse._core import RankMap
-from meshverse.groups.creation import Group
+from meshverse.groups.request import Group, Origin
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 
 __all__ = ["Explanation", "GroupExplanation", "explain"]
 
 _SHOWN_RANKS = 8
+
+_WORDS = {
+    Origin.DEFAULT_GROUP: "the default group",
+    Origin.SPLIT: "split off the default group",
+    Origin.BY_MEMBERS: "made by its members",
+    Origin.BY_ALL: "made by all ranks",
+    Origin.NOT_YET: "not made yet (lazy)",
+    Origin.AT_FIRST_USE: "made by its members at first use",
+    Origin.AGAIN: "made again by its members: it was destroyed",
+    Origin.SHARED: "shared with another mesh",
+    Origin.GIVEN: "given by the user",
+    Origin.OTHER_UNIVERSE: "of another universe",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,7 @@ class Explanation:
             (
                 " ".join(f"{axis} x{count}" for axis, count in group.requests.items()),
                 group.layout,
-                shorten(group.ranks),
+                _shorten(group.ranks),
                 group.options,
                 group.how,
             )
@@ -145,7 +158,7 @@ def _explain_group(group: Group, figures: Mapping[str, int]) -> GroupExplanation
         backend=options.backend,
         tag=options.tag,
         options=str(options.key),
-        how=group.how,
+        how=_in_words(group),
         created=group.created,
         requests=dict(group.requests),
         avoided=asked - group.created if is_mine else 0,
@@ -153,7 +166,12 @@ def _explain_group(group: Group, figures: Mapping[str, int]) -> GroupExplanation
     )
 
 
-def shorten(ranks: Sequence[int]) -> str:
+def _in_words(group: Group) -> str:
+    words = _WORDS[group.origin]
+    return words if group.hazard is None else f"{words} ({group.hazard})"
+
+
+def _shorten(ranks: Sequence[int]) -> str:
     """Ranks in one short line: all of a few, else the first ones, the last and how many."""
     if len(ranks) <= _SHOWN_RANKS:
         return ", ".join(map(str, ranks)) or "none"

@@ -18,10 +18,10 @@ from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.device_mesh.group_names import MissingGroups
-from meshverse.groups.world import World
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_tensors import plain_ranks, rank_map_of
 from meshverse.universe.universe import Universe
+from meshverse.world.world import World
 
 from .pickles import mesh_fields, universe_of
 from .state import SavedState, read_state

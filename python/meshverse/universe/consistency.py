@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from meshverse._core import Layout, RankMap
 from meshverse.agreement import BoardUse, Call, CallOrder, RanksDifferError, first_keys, next_keys
-from meshverse.groups.creation import GroupRequest, needs_all_ranks
-from meshverse.groups.world import World
+from meshverse.groups.creation import needs_all_ranks
+from meshverse.groups.request import GroupRequest
+from meshverse.world.world import World, WorldState
 
-__all__ = ["CHECK_VARIABLE", "ConsistencyCheck", "check_by_default"]
+__all__ = ["CHECK_VARIABLE", "ConsistencyCheck", "RootOrders", "check_by_default"]
 
 CHECK_VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 """Environment variable: "0" turns the comparison off where a mesh does not say otherwise."""
@@ -45,6 +46,21 @@ def check_by_default() -> bool:
             "ranks off, or to 1 to leave it on."
         )
     return value == "1"
+
+
+class RootOrders(WorldState):
+    """The orders in which ranks of one world make root meshes together."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, CallOrder] = {}
+
+    def of(self, ranks: str) -> CallOrder:
+        """The order of some ranks.
+
+        Args:
+            ranks: the same text on all these ranks, and on no others.
+        """
+        return self._orders.setdefault(ranks, CallOrder(ranks))
 
 
 class ConsistencyCheck:
@@ -79,7 +95,7 @@ class ConsistencyCheck:
         self._world = world
         self._compares = compares and position is not None
         self.ranks = rank_map.sorted().fingerprint
-        self._roots = world.root_order(self.ranks)
+        self._roots = world.state(RootOrders).of(self.ranks)
         self._scope = ""  # of this universe, once it has a number
         self._orders: dict[str, CallOrder] = {}  # of parts of this universe
         self._keys_written: list[str] = []
@@ -146,7 +162,7 @@ class ConsistencyCheck:
         self._use.begin()
         return Call(board, order, self._digest(requests), self._text(name, requests))
 
-    def forget(self) -> None:
+    def remove_from_store(self) -> None:
         """Remove this rank's texts. Call it when all ranks of the universe are done with it."""
         board = self._world.board if self._keys_written else None
         if board is None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
 
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
 from meshverse.agreement import BoardUse, Call
-from meshverse.groups.creation import (
-    SHARED,
-    Group,
-    GroupRequest,
-    is_made_by_members,
-    make_group,
-    prepare_group,
-)
+from meshverse.groups.creation import is_made_by_members, make_group, prepare_group
 from meshverse.groups.freed import (
     can_be_made_again,
     is_for_others_too,
@@ -26,15 +18,34 @@ from meshverse.groups.freed import (
     notice,
     why_gone,
 )
-from meshverse.groups.lazy import make_pending, postpone
+from meshverse.groups.lazy import LazyGroups
 from meshverse.groups.meetings import GroupMeetings
-from meshverse.groups.world import World
-from meshverse.options.group_options import NO_DEFAULTS, Defaults, GroupOptions
-from meshverse.options.overrides import NO_OVERRIDE, Override
+from meshverse.groups.request import Group, GroupRequest, Origin
+from meshverse.options.group_options import Defaults, GroupOptions
+from meshverse.world.holders import Holders
+from meshverse.world.users import Users
+from meshverse.world.world import World, WorldState
 
 from .consistency import ConsistencyCheck
+from .requests import Requests
 
 __all__ = ["UniverseGroups"]
+
+
+class _Leftovers(WorldState):
+    """What universes of one world that could not be made have left in the store.
+
+    Attributes:
+        by_ranks: what removes it, by the ranks of these universes. Late ranks read the texts, so
+            they stay until these ranks have made a universe.
+    """
+
+    def __init__(self) -> None:
+        self.by_ranks: dict[str, list[Callable[[], None]]] = {}
+
+    def end(self) -> None:
+        """Let go of those universes."""
+        self.by_ranks.clear()
 
 
 class UniverseGroups:
@@ -50,7 +61,9 @@ class UniverseGroups:
         share_world: use the groups of other such universes of this world too.
 
     Attributes:
-        handles: my live process groups by c10d name.
+        process_groups: my live process groups by c10d name.
+        requests: makes the requests that `get_or_make` takes.
+        pending: the lazy groups of this world that are still to be made, by c10d name.
     """
 
     def __init__(
@@ -64,10 +77,7 @@ class UniverseGroups:
         check_consistency: bool,
         share_world: bool,
     ) -> None:
-        self._rank_map = rank_map
-        self._position = position
         self._world = world
-        self._defaults = defaults
         self._lazy = lazy
         self._share_world = share_world
         self._board_use = BoardUse(world.run)
@@ -75,13 +85,18 @@ class UniverseGroups:
             *(rank_map, position, world, self._board_use), lazy=lazy, compares=check_consistency
         )
         self._meetings = GroupMeetings(world, self._board_use)
+        self._holders = world.state(Holders)
+        self._users = world.state(Users)
+        self._lazy_groups = world.state(LazyGroups)
+        self._failed = world.state(_Leftovers)
+        self.requests = Requests(rank_map, position, world, defaults)
+        self.pending = self._lazy_groups.pending
         self._cache = GroupCache()
         self._given: list[Group] = []
         self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
-        self._usual_key: OptionsKey | None = None  # of groups where nothing else is said
-        self.handles: dict[str, compat.ProcessGroup] = {}
-        world.holders.add(self)
+        self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self._holders.add(self)
 
     @property
     def number(self) -> int | None:
@@ -90,61 +105,57 @@ class UniverseGroups:
 
     # --- asking for groups ----------------------------------------------------------------------
 
-    def request(
-        self,
-        axes: Layout,
-        *,
-        call: str,
-        layout: Layout,
-        axis_names: Sequence[str],
-        overrides: Sequence[Override],
-        tags: Sequence[str],
-        preserve_rank_order: bool = False,
+    def get_or_make(
+        self, requests: Sequence[GroupRequest], call: str, layout: Layout, *, asked: bool = True
     ) -> list[Group]:
         """My group along each axis: the known one, or a new one that its members make together.
 
-        Everything is checked before the first group is made.
-
         Args:
-            axes: axis layouts over positions.
+            requests: one an axis.
             call: what the user called, for messages.
             layout: of the mesh that the call makes: its ranks are compared with each other.
-            axis_names: one an axis, for `explain()` and c10d's descriptions.
-            overrides: one an axis; empty where no axis has one.
-            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
-            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+            asked: whether somebody asked for these groups; slices need some, and ask for none.
 
         Returns:
             One group an axis. On a rank outside the rank map, groups without a name.
 
         Raises:
             RuntimeError: other ranks are building other meshes.
-            ValueError: an options key cannot be made.
         """
-        options = [self._inherited_options] * len(axes)
-        if overrides:
-            options = [self._options(override) for override in overrides]
-        if tags:
-            options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
-        requests = [
-            self._request_of(axis, name, wanted, preserve_rank_order)
-            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
-        ]
-        return self._get_or_make(requests, call, layout)
+        known = [self._known(request) for request in requests]
+        groups = [group for group in known if group is not None]
+        if len(groups) < len(known):
+            try:
+                with self._calls.compared(call, requests, layout) as compared:
+                    pairs = zip(requests, known, strict=True)
+                    groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
+            except BaseException:
+                if self._calls.number is None:  # nobody will destroy this universe
+                    left = self._failed.by_ranks.setdefault(self._calls.ranks, [])
+                    left.append(self._remove_from_store)
+                raise
+            if self._calls.number is not None and self._failed.by_ranks:
+                # Its ranks made this universe, so none is in a call that failed before.
+                self._leftovers += self._failed.by_ranks.pop(self._calls.ranks, [])
+        for request, group in zip(requests, groups, strict=True):
+            if asked or not group.requests:
+                group.count_request(request.axis_name)
+        return groups
 
     def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
         """Names of the groups along these axes with the usual options, if all are made and alive.
 
-        Arguments as of `request`, which is to be asked where this gives None.
+        Arguments as of `Requests.of_axes`, which is the way where this gives None.
         """
-        if self._usual_key is None:  # none was made yet
+        usual_key = self.requests.usual_key
+        if usual_key is None:
             return None
-        groups: list[Group] | None = self._cache.find(axes, self._usual_key)
+        groups: list[Group] | None = self._cache.find(axes, usual_key)
         if groups is None:
             return None
         names = []
         for group in groups:
-            if group.name not in self.handles:
+            if group.name not in self.process_groups:
                 return None
             names.append(group.name)
         for group, axis_name in zip(groups, axis_names, strict=True):
@@ -164,7 +175,7 @@ class UniverseGroups:
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tags[index])
             requests.append(like._replace(axis_name=axis_name, options=options))
-        return self._get_or_make(requests, "isolate", axes, asked=False)
+        return self.get_or_make(requests, "isolate", axes, asked=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # A group without a name is that of a rank outside the rank map; one that is not known here
@@ -173,57 +184,7 @@ class UniverseGroups:
         named = [group for group in along if group_name is None or group.name == group_name]
         if named:
             return named[0].request
-        return self._request_of(axis, axis_name, self._options(NO_OVERRIDE), False)
-
-    def _options(self, override: Override) -> GroupOptions:
-        if override == NO_OVERRIDE:
-            return self._inherited_options
-        return GroupOptions.resolve(override, self._world.default_group, self._defaults)
-
-    @cached_property
-    def _inherited_options(self) -> GroupOptions:
-        options = (
-            self._world.default_options
-            if self._defaults is NO_DEFAULTS
-            else GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
-        )
-        self._usual_key = options.key
-        return options
-
-    def _request_of(
-        self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool
-    ) -> GroupRequest:
-        # Whether the order matters is decided from what all ranks share, never from my own group:
-        # members of one group must agree on its key.
-        ascending = axis.is_sorted()
-        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_sorted())
-        if keeps_order:
-            options = options.in_mesh_order()
-        elif not ascending:
-            axis = axis.sorted()
-        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)
-
-    def _get_or_make(
-        self, requests: Sequence[GroupRequest], call: str, layout: Layout, *, asked: bool = True
-    ) -> list[Group]:
-        known = [self._known(request) for request in requests]
-        groups = [group for group in known if group is not None]
-        if len(groups) < len(known):
-            try:
-                with self._calls.compared(call, requests, layout) as compared:
-                    pairs = zip(requests, known, strict=True)
-                    groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
-            except BaseException:
-                if self._calls.number is None:  # nobody will destroy this universe
-                    self._world.leftovers.setdefault(self._calls.ranks, []).append(self._forget)
-                raise
-            if self._calls.number is not None and self._world.leftovers:
-                # Its ranks made this universe, so none is in a call that failed before.
-                self._leftovers += self._world.leftovers.pop(self._calls.ranks, [])
-        for request, group in zip(requests, groups, strict=True):
-            if asked or not group.requests:  # slices ask for no group, but may make one
-                group.count_request(request.axis_name)
-        return groups
+        return self.requests.inherited(axis, axis_name)
 
     def _known(self, request: GroupRequest) -> Group | None:
         group: Group | None = self._cache.get(request.axis, request.options.key)
@@ -235,9 +196,9 @@ class UniverseGroups:
         # All ranks make another one.
         self._cache.remove(request.axis, request.options.key)
         shared_as = self._shared_as(group)
-        self._world.release(group.name, shared_as)
+        self._users.remove(group.name, shared_as)
         if shared_as is not None:
-            self._world.unshare(group.name, shared_as)
+            self._users.unshare(group.name, shared_as)
         return None
 
     def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
@@ -251,7 +212,7 @@ class UniverseGroups:
     def _is_gone(self, group: Group) -> bool:
         """Whether a group was made and somebody destroyed it."""
         name = group.name
-        if name is None or name in self.handles or name in self._world.pending:
+        if name is None or name in self.process_groups or name in self.pending:
             return False
         return compat.find_group(name) is None
 
@@ -263,7 +224,7 @@ class UniverseGroups:
     def _hold(self, name: str, handle: compat.ProcessGroup | None = None) -> None:
         """Keep a group that was made, until somebody destroys it."""
         handle = handle or compat.resolve_group(name)
-        self.handles[name] = handle
+        self.process_groups[name] = handle
         notice(name, handle, self._world)
 
     # --- making them ----------------------------------------------------------------------------
@@ -276,36 +237,36 @@ class UniverseGroups:
     def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
         if group is not None:
-            postpone(group, self._world)
+            self._lazy_groups.postpone(group)
         else:
             group = make_group(request, self._world, self._meetings, call)
             if group.name is not None:
                 self._hold(group.name)
         if group.name is not None and not group.borrowed:
-            self._world.retain(group.name)
+            self._users.add(group.name)
         return group
 
     def _share(self, request: GroupRequest, call: Call | None) -> Group:
         # Positions and layouts mean something within one universe only, ranks everywhere.
         name = None
         while name is None:
-            shared: Group = self._world.shared_groups.get_or_create(
+            shared: Group = self._users.shared.get_or_create(
                 *_shared_key(request), lambda: self._make_own(request, call)
             )
             if shared.request is request:
                 return shared
             assert shared.name is not None  # it was made by its members
-            if self._world.retain_shared(shared.name):
+            if self._users.add_to_shared(shared.name):
                 name = shared.name
             # Otherwise another thread has just ended it.
-        group = Group(request, name, SHARED, created=False)
+        group = Group(request, name, Origin.SHARED, created=False)
         if not self._lazy:
             group.note_first_use(made_here=self._make_pending(name))
         return group
 
     def before_use(self, name: str) -> None:
         """Make the group of this name now, if it is lazy and still to be made."""
-        if name in self.handles:
+        if name in self.process_groups:
             return
         group = next((group for group in self if group.name == name), None)
         if group is not None and self._is_gone(group) and is_for_others_too(group, self._world):
@@ -316,7 +277,7 @@ class UniverseGroups:
             group.note_first_use(made_here)
 
     def _make_pending(self, name: str) -> bool:
-        made_here = make_pending(name, self._world, self._meetings)
+        made_here = self._lazy_groups.make(name, self._world, self._meetings)
         try:
             self._hold(name)
         except RuntimeError:
@@ -331,9 +292,9 @@ class UniverseGroups:
             The group's c10d name.
         """
         options = GroupOptions.given(group)
-        request = GroupRequest(axis, self._rank_map, self._position, options, axis_name)
+        request = self.requests.given(axis, axis_name, options)
         name = group.group_name
-        given = Group(request, name, "given by the user", created=False, borrowed=True)
+        given = Group(request, name, Origin.GIVEN, created=False, borrowed=True)
         given.count_request(axis_name)
         self._given.append(given)
         self._hold(name, group)
@@ -343,11 +304,13 @@ class UniverseGroups:
         """List groups of another universe too, by their names: of a mesh combined with one here."""
         known = {group.name for group in self}
         self._given.extend(
-            Group(group.request, group.name, "of another universe", created=False, borrowed=True)
+            Group(group.request, group.name, Origin.OTHER_UNIVERSE, created=False, borrowed=True)
             for group in other
             if group.name in names and group.name not in known
         )
-        self.handles.update((n, group) for n, group in other.handles.items() if n in names)
+        self.process_groups.update(
+            (n, group) for n, group in other.process_groups.items() if n in names
+        )
 
     # --- looking at them ------------------------------------------------------------------------
 
@@ -381,14 +344,14 @@ class UniverseGroups:
         world = self._world
         ends_all = abort and not world.is_over and self._uses_default_group()
         mine = [group for group in self if group.name is not None and not group.borrowed]
-        self._to_end += [g for g in mine if world.release(str(g.name), self._shared_as(g))]
+        self._to_end += [g for g in mine if self._users.remove(str(g.name), self._shared_as(g))]
         self._cache.clear()
         self._given.clear()
-        self.handles.clear()
-        world.holders.discard(self)
+        self.process_groups.clear()
+        self._holders.discard(self)
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
-                ending.callback(self._forget)
+                ending.callback(self._remove_from_store)
                 while self._leftovers:
                     ending.callback(self._leftovers.pop())
             for group in self._to_end:
@@ -401,12 +364,12 @@ class UniverseGroups:
         """Whether `free` has nothing left to do."""
         return not self._to_end and not len(self)
 
-    def _forget(self) -> None:
+    def _remove_from_store(self) -> None:
         if self._world.is_over:
             return
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            self._meetings.forget()
-            self._calls.forget()
+            self._meetings.remove_from_store()
+            self._calls.remove_from_store()
             self._board_use.end(self._world.store)
 
     def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
@@ -415,9 +378,8 @@ class UniverseGroups:
     def _end(self, group: Group, *, abort: bool) -> None:
         world, name = self._world, group.name
         assert name is not None
-        if world.pending.pop(name, None) is None and not world.is_over:
-            for holder in world.holders.alive():  # of meshes concatenated across universes, too
-                holder.handles.pop(name, None)
+        if self.pending.pop(name, None) is None and not world.is_over:
+            self._holders.drop(name)  # of meshes concatenated across universes, too
             compat.end_group(name, abort=abort)
         self._to_end.remove(group)
 

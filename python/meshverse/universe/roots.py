@@ -7,17 +7,40 @@ a root of their own: the first mesh under their tags. Its groups are made when t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
+from typing_extensions import Self
+
+from meshverse._core import Layout
+from meshverse.layouts.derivation import MeshDescription
 from meshverse.options.isolation import merge_tags, tag_parts
 
-if TYPE_CHECKING:
-    from meshverse.device_mesh.base import MeshBase
-
-__all__ = ["Roots"]
+__all__ = ["RootedMesh", "Roots"]
 
 
-class Roots:
+class RootedMesh(Protocol):
+    """What roots are asked of a mesh."""
+
+    @property
+    def description(self) -> MeshDescription:
+        """What the mesh is, apart from its universe and its process groups."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its axis layouts over the positions of the universe."""
+
+    def under(self, tags: Sequence[str]) -> Self:
+        """The same mesh under other isolation tags, to be a root."""
+
+    def add_flattened(self, name: str, flattened: Self) -> None:
+        """Note a flattened mesh at this root."""
+
+
+_Mesh = TypeVar("_Mesh", bound=RootedMesh)
+
+
+class Roots(Generic[_Mesh]):
     """Roots and flattened meshes of one universe. The universe's lock protects it.
 
     Attributes:
@@ -25,12 +48,12 @@ class Roots:
     """
 
     def __init__(self) -> None:
-        self.first: MeshBase | None = None
+        self.first: _Mesh | None = None
         # The others, by the tags of their axes and those of the meshes they are roots of.
-        self._others: dict[tuple[tuple[str, ...], frozenset[str]], MeshBase] = {}
-        self._flattened: dict[tuple[str, str], MeshBase] = {}  # by name and tag
+        self._others: dict[tuple[tuple[str, ...], frozenset[str]], _Mesh] = {}
+        self._flattened: dict[tuple[str, str], _Mesh] = {}  # by name and tag
 
-    def of(self, mesh: MeshBase) -> MeshBase:
+    def of(self, mesh: _Mesh) -> _Mesh:
         """The root of a mesh of this universe; the first one asked for is one."""
         first = self.first
         if first is None:
@@ -48,7 +71,7 @@ class Roots:
         return root
 
     @staticmethod
-    def _tags_of_root(first: MeshBase, mesh: MeshBase) -> tuple[str, ...]:
+    def _tags_of_root(first: RootedMesh, mesh: RootedMesh) -> tuple[str, ...]:
         own, tags = first.description.axis_tags, mesh.description.axis_tags
         axes = list(zip(first.description.labels, first.layout, strict=True))
         known = dict(zip(zip(mesh.description.labels, mesh.layout, strict=True), tags, strict=True))
@@ -58,11 +81,11 @@ class Roots:
         merged = merge_tags(tags)
         return tuple(known.get(axis, merged) for axis in axes)
 
-    def flattened(self, name: str, tag: str) -> MeshBase | None:
+    def flattened(self, name: str, tag: str) -> _Mesh | None:
         """The flattened mesh of this name under this tag, if there is one."""
         return self._flattened.get((name, tag))
 
-    def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
+    def add_flattened(self, name: str, tag: str, flattened: _Mesh) -> None:
         """Note a flattened mesh, at the roots of all meshes it may be flattened from."""
         self._flattened[name, tag] = flattened
         parts = frozenset(tag_parts(tag))
@@ -73,6 +96,6 @@ class Roots:
                 root.add_flattened(name, flattened)
 
 
-def _parts(mesh: MeshBase) -> frozenset[str]:
+def _parts(mesh: RootedMesh) -> frozenset[str]:
     tags = mesh.description.axis_tags
     return frozenset(part for tag in tags for part in tag_parts(tag))

@@ -2,35 +2,82 @@
 
 from __future__ import annotations
 
+import enum
 import threading
-import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.groups.creation import Group
-from meshverse.groups.weak_registry import WeakRegistry
-from meshverse.groups.world import World
+from meshverse.groups.request import Group
 from meshverse.layouts.computed import computed
+from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
 from meshverse.report.explain import Explanation, explain
+from meshverse.world.weak_registry import WeakRegistry
+from meshverse.world.world import World, WorldState
 
 from .consistency import check_by_default
 from .groups import UniverseGroups
-from .roots import Roots
+from .roots import RootedMesh, Roots
 from .warm_up import WarmedUp, warm_up
 
-if TYPE_CHECKING:
-    from meshverse.device_mesh.base import MeshBase
+__all__ = ["Member", "Universe", "WorldUniverses", "share_world_wide"]
 
-__all__ = ["Universe", "share_world_wide"]
+
+class WorldUniverses(WorldState):
+    """The universes of one world.
+
+    Attributes:
+        kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
+            groups, so that all ranks find the same ones, whatever garbage each has collected.
+        n_ended: how many were destroyed or aborted.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Universe] = []
+        self.n_ended = 0
+
+    def end(self) -> None:
+        """Keep none any more."""
+        self.kept.clear()
+
+
+class Member(RootedMesh, Protocol):
+    """What a universe asks of the meshes that are made in it."""
+
+    _description: MeshDescription  # read where the cost of a property would show
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether process groups were made for the mesh."""
+
+    @property
+    def intern_key(self) -> Hashable:
+        """What makes the mesh itself within its universe."""
+
+    def take_root(self, root: Member | None) -> None:
+        """Have this root; itself, or none yet, makes it a root."""
+
+    def join(self, universe: Universe) -> None:
+        """Enter a universe, on its process groups."""
+
+
+_Mesh = TypeVar("_Mesh", bound=Member)
+
+
+class _Ending(enum.Enum):
+    """How a universe ended."""
+
+    DESTROYED = enum.auto()
+    ABORTED = enum.auto()
 
 
 class Universe:
@@ -61,6 +108,7 @@ class Universe:
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
+        pending_groups: the lazy groups of the world that are still to be made, by c10d name.
         roots: of the meshes made in this universe, and their flattened meshes.
         is_over: whether it was destroyed or aborted.
         generation: how many universes of this world had ended when it was made.
@@ -96,10 +144,12 @@ class Universe:
         self.rank = rank
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.roots = Roots()
+        self.roots: Roots[Member] = Roots()
         self._own_serial: int | None = None  # once it is asked for
         self._groups: UniverseGroups | None = None
+        self.generation = 0
         self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self.pending_groups: Mapping[str, Group] = {}
         if self.world is not None:
             self._groups = UniverseGroups(
                 self.rank_map,
@@ -110,14 +160,15 @@ class Universe:
                 check_consistency=check_consistency,
                 share_world=_shares_world_wide,
             )
-            self.process_groups = self._groups.handles
-        self._ended: str | None = None  # how: "destroyed" or "aborted"
+            self.process_groups = self._groups.process_groups
+            self.pending_groups = self._groups.pending
+            self.generation = self.world.state(WorldUniverses).n_ended
+        self._ended: _Ending | None = None
         self.is_over = False
-        self.generation = 0 if self.world is None else _n_ended.get(self.world, 0)
         self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
-        self._meshes: dict[Hashable, MeshBase] = {}
+        self._meshes: dict[Hashable, Member] = {}
         _universes.add(self)
 
     @property
@@ -167,16 +218,16 @@ class Universe:
                 "mesh.bind() on all its ranks, after init_process_group()."
             )
         if self._ended is not None:
-            raise RuntimeError(self._why_ended())
+            raise RuntimeError(self._why_ended(self._ended))
         _ = self.world.default_group  # raises if its life is over
         if not self._ranks_checked:
             self._check_ranks(self.world.size)
         return self._groups
 
-    def _why_ended(self) -> str:
+    def _why_ended(self, how: _Ending) -> str:
         return (
-            f"The universe of {self.rank_map} was {self._ended}, and its process groups with it. "
-            "Make the mesh again: init_device_mesh() without universe= makes a new universe."
+            f"The universe of {self.rank_map} was {_in_words(how)}, and its process groups with "
+            "it. Make the mesh again: init_device_mesh() without universe= makes a new universe."
         )
 
     def _check_ranks(self, world_size: int) -> None:
@@ -262,7 +313,7 @@ class Universe:
         their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
         error is raised; a second call tries again what is left. After that, a call does nothing.
         """
-        self._end("destroyed", abort=False)
+        self._end(_Ending.DESTROYED)
 
     def abort(self) -> None:
         """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
@@ -270,36 +321,37 @@ class Universe:
         For ranks that are left waiting when another one has died; they need not all call it. Where
         an axis is on the default group, that ends too, and with it all groups of this process.
         """
-        self._end("aborted", abort=True)
+        self._end(_Ending.ABORTED)
 
-    def _end(self, how: str, *, abort: bool) -> None:
+    def _end(self, how: _Ending) -> None:
         if self._groups is None or (self._ended is not None and self._groups.is_freed):
             return
         self._ended, self.is_over = how, True
         if self.world is not None:
-            _n_ended[self.world] = _n_ended.get(self.world, 0) + 1
-            if self in self.world.universes:
-                self.world.universes.remove(self)
-        self._groups.free(abort=abort)
+            universes = self.world.state(WorldUniverses)
+            universes.n_ended += 1
+            if self in universes.kept:
+                universes.kept.remove(self)
+        self._groups.free(abort=how is _Ending.ABORTED)
 
     # --- meshes ---------------------------------------------------------------------------------
 
     @property
-    def root(self) -> MeshBase | None:
+    def root(self) -> StockDeviceMesh | None:
         """The first mesh made here, which the others under its isolation tags call their root."""
-        return self.roots.first
+        return cast("StockDeviceMesh | None", self.roots.first)
 
     @property
-    def flattened(self) -> Mapping[str, MeshBase]:
+    def flattened(self) -> Mapping[str, StockDeviceMesh]:
         """The flattened meshes under the isolation tags of the first mesh here, by name."""
-        return {} if self.root is None else self.root.flattened
+        return {} if self.root is None else self.root._flatten_mapping
 
-    def add_flattened(self, name: str, tag: str, flattened: MeshBase) -> None:
+    def add_flattened(self, name: str, tag: str, flattened: Member) -> None:
         """Note a flattened mesh, for all meshes here that may ask for it by its name."""
         with self._lock:
             self.roots.add_flattened(name, tag, flattened)
 
-    def intern(self, mesh: MeshBase, key: Hashable = None) -> MeshBase:
+    def intern(self, mesh: _Mesh, key: Hashable = None) -> _Mesh:
         """The mesh that is here already with the same axes, names and groups, or else this one.
 
         Args:
@@ -313,14 +365,16 @@ class Universe:
             mesh.take_root(root)
             if not self._is_kept:
                 self._keep()
-        return self._meshes.setdefault(key or mesh.intern_key, mesh)
+        if key is None:
+            key = mesh.intern_key
+        return self._meshes.setdefault(key, mesh)  # type: ignore[return-value]
 
     def _keep(self) -> None:
         # Every call that makes groups gives a mesh, so this sees them all.
         if self._ended is not None or self.world is None or self._groups is None:
             return
         if any(not group.borrowed for group in self._groups):
-            self.world.universes.append(self)
+            self.world.state(WorldUniverses).kept.append(self)
             self._is_kept = True
 
     def bind(self, target: Universe) -> None:
@@ -389,12 +443,14 @@ class Universe:
 
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)
-        state = "" if self._ended is None else f", {self._ended}"
+        state = "" if self._ended is None else f", {_in_words(self._ended)}"
         return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
 
 
-# How many universes have ended in each world.
-_n_ended: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+def _in_words(how: _Ending) -> str:
+    return "destroyed" if how is _Ending.DESTROYED else "aborted"
+
+
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
 _universes: WeakRegistry[Universe] = WeakRegistry()
 _own_serials: dict[str, int] = {}  # the last one of each rank map, by fingerprint

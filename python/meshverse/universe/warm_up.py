@@ -6,16 +6,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse.groups.creation import Group
+from meshverse.groups.request import Group
 
-if TYPE_CHECKING:
-    from .groups import UniverseGroups
+from .groups import UniverseGroups
 
 __all__ = ["WarmedUp", "warm_up"]
 

@@ -6,25 +6,32 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, GroupCache, OptionsKey
-from meshverse.agreement import Board, CallOrder, OwnWaits, Run
+from meshverse.agreement import Board, OwnWaits, Run
 from meshverse.options.group_options import GroupOptions
 from meshverse.options.overrides import NO_OVERRIDE
 
-from .weak_registry import WeakRegistry
-
-__all__ = ["World"]
+__all__ = ["World", "WorldState"]
 
 
-class Holder(Protocol):
-    """What keeps process groups alive, by c10d name."""
+class WorldState:
+    """What one room keeps for each world: a subclass a room, which `World.state` gives.
 
-    handles: dict[str, compat.ProcessGroup]
+    Example: the lazy groups of a world are `world.state(LazyGroups)`.
+    """
+
+    def end(self) -> None:
+        """Let go of process groups, and of what has some: the world has ended."""
+
+    def leave_to_parent(self) -> None:
+        """Let go of process groups without ending them: this process is a fork."""
+
+
+_State = TypeVar("_State", bound=WorldState)
 
 
 class World:
@@ -38,25 +45,14 @@ class World:
         size: number of ranks.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
         life: how many worlds this process had before; other ranks may have had more or fewer.
-        holders: what keeps process groups alive, by c10d name, for its universes; emptied when the
-            world ends, so that meshes that live on keep no ended group, with its threads, alive.
-        universes: those that made process groups, oldest first. They are kept as long as c10d keeps
-            the groups, so that all ranks find the same ones, whatever garbage each has collected.
         run: of the default group, among those that used the same store.
         waits: what this rank lets others know of its waits.
-        pending: lazy groups that are still to be made, by c10d name.
-        leftovers: what removes from the store the texts of universes that could not be made, by
-            their ranks. Late ranks read those texts, until these ranks have made a universe.
-        shared_groups: groups that all universes of this world share, where they share.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
-        self.holders: WeakRegistry[Holder] = WeakRegistry()
         self._default_group = weakref.ref(default_group)
-        self.universes: list[Any] = []
-        self.leftovers: dict[str, list[Callable[[], None]]] = {}
-        kept = (self.universes, self.leftovers)
-        end = weakref.finalize(compat.world_lifetime(), _let_go, self.holders, kept)
+        self._states: dict[type[WorldState], Any] = {}
+        end = weakref.finalize(compat.world_lifetime(), _end, self._states)
         end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
@@ -67,12 +63,6 @@ class World:
         _lives[self.thread_id] += 1
         self.run = Run(self.rank, self.size)
         self.waits = OwnWaits()
-        self._root_orders: dict[str, CallOrder] = {}
-        self.pending: dict[str, Any] = {}
-        self.shared_groups = GroupCache()
-        self._users: Counter[str] = Counter()  # universes that use a group, by its c10d name
-        self._ordinals: dict[str, int] = {}
-        self._lock = threading.Lock()  # protects the two above
         self._can_split: dict[str | None, bool] = {}
         self._hazards: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
@@ -89,6 +79,11 @@ class World:
             if world is None:
                 world = _worlds[default_group] = World(default_group)
             return world
+
+    def state(self, kind: type[_State]) -> _State:
+        """What a room keeps for this world: one object of this class, made when first asked for."""
+        state: _State | None = self._states.get(kind)
+        return self._states.setdefault(kind, kind()) if state is None else state
 
     @property
     def label(self) -> tuple[int | None, int]:
@@ -136,14 +131,6 @@ class World:
         store = self.store
         return None if store is None else Board(store, self.run)
 
-    def root_order(self, ranks: str) -> CallOrder:
-        """The order in which some ranks make root meshes together.
-
-        Args:
-            ranks: the same text on all these ranks, and on no others.
-        """
-        return self._root_orders.setdefault(ranks, CallOrder(ranks))
-
     @cached_property
     def default_options(self) -> GroupOptions:
         """What a group is when nothing is overridden."""
@@ -167,72 +154,6 @@ class World:
             self._blocks[backend] = compat.creation_blocks(backend)
         return self._blocks[backend]
 
-    def next_ordinal(self, kind: str) -> int:
-        """How often this was asked for this kind of thing before in this world: 0, 1, 2, ..."""
-        with self._lock:
-            ordinal = self._ordinals.get(kind, 0)
-            self._ordinals[kind] = ordinal + 1
-        return ordinal
-
-    def new_name(self, identity: str) -> str:
-        """A group name: what the group is, and how often this very group was made in this world.
-
-        All members of the group, and nobody else, have exactly that in common; so they agree on the
-        name, whatever other groups each of them made before.
-        """
-        return f"meshverse-{identity}-{self.next_ordinal(identity)}"
-
-    def take_back_name(self, name: str) -> None:
-        """Let the latest name of a group be new again: no member has made anything of it."""
-        identity, _, ordinal = name.removeprefix("meshverse-").rpartition("-")
-        with self._lock:
-            if self._ordinals[identity] == int(ordinal) + 1:
-                self._ordinals[identity] = int(ordinal)
-
-    def retain(self, group_name: str) -> None:
-        """Note that one more universe uses a group that Meshverse made."""
-        with self._lock:
-            self._users[group_name] += 1
-
-    def retain_shared(self, group_name: str) -> bool:
-        """The same of a group that others use too, if one of them still does."""
-        with self._lock:
-            if self._users[group_name] == 0:
-                return False
-            self._users[group_name] += 1
-            return True
-
-    def has_several_users(self, group_name: str) -> bool:
-        """Whether several universes use a group that Meshverse made."""
-        with self._lock:
-            return self._users[group_name] > 1
-
-    def release(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
-        """Note that one universe less uses a group; whether that was the last one.
-
-        Args:
-            group_name: c10d's.
-            shared_as: its key among the shared groups, of which the last user takes it out.
-        """
-        with self._lock:
-            self._users[group_name] -= 1
-            if self._users[group_name] > 0:
-                return False
-            del self._users[group_name]
-            if shared_as is not None:
-                self._take_out(group_name, shared_as)
-            return True
-
-    def unshare(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
-        """Take a group that was destroyed out of the shared ones, though others note it still."""
-        with self._lock:
-            self._take_out(group_name, shared_as)
-
-    def _take_out(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
-        shared = self.shared_groups.get(*shared_as)
-        if shared is not None and shared.name == group_name:  # and no newer one
-            self.shared_groups.remove(*shared_as)
-
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as stock does, once for each device type."""
         if device_type not in self._device_types_set_up:
@@ -240,24 +161,19 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _let_go(holders: WeakRegistry[Holder], kept: Iterable[list[Any] | dict[str, Any]]) -> None:
-    for holder in holders.alive():
-        holder.handles.clear()
-    for entries in kept:
-        entries.clear()
+def _end(states: Mapping[type[WorldState], WorldState]) -> None:
+    for state in list(states.values()):
+        state.end()
 
 
 def _leave_to_parent() -> None:
     for world in list(_worlds.values()):
         world.is_of_parent = True
-        for holder in world.holders.alive():
-            # Ending a parent's group would wait for threads that this process has not.
-            _of_parents.append(dict(holder.handles))
-            holder.handles.clear()
+        for state in list(world._states.values()):
+            state.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-_of_parents: list[dict[str, compat.ProcessGroup]] = []  # handles of processes this one is a fork of
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.Lock()  # protects _worlds

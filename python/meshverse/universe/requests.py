@@ -1,0 +1,101 @@
+"""What the axes of a mesh ask for: one request for a process group an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankMap
+from meshverse.groups.request import GroupRequest
+from meshverse.options.group_options import NO_DEFAULTS, Defaults, GroupOptions
+from meshverse.options.overrides import NO_OVERRIDE, Override
+from meshverse.world.world import World
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    """Makes requests of what is said of axes, with the defaults of one universe filled in.
+
+    Args:
+        rank_map: position -> global rank.
+        position: this rank's, or None if it is outside.
+        world: whose default group says what is not said elsewhere.
+        defaults: what groups inherit where an axis says nothing else.
+
+    Attributes:
+        usual_key: of the options that groups inherit; None before the first request.
+    """
+
+    def __init__(
+        self, rank_map: RankMap, position: int | None, world: World, defaults: Defaults
+    ) -> None:
+        self._rank_map, self._position = rank_map, position
+        self._world, self._defaults = world, defaults
+        self.usual_key: OptionsKey | None = None
+
+    def of_axes(
+        self,
+        axes: Layout,
+        axis_names: Sequence[str],
+        overrides: Sequence[Override],
+        tags: Sequence[str],
+        preserve_rank_order: bool,
+    ) -> list[GroupRequest]:
+        """One request an axis.
+
+        Args:
+            axes: axis layouts over positions.
+            axis_names: one an axis, for `explain()` and c10d's descriptions.
+            overrides: one an axis; empty where no axis has one.
+            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+
+        Raises:
+            ValueError: an options key cannot be made.
+        """
+        options = [self._inherited_options] * len(axes)
+        if overrides:
+            options = [self._options(override) for override in overrides]
+        if tags:
+            options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
+        return [
+            self._of_axis(axis, name, wanted, preserve_rank_order)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+        ]
+
+    def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
+        """The request of an axis of which nothing is said."""
+        return self._of_axis(axis, axis_name, self._options(NO_OVERRIDE), False)
+
+    def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
+        """What a group that the user made would have been asked for as."""
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
+
+    def _options(self, override: Override) -> GroupOptions:
+        if override == NO_OVERRIDE:
+            return self._inherited_options
+        return GroupOptions.resolve(override, self._world.default_group, self._defaults)
+
+    @cached_property
+    def _inherited_options(self) -> GroupOptions:
+        options = (
+            self._world.default_options
+            if self._defaults is NO_DEFAULTS
+            else GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
+        )
+        self.usual_key = options.key
+        return options
+
+    def _of_axis(
+        self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool
+    ) -> GroupRequest:
+        # Whether the order matters is decided from what all ranks share, never from my own group:
+        # members of one group must agree on its key.
+        ascending = axis.is_sorted()
+        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_sorted())
+        if keeps_order:
+            options = options.in_mesh_order()
+        elif not ascending:
+            axis = axis.sorted()
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)

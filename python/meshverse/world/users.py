@@ -1,0 +1,69 @@
+"""How many universes use a process group, so that the last one ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from meshverse._core import AxisLayout, GroupCache, OptionsKey
+
+from .world import WorldState
+
+__all__ = ["Users"]
+
+
+class Users(WorldState):
+    """The users of the process groups that Meshverse made in one world.
+
+    Attributes:
+        shared: groups that all universes of this world share, where they share.
+    """
+
+    def __init__(self) -> None:
+        self.shared = GroupCache()
+        self._n_users: Counter[str] = Counter()  # by c10d name of a group
+        self._lock = threading.Lock()  # protects the above
+
+    def add(self, group_name: str) -> None:
+        """Note that one more universe uses a group."""
+        with self._lock:
+            self._n_users[group_name] += 1
+
+    def add_to_shared(self, group_name: str) -> bool:
+        """The same of a group that others use too, if one of them still does."""
+        with self._lock:
+            if self._n_users[group_name] == 0:
+                return False
+            self._n_users[group_name] += 1
+            return True
+
+    def are_several(self, group_name: str) -> bool:
+        """Whether several universes use a group."""
+        with self._lock:
+            return self._n_users[group_name] > 1
+
+    def remove(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
+        """Note that one universe less uses a group; whether that was the last one.
+
+        Args:
+            group_name: c10d's.
+            shared_as: its key among the shared groups, of which the last user takes it out.
+        """
+        with self._lock:
+            self._n_users[group_name] -= 1
+            if self._n_users[group_name] > 0:
+                return False
+            del self._n_users[group_name]
+            if shared_as is not None:
+                self._take_out(group_name, shared_as)
+            return True
+
+    def unshare(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
+        """Take a group that was destroyed out of the shared ones, though others note it still."""
+        with self._lock:
+            self._take_out(group_name, shared_as)
+
+    def _take_out(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
+        shared = self.shared.get(*shared_as)
+        if shared is not None and shared.name == group_name:  # and no newer one
+            self.shared.remove(*shared_as)
