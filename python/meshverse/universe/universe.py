@@ -6,7 +6,7 @@ import enum
 import threading
 from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class Member(RootedMesh, Protocol):
     def intern_key(self) -> Hashable:
         """What makes the mesh itself within its universe."""
 
-    def take_root(self, root: Member | None) -> None:
+    def take_root(self, root: Any) -> None:
         """Have this root; itself, or none yet, makes it a root."""
 
     def join(self, universe: Universe) -> None:
