@@ -65,6 +65,18 @@ Layout Layout::splice(std::int64_t start, std::int64_t stop, const Layout& layou
   return Layout(std::move(axes));
 }
 
+Layout Layout::unflatten(std::int64_t index, const std::vector<std::int64_t>& sizes) const {
+  const AxisLayout& whole = axis(index);
+  const Layout inner = row_major(sizes);
+  if (inner.size() != whole.size()) {
+    throw std::invalid_argument("unflatten axis " + whole.to_string() + " into " +
+                                inner.to_string() + ": " + std::to_string(inner.size()) +
+                                " indices are not " + std::to_string(whole.size()));
+  }
+  const std::int64_t start = index < 0 ? index + static_cast<std::int64_t>(axes_.size()) : index;
+  return splice(start, start + 1, whole.compose(inner));
+}
+
 Layout Layout::select(const Integers& indices) const {
   std::vector<AxisLayout> axes;
   axes.reserve(indices.size());

@@ -38,6 +38,11 @@ class Layout {
   // axes[:start] + layout.axes + axes[stop:]; std::out_of_range unless 0 <= start <= stop <= len.
   Layout splice(std::int64_t start, std::int64_t stop, const Layout& layout) const;
 
+  // This layout with the axis at `index` split into row-major axes of these sizes.
+  // Throws std::out_of_range for an index beyond, std::invalid_argument unless the sizes are
+  // positive and multiply out to the axis.
+  Layout unflatten(std::int64_t index, const std::vector<std::int64_t>& sizes) const;
+
   // The axes at these indices, in this order; negative ones count from the end.
   Layout select(const std::vector<std::int64_t>& indices) const;
 

@@ -173,6 +173,21 @@ Raises:
 Layout(2:4, 2:2, 2:1)
 )")
       .def(
+          "unflatten",
+          [](const Layout& self, std::int64_t index, py::handle sizes) {
+            return self.unflatten(index, to_integers(sizes, "sizes"));
+          },
+          "index"_a, "sizes"_a,
+          R"(This layout with the axis at ``index`` split into axes of these sizes, row-major.
+
+Raises:
+    IndexError: There is no such axis.
+    ValueError: A size below 1, or sizes that do not multiply out to the axis.
+
+>>> Layout.from_shape((2, 4)).unflatten(1, (2, 2))
+Layout(2:4, 2:2, 2:1)
+)")
+      .def(
           "select",
           [](const Layout& self, py::handle indices) {
             return self.select(to_integers(indices, "indices"));

@@ -10,6 +10,7 @@ from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
     abort_all,
     bound_to_device,
+    can_meet_in_store,
     can_split,
     canonical_backend,
     check_backend,
@@ -78,6 +79,7 @@ __all__ = [
     "TorchLayout",
     "abort_all",
     "bound_to_device",
+    "can_meet_in_store",
     "can_split",
     "canonical_backend",
     "check_backend",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -87,21 +86,24 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
     mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
 
 
-def store_of(default_group: ProcessGroup) -> Any | None:
-    """The store ranks meet in to make groups, if it has all of c10d's operations.
+def store_of(default_group: ProcessGroup) -> Any:
+    """The store that a default group was given; None for MPI, which has none."""
+    return c10d._world.pg_map[default_group][1]
 
-    None for MPI, which has no store, for the fake backend, whose store does nothing, and for stores
-    written in Python without `compare_set`, such as torchelastic's for etcd.
+
+def can_meet_in_store(default_group: ProcessGroup) -> bool:
+    """Whether ranks can meet in the default group's store: it has all of c10d's operations.
+
+    Not so for MPI, which has no store, for the fake backend, whose store does nothing, and for
+    stores written in Python without `compare_set`, such as torchelastic's for etcd.
     """
-    store: Any = c10d._world.pg_map[default_group][1]
-    base = store
+    base = store_of(default_group)
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
     kind: Any = type(base)  # mypy takes a class's metaclass for unhashable
-    return store if _has_compare_set(kind) else None
+    return _has_compare_set(kind)
 
 
-@functools.cache
 def _has_compare_set(kind: type) -> bool:
     if issubclass(kind, (dist.TCPStore, dist.FileStore, dist.HashStore)):
         return True

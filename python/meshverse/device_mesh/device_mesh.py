@@ -2,61 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
 from meshverse.layouts.derivation import (
     MeshDescription,
-    axis_index,
-    check_flattened_name,
-    check_has_names,
-    check_known_axes,
-    concatenate,
-    slice_axes,
-    unflatten_axis,
 )
 from meshverse.layouts.user_input import (
     ArrayLike,
-    AxisNames,
     check_axis_names,
     check_layout,
     read_groups,
     read_mesh,
     read_ranks,
 )
-from meshverse.options.isolation import check_tag, current_tag, merge_tags, own_tag, tag_inside
+from meshverse.mesh.membership import MemberMesh
 from meshverse.options.overrides import (
-    NO_OVERRIDE,
     BackendOverride,
     Override,
-    SingleOverride,
-    normalize_override,
     normalize_overrides,
     normalize_tags,
 )
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
-from .copies import CopyableMesh
 from .equal_roots import note_root
-from .placed import PlacedMesh
+from .reshaping import ReshapedMesh
 
 __all__ = ["DeviceMesh"]
 
 _NO_RANK = -1  # c10d's own word for it
-_SLICES_A_FLATTENED_AXIS = (
-    "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
-    "bookkeep the flattened mesh directly. "
-)
 
 
-class DeviceMesh(PlacedMesh, CopyableMesh):
+class DeviceMesh(ReshapedMesh):
     """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
 
     Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
@@ -168,240 +150,6 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
         if world is not None:
             world.set_up_device(self, self._device_type)
 
-    # --- derived meshes ------------------------------------------------------------------------
-
-    def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
-        """The submesh of the named axes; the same object each time.
-
-        Args:
-            mesh_dim_names: one name, or several as a tuple or list. Order as in the mesh. On a
-                root mesh, names of flattened axes too (deprecated in torch).
-
-        Raises:
-            RuntimeError: the mesh has no names, or the axes overlap.
-            KeyError: an unknown name, or names in another order than in the mesh.
-        """
-        if is_compiling():
-            return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
-        if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
-            try:
-                known = self._slices.get(mesh_dim_names)
-            except TypeError:  # nor has a tuple of lists, which names no axes
-                known = None
-            if known is not None:
-                return known  # type: ignore[return-value]
-        return self._slice(mesh_dim_names)
-
-    def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
-        own = check_has_names(self._description, "slice", RuntimeError)
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        is_isolated = bool(current_tag())
-        if names == own and not is_isolated:
-            return self
-        try:
-            indices = [own.index(name) for name in names]
-        except ValueError:
-            return self._slice_flattened(names)
-        tags = self._description.tags and [self._description.tags[index] for index in indices]
-        description = slice_axes(self._description, names, self.layout.select(indices), tags)
-        group_names: Sequence[str] | None = self.group_names
-        if group_names:  # None without groups, empty outside the mesh
-            group_names = [group_names[index] for index in indices]
-        submesh = self._derive(description, group_names)
-        if isinstance(mesh_dim_names, (str, tuple)) and not is_isolated:
-            self._slices[mesh_dim_names] = submesh
-        return submesh
-
-    def _slice_flattened(self, names: AxisNames) -> DeviceMesh:
-        # A root mesh may also be sliced by the names of flattened meshes; torch is dropping that.
-        root = self._root()
-        flattened: Any = root._flatten_mapping if self == root else {}
-        check_known_axes(self._description, names, flattened)
-        own = self._mesh_dim_names or ()
-        sources = []
-        for name in names:
-            if name not in own:  # before the checks that follow, as stock
-                compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
-            sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
-        layout = Layout([mesh.layout[index] for mesh, index in sources])
-        tags = [mesh.description.axis_tags[index] for mesh, index in sources]
-        description = slice_axes(self._description, names, layout, tags)
-        return self._derive(description, _joined_group_names(sources))
-
-    def flatten(
-        self,
-        mesh_dim_name: str | None = None,
-        backend_override: SingleOverride | None = None,
-        *,
-        isolate: str | None = None,
-    ) -> DeviceMesh:
-        """A one-axis mesh over all ranks of this one, in the same order.
-
-        Args:
-            mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
-            backend_override: of its group, if it shall differ from the default.
-            isolate: tag for a group of its own, inside those of my axes; see `meshverse.isolate`.
-                Torch keeps flattened meshes by name: one that is known under this name and this
-                tag already is given as it is.
-
-        Raises:
-            RuntimeError: this mesh has no names.
-            ValueError: the name is an axis of the root, or another flattened mesh has it.
-        """
-        if not self._mesh_dim_names:
-            raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
-        name = mesh_dim_name or "_".join(self._mesh_dim_names)
-        block, tags = current_tag(), self._description.tags
-        if block or tags or isolate is not None:
-            tag = merge_tags(
-                tag_inside(block, tag)
-                if isolate is None
-                else own_tag(tag, block, check_tag(isolate))
-                for tag in self._description.axis_tags
-            )
-        else:
-            tag = ""
-        return self._flattened_under(tag, name, normalize_override(backend_override))
-
-    def _flatten(
-        self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
-    ) -> DeviceMesh:
-        if is_compiling():  # which traces stock's method
-            return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
-        return self.flatten(mesh_dim_name, backend_override)
-
-    def _create_flatten_mesh(  # type: ignore[override]
-        self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
-    ) -> DeviceMesh | None:
-        # Called by stock's `_flatten`, which finds the mesh at the root; what is traced knows no
-        # `isolate` blocks. 2.11 may leave the name to us.
-        name = mesh_dim_name or "_".join(self._mesh_dim_names or ())
-        tag = merge_tags(self._description.axis_tags)
-        made = self._flattened_under(tag, name, normalize_override(backend_override))
-        return made if compat.FLATTENING_GIVES_MESH else None
-
-    def _flattened_under(self, tag: str, name: str, backend_override: Override) -> DeviceMesh:
-        if self.ndim == 1 and name in (self._mesh_dim_names or ()):
-            return self._derive_under((tag,), self._description, self.group_names)
-        axis, universe, root = self.layout.collapse(), self._universe, self._root()
-        known = cast("DeviceMesh | None", universe.roots.flattened(name, tag))
-        known_axis = None if known is None else known.layout[0]
-        check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
-        if known is None:
-            description = self._description._replace(
-                layout=Layout([axis]),
-                axis_names=(name,),
-                flattened=compat.FLATTENED_ARE_APART,
-                tags=(tag,) if tag else (),
-            )
-            override = normalize_override(backend_override)
-            group_names = None
-            if self._may_have_groups:
-                layout = description.layout
-                overrides = () if override == NO_OVERRIDE else (override,)
-                group_names = self._group_names_for(
-                    *(layout, (name,), overrides, description.tags), call="flatten", layout=layout
-                )
-            known = self._in_universe(universe, description, group_names)
-            universe.add_flattened(name, tag, known)
-        is_at_root = root._flatten_mapping.get(name) is known
-        if not is_at_root and tag == merge_tags(self._description.axis_tags):
-            root.add_flattened(name, known, replace=True)  # where torch finds it
-        return known
-
-    def unflatten(
-        self,
-        dim: int | str,
-        mesh_sizes: Sequence[int],
-        mesh_dim_names: Sequence[str],
-        backend_override: BackendOverride | None = None,
-        *,
-        isolate: str | Mapping[int | str, str] | None = None,
-    ) -> DeviceMesh:
-        """The same ranks with one axis split into several, the rightmost varying fastest.
-
-        Args:
-            dim: index or name of the axis to split.
-            mesh_sizes: sizes of the new axes; their product is the size of the axis.
-            mesh_dim_names: names of the new axes.
-            backend_override: by name or index of the new axes, where a group shall differ.
-            isolate: tags for groups of their own, inside that of the axis: one for all the new
-                axes, or by name or index of the new axes; see `meshverse.isolate`.
-
-        Raises:
-            ValueError: no such axis, or sizes that do not multiply out to it.
-            RuntimeError: another number of names than sizes, or a name that is taken.
-        """
-        return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override, isolate)
-
-    def _unflatten(  # type: ignore[override]
-        self,
-        dim: int | str,
-        mesh_sizes: Sequence[int],
-        mesh_dim_names: Sequence[str],
-        backend_override: BackendOverride | None = None,
-        isolate: str | Mapping[int | str, str] | None = None,
-    ) -> DeviceMesh:
-        index = axis_index(self._description, dim)
-        new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
-        overrides: Sequence[Override] = ()
-        if backend_override is not None:
-            overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        tags, end = description.tags[index : index + len(new_axes)], index + len(new_axes)
-        if isolate is not None or tags or current_tag():
-            tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), tags)
-        group_names: Sequence[str] | None = self.group_names
-        if group_names is not None:
-            new = self._group_names_for(
-                *(new_axes, mesh_dim_names, overrides, tags),
-                call="unflatten",
-                layout=description.layout,
-            )
-            group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
-        if any(tags):
-            before = description.axis_tags
-            description = description.with_tags([*before[:index], *tags, *before[end:]])
-        return self._derive(description, group_names)
-
-    @staticmethod
-    def concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
-        """One mesh with the axes of several, in the order given, on their process groups.
-
-        Args:
-            device_mesh_list: meshes over the same ranks whose axes do not overlap.
-
-        Raises:
-            RuntimeError: they overlap, or are over different ranks.
-            TypeError: one has no names.
-            IndexError: there is none.
-        """
-        return DeviceMesh._concatenate(device_mesh_list)
-
-    @staticmethod
-    def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
-        meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
-        if len(meshes) < len(device_mesh_list) or not meshes:
-            joined = compat.stock_concatenate(list(device_mesh_list))
-            for mesh in meshes:  # stock knows no lazy groups, so they are used now
-                for index in range(len(mesh.group_names or ())):
-                    mesh._dim_group_names[index]
-            return joined
-        first = meshes[0]
-        for mesh in meshes:
-            check_has_names(mesh._description, "concatenate", TypeError)
-            if mesh._universe.rank_map != first._universe.rank_map:
-                raise RuntimeError(  # with torch's own spelling
-                    "Cannot concatenate DeviceMeshes derived from different device meshs: "
-                    f"{first} is over {first._universe.rank_map}, {mesh} is over "
-                    f"{mesh._universe.rank_map}."
-                )
-        description = concatenate([mesh._description for mesh in meshes], meshes)
-        for mesh in meshes:
-            if mesh._universe is not first._universe and mesh.group_names:
-                first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
-        axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
-        return first._derive(description, _joined_group_names(axes))
-
     def abort(self) -> None:
         """End the process groups of this mesh's universe at once, where their backend can.
 
@@ -501,14 +249,4 @@ class DeviceMesh(PlacedMesh, CopyableMesh):
         return result
 
 
-CopyableMesh.class_of_derived = DeviceMesh
-
-
-def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:
-    """Group names of axes of several meshes: None if one has no groups, [] outside the mesh."""
-    joined: list[str] = []
-    for mesh, index in axes:
-        if not mesh.has_groups:
-            return None
-        joined.extend((mesh.group_names or ())[index : index + 1])
-    return joined
+MemberMesh.class_of_derived = DeviceMesh

@@ -11,10 +11,9 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 
+from meshverse.mesh.base import MeshBase
 from meshverse.universe.universe import Universe
 from meshverse.world.world import WorldState
-
-from .base import MeshBase
 
 __all__ = ["note_root"]
 

@@ -54,9 +54,11 @@ def make_group(
         return _made(request, _make_by_all(request), Origin.BY_ALL, hazard)
     if request.position is None:
         return Group(request, None, Origin.BY_MEMBERS, created=False)
-    name = _new_name(request, world)
+    groups = RankGroups(request.axis, request.rank_map)
+    name = _new_name(request, groups, world)
     try:
-        group = _make_by_members(request, name, world, meetings, call)
+        ranks = request.ordered(groups.ranks_of(request.position))
+        group = _make_by_members(request, ranks, name, world, meetings, call)
     except BaseException:
         # An interrupt too: if the group was not made here, the other members fail too, and do the
         # same. So all members have the same name for the next attempt.
@@ -84,7 +86,8 @@ def prepare_group(request: GroupRequest, world: World) -> Group | None:
     """
     if not is_made_by_members(request, world):
         return None
-    return Group(request, _new_name(request, world), Origin.NOT_YET, created=False)
+    groups = RankGroups(request.axis, request.rank_map)
+    return Group(request, _new_name(request, groups, world), Origin.NOT_YET, created=False)
 
 
 def is_made(name: str) -> bool:
@@ -107,7 +110,8 @@ def make_prepared(
         As `make_group`.
     """
     assert group.name is not None
-    _make_by_members(group.request, group.name, world, meetings, None, times_before)
+    ranks = group.request.my_ranks()
+    _make_by_members(group.request, ranks, group.name, world, meetings, None, times_before)
 
 
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
@@ -158,22 +162,22 @@ def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
     )
 
 
-def _new_name(request: GroupRequest, world: World) -> str:
+def _new_name(request: GroupRequest, groups: RankGroups, world: World) -> str:
     assert request.position is not None
-    groups = RankGroups(request.axis, request.rank_map)
     identity = groups.fingerprint_of(request.position, salt=request.options.name_key.digest)
     return world.state(Names).new(identity)
 
 
 def _make_by_members(
     request: GroupRequest,
+    ranks: list[int],
     name: str,
     world: World,
     meetings: GroupMeetings,
     call: Call | None,
     times_before: int = 0,
 ) -> compat.ProcessGroup:
-    options, ranks = request.options, request.my_ranks()
+    options = request.options
     attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
     create = partial(
         compat.create_by_members,

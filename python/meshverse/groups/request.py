@@ -35,7 +35,10 @@ class GroupRequest(NamedTuple):
         """Global ranks of my group, in group-rank order; empty outside the rank map. O(group)."""
         if self.position is None:
             return []
-        ranks = RankGroups(self.axis, self.rank_map).ranks_of(self.position)
+        return self.ordered(RankGroups(self.axis, self.rank_map).ranks_of(self.position))
+
+    def ordered(self, ranks: list[int]) -> list[int]:
+        """The ranks of a group, given in the order of the axis, in group-rank order."""
         if not self.keeps_order:
             ranks.sort()
         return ranks

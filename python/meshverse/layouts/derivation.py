@@ -191,17 +191,20 @@ def unflatten_axis(
             "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
             f"{tuple(names)} for sizes {tuple(sizes)}."
         )
-    axis, product = mesh.layout[index], math.prod(sizes)
-    if product != axis.size:
+    sizes = tuple(sizes)
+    try:
+        layout = mesh.layout.unflatten(index, sizes)
+    except ValueError:
+        size, product = mesh.layout[index].size, math.prod(sizes)
+        if product == size:
+            raise
         raise ValueError(
-            f"The product of mesh_sizes={tuple(sizes)} is {product}, but the original dimension at "
-            f"dim={index} has size {axis.size}. These must be equal for unflatten to work "
+            f"The product of mesh_sizes={sizes} is {product}, but the original dimension at "
+            f"dim={index} has size {size}. These must be equal for unflatten to work "
             f"correctly. The axes are {mesh.axis_names}."
-        )
-    inner = Layout.from_shape(tuple(sizes))
+        ) from None
     own_names = check_has_names(mesh, "unflatten", TypeError)
-    new_axes = axis.compose(inner)
-    layout = mesh.layout.splice(index, index + 1, new_axes)
+    new_axes = layout.select(range(index, index + len(sizes)))
     all_names = (*own_names[:index], *names, *own_names[index + 1 :])
     tags = mesh.tags and (
         *mesh.tags[:index],

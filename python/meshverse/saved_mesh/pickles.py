@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import AxisLayout, RankMap
-from meshverse.device_mesh.base import MeshBase
 from meshverse.device_mesh.device_mesh import DeviceMesh
+from meshverse.mesh.base import MeshBase
 from meshverse.universe.universe import Universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state

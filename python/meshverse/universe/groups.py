@@ -64,6 +64,7 @@ class UniverseGroups:
         process_groups: my live process groups by c10d name.
         requests: makes the requests that `get_or_make` takes.
         pending: the lazy groups of this world that are still to be made, by c10d name.
+        has_own: whether any was asked for that is neither given nor the default group.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class UniverseGroups:
         self.pending = self._lazy_groups.pending
         self._cache = GroupCache()
         self._given: list[Group] = []
+        self.has_own = False
         self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
         self._to_end: list[Group] = []  # of no universe any more, and not ended yet
         self.process_groups: dict[str, compat.ProcessGroup] = {}
@@ -207,6 +209,8 @@ class UniverseGroups:
         )
         if self._is_gone(group):
             self._make_again(group)
+        if not group.borrowed:
+            self.has_own = True
         return group
 
     def _is_gone(self, group: Group) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankMap
 from meshverse.groups.request import GroupRequest
@@ -32,6 +31,7 @@ class Requests:
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._world, self._defaults = world, defaults
+        self._usual: GroupOptions | None = None  # of an axis of which nothing is said
         self.usual_key: OptionsKey | None = None
 
     def of_axes(
@@ -54,7 +54,7 @@ class Requests:
         Raises:
             ValueError: an options key cannot be made.
         """
-        options = [self._inherited_options] * len(axes)
+        options = [self._usual or self._resolve_usual()] * len(axes)
         if overrides:
             options = [self._options(override) for override in overrides]
         if tags:
@@ -74,18 +74,18 @@ class Requests:
 
     def _options(self, override: Override) -> GroupOptions:
         if override == NO_OVERRIDE:
-            return self._inherited_options
+            return self._usual or self._resolve_usual()
         return GroupOptions.resolve(override, self._world.default_group, self._defaults)
 
-    @cached_property
-    def _inherited_options(self) -> GroupOptions:
-        options = (
-            self._world.default_options
+    def _resolve_usual(self) -> GroupOptions:
+        world = self._world
+        self._usual = (
+            world.default_options
             if self._defaults is NO_DEFAULTS
-            else GroupOptions.resolve(NO_OVERRIDE, self._world.default_group, self._defaults)
+            else GroupOptions.resolve(NO_OVERRIDE, world.default_group, self._defaults)
         )
-        self.usual_key = options.key
-        return options
+        self.usual_key = self._usual.key
+        return self._usual
 
     def _of_axis(
         self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool

@@ -6,7 +6,7 @@ import enum
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class Member(RootedMesh, Protocol):
     def intern_key(self) -> Hashable:
         """What makes the mesh itself within its universe."""
 
-    def take_root(self, root: Member | None) -> None:
+    def take_root(self, root: Any) -> None:
         """Have this root; itself, or none yet, makes it a root."""
 
     def join(self, universe: Universe) -> None:
@@ -373,7 +373,7 @@ class Universe:
         # Every call that makes groups gives a mesh, so this sees them all.
         if self._ended is not None or self.world is None or self._groups is None:
             return
-        if any(not group.borrowed for group in self._groups):
+        if self._groups.has_own:
             self.world.state(WorldUniverses).kept.append(self)
             self._is_kept = True
 

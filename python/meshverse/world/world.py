@@ -67,6 +67,7 @@ class World:
         self._hazards: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
+        self._can_meet: bool | None = None
 
     @staticmethod
     def current() -> World | None:
@@ -123,7 +124,9 @@ class World:
     @property
     def store(self) -> Any | None:
         """The default group's store; None where there is none that ranks could meet in."""
-        return compat.store_of(self.default_group)
+        if self._can_meet is None:
+            self._can_meet = compat.can_meet_in_store(self.default_group)
+        return compat.store_of(self.default_group) if self._can_meet else None
 
     @property
     def board(self) -> Board | None:

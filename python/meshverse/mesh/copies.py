@@ -11,12 +11,13 @@ from typing_extensions import Self
 
 from meshverse.layouts.computed import computed
 
-from .base import ATTRIBUTES, MeshBase
+from .base import ATTRIBUTES
+from .membership import MemberMesh
 
 __all__ = ["CopyableMesh"]
 
 
-class CopyableMesh(MeshBase):
+class CopyableMesh(MemberMesh):
     """A mesh that is itself when it is copied, as all equal ones on its groups are.
 
     A mesh of a user's subclass is copied, with what the subclass or its user set on it, as in

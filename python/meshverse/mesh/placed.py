@@ -12,12 +12,12 @@ from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
 from meshverse.groups.request import Group, GroupRequest
 
-from .base import MeshBase
+from .membership import MemberMesh
 
 __all__ = ["PlacedMesh"]
 
 
-class PlacedMesh(MeshBase):
+class PlacedMesh(MemberMesh):
     """A mesh that gives out its process groups, and knows this rank's place in each."""
 
     def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:

@@ -1,0 +1,216 @@
+"""A mesh in a universe: what it is, which process groups it has, which mesh is its root."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar, cast
+
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
+from typing_extensions import Self
+
+from meshverse._core import Layout
+from meshverse.layouts.computed import computed
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.options.isolation import tag_parts
+from meshverse.universe.universe import Universe
+
+from .group_names import GroupNames, MissingGroups, PromisedGroups
+
+__all__ = ["ATTRIBUTES", "MeshBase"]
+
+# All that is set on a mesh here, for what tells it from what a subclass adds.
+ATTRIBUTES = frozenset(
+    {
+        "_coordinate_on_dim",
+        "_description",
+        "_device_type",
+        "_dim_group_names",
+        "_flatten_mapping",
+        "_hash",
+        "_identity",
+        "_mesh_dim_names",
+        "_pg_registry",
+        "_preserve_rank_order",
+        "_rank",
+        "_root_mesh",
+        "_shape",
+        "_slices",
+        "_thread_id",
+        "_universe",
+    }
+)
+
+# Up to here a mesh is hashed when it is made, as stock's is prepared for it: torch will ask, and it
+# takes microseconds. In larger worlds it would not, the first time.
+_SMALL_WORLD = 1024
+
+
+class MeshBase(StockDeviceMesh):
+    """A mesh in a universe.
+
+    It has no constructor: a subclass calls `_describe`, then `_enter`.
+    """
+
+    class_of_derived: ClassVar[type[MeshBase]]
+    _dim_group_names: list[str]  # type: ignore[assignment]  # read and written by torch too
+
+    def _describe(self, description: MeshDescription) -> None:
+        self._description = description
+        self._device_type = description.device_type
+        self._shape = description.layout.shape
+        self._mesh_dim_names = description.axis_names
+        self._preserve_rank_order = description.preserve_rank_order
+        self._flatten_mapping = {}
+
+    def _enter(self, universe: Universe) -> None:
+        self._universe = universe
+        self._rank = universe.rank
+        self._thread_id = universe.thread_id
+        self._pg_registry = universe.process_groups
+        self._slices: dict[object, MeshBase] = {}
+        self._hash = None
+        self._identity = (universe.rank_map, universe.token, self._description)
+        position = universe.position
+        if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
+            layout = self._description.layout
+            self._coordinate_on_dim = None if position is None else layout.coordinate(position)
+        # Or that of my tags, when the universe takes me in.
+        self.take_root(universe.roots.first)  # type: ignore[arg-type]  # which are meshes
+        if universe.rank_map.size <= _SMALL_WORLD:
+            hash(self)
+
+    def take_root(self, root: StockDeviceMesh | None) -> None:
+        """Have this root; itself, or none yet, makes it a root."""
+        self._root_mesh = None if root is self else root
+
+    @classmethod
+    def _made(
+        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """A mesh of this class that the universe does not know."""
+        mesh = object.__new__(cls)
+        mesh._fill(universe, description, group_names)
+        return mesh
+
+    def _fill(
+        self, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> None:
+        self._describe(description)
+        self._enter(universe)
+        self._take_group_names(group_names)
+
+    def _take_group_names(self, group_names: Sequence[str] | None) -> None:
+        """Have these process groups, one an axis; or none at all."""
+        self._dim_group_names = (
+            MissingGroups(len(self.layout), self._refuse_groups)
+            if group_names is None
+            else GroupNames(group_names, self._universe.process_groups, self._before_use)
+        )
+
+    def _before_use(self, group_name: str) -> None:
+        self._universe.groups.before_use(group_name)
+
+    def _refuse_groups(self, _: str = "") -> None:
+        why = (
+            "was made or loaded without them. After init_process_group(), call mesh.bind() on all "
+            "its ranks."
+            if self._may_have_groups
+            else "is for XLA, whose compiler communicates without process groups."
+        )
+        raise RuntimeError(f"DeviceMesh process groups not initialized! {self} {why}")
+
+    @property
+    def description(self) -> MeshDescription:
+        """What this mesh is, apart from its universe and its process groups."""
+        return self._description
+
+    @property
+    def _may_have_groups(self) -> bool:
+        return self._device_type != "xla"  # whose meshes have none in stock
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether process groups were made for this mesh; they are empty outside of it."""
+        return not isinstance(self._dim_group_names, MissingGroups)
+
+    @property
+    def group_names(self) -> tuple[str, ...] | None:
+        """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
+        names = self._dim_group_names
+        return None if isinstance(names, MissingGroups) else tuple(names)
+
+    @computed
+    def key_digests(self) -> list[str | None]:
+        """Digests of the options keys of my groups, one an axis; none outside the mesh."""
+        if isinstance(self._dim_group_names, PromisedGroups):
+            return []
+        pairs = zip(self.layout, self.group_names or (), strict=False)
+        return [self._universe.key_digest(*pair) for pair in pairs]
+
+    @property
+    def intern_key(self) -> Hashable:
+        """What makes this mesh itself within its universe: description and process groups.
+
+        One of a subclass is only itself: what it has besides, nobody knows.
+        """
+        if type(self) is not self.class_of_derived:
+            return id(self)  # the universe keeps it, so no other mesh there will have this id
+        return self._description, self.group_names
+
+    def _labels(self) -> Sequence[str]:
+        """What to call the axes in messages: their names, or numbers where they have none."""
+        return self._description.labels
+
+    def _root(self) -> Self:
+        return cast("Self", self._get_root_mesh())
+
+    @property
+    def flattened(self) -> Mapping[str, MeshBase]:
+        """The meshes that were flattened from this one or its submeshes, if it is the root."""
+        return cast("Mapping[str, MeshBase]", self._flatten_mapping)
+
+    def add_flattened(self, name: str, flattened: MeshBase, *, replace: bool = False) -> None:
+        """Note a flattened mesh at this root.
+
+        Args:
+            name: its name.
+            flattened: the mesh.
+            replace: in place of any of the same name, not only of one under fewer tags.
+        """
+        known = self.flattened.get(name)
+        if known is None or replace or _n_tags(flattened) > _n_tags(known):
+            self._flatten_mapping[name] = flattened
+
+    # Stock's are read off its own layout, whose form torch needs of few meshes.
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of every axis."""
+        return self._shape
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks of this mesh, or along one axis.
+
+        Args:
+            mesh_dim: index of the axis.
+        """
+        return self.layout.size if mesh_dim is None else self._shape[mesh_dim]
+
+    @property
+    def universe(self) -> Universe:
+        """The universe this mesh belongs to: its ranks, process groups and related meshes."""
+        return self._universe
+
+    @property
+    def layout(self) -> Layout:
+        """The axis layouts of this mesh over the positions of its universe's rank map."""
+        return self._description.layout
+
+
+def _n_tags(flattened: MeshBase) -> int:
+    tags = flattened.description.tags
+    return len(tag_parts(tags[0])) if tags else 0

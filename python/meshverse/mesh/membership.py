@@ -1,0 +1,90 @@
+"""How meshes come into a universe: derived from others, under other tags, or bound."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import ClassVar, cast
+
+from typing_extensions import Self
+
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.options.isolation import current_tag, tag_inside
+from meshverse.universe.universe import Universe
+
+from .group_names import PromisedGroups
+from .requests import RequestingMesh
+
+__all__ = ["MemberMesh"]
+
+
+class MemberMesh(RequestingMesh):
+    """A mesh as its universe knows it, see `universe.Member`."""
+
+    class_of_derived: ClassVar[type[MemberMesh]]
+
+    @classmethod
+    def _in_universe(
+        cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """The one mesh of a universe with this description and these groups (None: without).
+
+        Of `class_of_derived`, whatever subclass it is derived from, as in stock.
+        """
+        mesh = object.__new__(cls.class_of_derived)
+        mesh._describe(description)
+        mesh._enter(universe)
+        mesh._take_group_names(group_names)
+        key = description, None if group_names is None else tuple(group_names)
+        return cast("Self", universe.intern(mesh, key))
+
+    def _derive(self, description: MeshDescription, group_names: Sequence[str] | None) -> Self:
+        """The mesh of my universe like this; where an `isolate` block is open, under its tag."""
+        block = current_tag()
+        if not block:
+            return self._in_universe(self._universe, description, group_names)
+        tags = [tag_inside(block, tag) for tag in description.axis_tags]
+        return self._derive_under(tags, description, group_names)
+
+    def _derive_under(
+        self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
+    ) -> Self:
+        """The mesh of my universe like this, under these isolation tags."""
+        group_names = self._group_names_under(tags, description, group_names)
+        return self._in_universe(self._universe, description.with_tags(tags), group_names)
+
+    def under(self, tags: Sequence[str]) -> Self:
+        """This mesh under other isolation tags, to be a root: its groups are made when used."""
+        mesh = object.__new__(cast("type[Self]", self.class_of_derived))
+        mesh._describe(self._description.with_tags(tags))
+        mesh._enter(self._universe)
+        mesh.take_root(None)
+        if self.group_names:
+
+            def keep_promise() -> list[str]:
+                names = self._group_names_under(tags, self._description, self.group_names)
+                mesh._take_group_names(names)
+                return mesh._dim_group_names
+
+            mesh._dim_group_names = PromisedGroups(self.ndim, keep_promise)
+        else:
+            mesh._take_group_names(self.group_names)
+        return mesh
+
+    def join(self, universe: Universe) -> None:
+        """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
+        block = current_tag()
+        tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
+        self._description = self._description.with_tags(tags)
+        # What may have been read already, and depends on this process's rank, universe or tags.
+        for computed_before in ("mesh", "compile_guard", "key_digests", "_layout"):
+            with contextlib.suppress(AttributeError):
+                delattr(self, computed_before)
+        self._enter(universe)
+        names = None
+        if self._may_have_groups:
+            names = self._group_names_for(
+                self.layout, self._labels(), (), tags, call="bind", layout=self.layout
+            )
+        self._take_group_names(names)
+        universe.intern(self)
