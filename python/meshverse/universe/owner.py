@@ -74,7 +74,8 @@ class GroupOwner:
     def _why_ended(self, how: Ending) -> str:
         return (
             f"The universe of {self.rank_map} was {ending_in_words(how)}, and its process groups "
-            "with it. Make the mesh again: init_device_mesh() without universe= makes a new one."
+            "with it. Make the mesh again: init_device_mesh() without universe= makes a new "
+            "universe."
         )
 
     def _check_ranks(self, world_size: int) -> None:
