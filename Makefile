@@ -34,9 +34,10 @@ demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is r
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
-lint: $(TOOLS)/.tools ## check style and format of Python and C++
+lint: $(TOOLS)/.tools ## check style, format and imports of Python, style and format of C++
 	$(TOOLS)/bin/ruff check $(LINTED_PYTHON)
 	$(TOOLS)/bin/ruff format --check $(LINTED_PYTHON)
+	PYTHONPATH=python $(TOOLS)/bin/lint-imports --no-cache
 	$(TOOLS)/bin/clang-format --dry-run -Werror $(LINTED_CPP)
 
 format: $(TOOLS)/.tools ## rewrite Python and C++ in the house format

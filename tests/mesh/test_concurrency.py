@@ -14,7 +14,8 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
-from meshverse.universe.universe import Universe, WorldUniverses
+from meshverse.universe.owner import WorldUniverses
+from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
 _THREADS = 8

@@ -12,7 +12,7 @@ from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.universe.universe import WorldUniverses
+from meshverse.universe.owner import WorldUniverses
 from meshverse.world.world import World
 
 

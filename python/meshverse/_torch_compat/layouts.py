@@ -6,7 +6,7 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
-from meshverse import _core
+from meshverse._core import AxisLayout, Layout
 
 from .private_names import HAS_PRESERVE_RANK_ORDER, StockDeviceMesh, TorchLayout
 from .tagged_layouts import FlatLayout as _FlatLayout
@@ -33,14 +33,14 @@ def _unnested(values: tuple[int, ...], one_point: int) -> int | tuple[int, ...]:
     return one_point if not values else values[0] if len(values) == 1 else values
 
 
-def _to_torch_axis(axis: _core.AxisLayout) -> Any:
+def _to_torch_axis(axis: AxisLayout) -> Any:
     if _FlatLayout is not None:
         return _flat(axis.sizes, axis.strides)
     return _MeshLayout(_unnested(axis.sizes, 1), _unnested(axis.strides, 1))
 
 
 @lru_cache(maxsize=4096)  # they are immutable, and many meshes have the same
-def to_torch_layout(layout: _core.Layout, *, flattened: bool) -> TorchLayout:
+def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
     """torch's form of a layout, equal to the one stock torch builds for the same mesh.
 
     Args:
@@ -62,14 +62,14 @@ def to_torch_layout(layout: _core.Layout, *, flattened: bool) -> TorchLayout:
     return _MeshLayout(sizes, tuple(reversed(strides)))
 
 
-def from_torch_layout(layout: TorchLayout) -> _core.Layout:
+def from_torch_layout(layout: TorchLayout) -> Layout:
     """Our form of a layout of torch's."""
     if _FlatLayout is not None:
-        return _core.Layout([_core.AxisLayout(axis.shape, axis.stride) for axis in layout])
+        return Layout([AxisLayout(axis.shape, axis.stride) for axis in layout])
     axes = [layout[i] for i in range(len(layout))]
     flat = [list(axis.sizes_and_strides) for axis in axes]
-    return _core.Layout(
-        [_core.AxisLayout([m[0] for m in modes], [m[1] for m in modes]) for modes in flat]
+    return Layout(
+        [AxisLayout([m[0] for m in modes], [m[1] for m in modes]) for modes in flat]
     )
 
 

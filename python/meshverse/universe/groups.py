@@ -1,109 +1,26 @@
-"""The process groups of one universe: each made once, counted, and freed again."""
+"""The process groups of one universe: asked for, taken in, and freed again."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
-from meshverse.agreement import BoardUse, Call
-from meshverse.groups.creation import is_made_by_members, make_group, prepare_group
-from meshverse.groups.freed import (
-    can_be_made_again,
-    is_for_others_too,
-    make_again,
-    notice,
-    why_gone,
-)
-from meshverse.groups.lazy import LazyGroups
-from meshverse.groups.meetings import GroupMeetings
+from meshverse._core import AxisLayout, Layout
+from meshverse.agreement import Call
+from meshverse.groups.freed import can_be_made_again
 from meshverse.groups.request import Group, GroupRequest, Origin
-from meshverse.options.group_options import Defaults, GroupOptions
-from meshverse.world.holders import Holders
-from meshverse.world.users import Users
-from meshverse.world.world import World, WorldState
+from meshverse.options.group_options import GroupOptions
 
-from .consistency import ConsistencyCheck
-from .requests import Requests
+from .making import GroupMaker
 
 __all__ = ["UniverseGroups"]
 
 
-class _Leftovers(WorldState):
-    """What universes of one world that could not be made have left in the store.
-
-    Attributes:
-        by_ranks: what removes it, by the ranks of these universes. Late ranks read the texts, so
-            they stay until these ranks have made a universe.
-    """
-
-    def __init__(self) -> None:
-        self.by_ranks: dict[str, list[Callable[[], None]]] = {}
-
-    def end(self) -> None:
-        """Let go of those universes."""
-        self.by_ranks.clear()
-
-
-class UniverseGroups:
-    """What a universe knows of its process groups.
-
-    Args:
-        rank_map: position -> global rank.
-        position: this rank's, or None if it is outside.
-        world: the life of the default group they are made in.
-        defaults: what they inherit where an axis says nothing else.
-        lazy: make a group when it is first used.
-        check_consistency: compare with the other ranks what is about to be made.
-        share_world: use the groups of other such universes of this world too.
-
-    Attributes:
-        process_groups: my live process groups by c10d name.
-        requests: makes the requests that `get_or_make` takes.
-        pending: the lazy groups of this world that are still to be made, by c10d name.
-        has_own: whether any was asked for that is neither given nor the default group.
-    """
-
-    def __init__(
-        self,
-        rank_map: RankMap,
-        position: int | None,
-        world: World,
-        *,
-        defaults: Defaults,
-        lazy: bool,
-        check_consistency: bool,
-        share_world: bool,
-    ) -> None:
-        self._world = world
-        self._lazy = lazy
-        self._share_world = share_world
-        self._board_use = BoardUse(world.run)
-        self._calls = ConsistencyCheck(
-            *(rank_map, position, world, self._board_use), lazy=lazy, compares=check_consistency
-        )
-        self._meetings = GroupMeetings(world, self._board_use)
-        self._holders = world.state(Holders)
-        self._users = world.state(Users)
-        self._lazy_groups = world.state(LazyGroups)
-        self._failed = world.state(_Leftovers)
-        self.requests = Requests(rank_map, position, world, defaults)
-        self.pending = self._lazy_groups.pending
-        self._cache = GroupCache()
-        self._given: list[Group] = []
-        self.has_own = False
-        self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
-        self._to_end: list[Group] = []  # of no universe any more, and not ended yet
-        self.process_groups: dict[str, compat.ProcessGroup] = {}
-        self._holders.add(self)
-
-    @property
-    def number(self) -> int | None:
-        """Which one this is among the universes that its ranks made together; None before that."""
-        return self._calls.number
+class UniverseGroups(GroupMaker):
+    """What a universe knows of its process groups. Arguments as of `GroupMaker`."""
 
     # --- asking for groups ----------------------------------------------------------------------
 
@@ -213,81 +130,7 @@ class UniverseGroups:
             self.has_own = True
         return group
 
-    def _is_gone(self, group: Group) -> bool:
-        """Whether a group was made and somebody destroyed it."""
-        name = group.name
-        if name is None or name in self.process_groups or name in self.pending:
-            return False
-        return compat.find_group(name) is None
-
-    def _make_again(self, group: Group) -> None:
-        assert group.name is not None
-        make_again(group, self._world, self._meetings)
-        self._hold(group.name)
-
-    def _hold(self, name: str, handle: compat.ProcessGroup | None = None) -> None:
-        """Keep a group that was made, until somebody destroys it."""
-        handle = handle or compat.resolve_group(name)
-        self.process_groups[name] = handle
-        notice(name, handle, self._world)
-
-    # --- making them ----------------------------------------------------------------------------
-
-    def _make(self, request: GroupRequest, call: Call | None) -> Group:
-        if self._share_world and is_made_by_members(request, self._world):
-            return self._share(request, call)
-        return self._make_own(request, call)
-
-    def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
-        group = prepare_group(request, self._world) if self._lazy else None
-        if group is not None:
-            self._lazy_groups.postpone(group)
-        else:
-            group = make_group(request, self._world, self._meetings, call)
-            if group.name is not None:
-                self._hold(group.name)
-        if group.name is not None and not group.borrowed:
-            self._users.add(group.name)
-        return group
-
-    def _share(self, request: GroupRequest, call: Call | None) -> Group:
-        # Positions and layouts mean something within one universe only, ranks everywhere.
-        name = None
-        while name is None:
-            shared: Group = self._users.shared.get_or_create(
-                *_shared_key(request), lambda: self._make_own(request, call)
-            )
-            if shared.request is request:
-                return shared
-            assert shared.name is not None  # it was made by its members
-            if self._users.add_to_shared(shared.name):
-                name = shared.name
-            # Otherwise another thread has just ended it.
-        group = Group(request, name, Origin.SHARED, created=False)
-        if not self._lazy:
-            group.note_first_use(made_here=self._make_pending(name))
-        return group
-
-    def before_use(self, name: str) -> None:
-        """Make the group of this name now, if it is lazy and still to be made."""
-        if name in self.process_groups:
-            return
-        group = next((group for group in self if group.name == name), None)
-        if group is not None and self._is_gone(group) and is_for_others_too(group, self._world):
-            self._make_again(group)
-            return
-        made_here = self._make_pending(name)
-        if group is not None:
-            group.note_first_use(made_here)
-
-    def _make_pending(self, name: str) -> bool:
-        made_here = self._lazy_groups.make(name, self._world, self._meetings)
-        try:
-            self._hold(name)
-        except RuntimeError:
-            group = next((group for group in self if group.name == name), None)
-            raise RuntimeError(why_gone(group, name, self._world)) from None
-        return made_here
+    # --- taking in groups that are there --------------------------------------------------------
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
         """Take in a process group the user made; it is listed but neither shared nor freed.
@@ -315,21 +158,6 @@ class UniverseGroups:
         self.process_groups.update(
             (n, group) for n, group in other.process_groups.items() if n in names
         )
-
-    # --- looking at them ------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Group]:
-        """Every group, in the order they were first asked for."""
-        yield from (entry for _, _, entry in self._cache.entries())
-        yield from self._given
-
-    def __len__(self) -> int:
-        return len(self._cache) + len(self._given)
-
-    def along(self, axis: AxisLayout) -> list[Group]:
-        """The groups along an axis, whatever their options."""
-        either = (axis, axis.sorted())
-        return [group for group in self if group.request.axis in either]
 
     # --- the end of them ------------------------------------------------------------------------
 
@@ -376,9 +204,6 @@ class UniverseGroups:
             self._calls.remove_from_store()
             self._board_use.end(self._world.store)
 
-    def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
-        return _shared_key(group.request) if self._share_world else None
-
     def _end(self, group: Group, *, abort: bool) -> None:
         world, name = self._world, group.name
         assert name is not None
@@ -389,11 +214,3 @@ class UniverseGroups:
 
     def _uses_default_group(self) -> bool:
         return any(group.name == self._world.default_group.group_name for group in self)
-
-
-def _shared_key(request: GroupRequest) -> tuple[AxisLayout, OptionsKey]:
-    """What a group is wherever it is asked for: its ranks in order, and its options."""
-    ranks = request.my_ranks()
-    key = request.options.key  # whose tag has no "; " of the user's
-    tag = f"{key.tag}; ranks {RankMap.from_ranks(ranks).fingerprint}"
-    return AxisLayout(len(ranks)), key.with_tag(tag)

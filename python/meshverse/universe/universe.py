@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import threading
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -13,41 +12,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse._core import AxisLayout, RankMap
 from meshverse.groups.request import Group
 from meshverse.layouts.computed import computed
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
-from meshverse.report.explain import Explanation, explain
 from meshverse.world.weak_registry import WeakRegistry
-from meshverse.world.world import World, WorldState
+from meshverse.world.world import World
 
 from .consistency import check_by_default
 from .groups import UniverseGroups
+from .owner import GroupOwner, WorldUniverses, ending_in_words
 from .roots import RootedMesh, Roots
 from .warm_up import WarmedUp, warm_up
 
-__all__ = ["Member", "Universe", "WorldUniverses", "share_world_wide"]
-
-
-class WorldUniverses(WorldState):
-    """The universes of one world.
-
-    Attributes:
-        kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
-            groups, so that all ranks find the same ones, whatever garbage each has collected.
-        n_ended: how many were destroyed or aborted.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Universe] = []
-        self.n_ended = 0
-
-    def end(self) -> None:
-        """Keep none any more."""
-        self.kept.clear()
+__all__ = ["Member", "Universe", "share_world_wide"]
 
 
 class Member(RootedMesh, Protocol):
@@ -73,14 +54,7 @@ class Member(RootedMesh, Protocol):
 _Mesh = TypeVar("_Mesh", bound=Member)
 
 
-class _Ending(enum.Enum):
-    """How a universe ended."""
-
-    DESTROYED = enum.auto()
-    ABORTED = enum.auto()
-
-
-class Universe:
+class Universe(GroupOwner):
     """One rank map, its world group, and every process group, submesh and flattened mesh over it.
 
     Every mesh belongs to exactly one universe; slicing, flattening, unflattening and concatenating
@@ -163,7 +137,7 @@ class Universe:
             self.process_groups = self._groups.process_groups
             self.pending_groups = self._groups.pending
             self.generation = self.world.state(WorldUniverses).n_ended
-        self._ended: _Ending | None = None
+        self._ended = None
         self.is_over = False
         self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
@@ -192,147 +166,6 @@ class Universe:
     def rank_views(self) -> RankViews:
         """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
         return rank_views(self.rank_map)
-
-    # --- process groups -------------------------------------------------------------------------
-
-    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
-        """c10d names of my groups along these axes, if all are there with the usual options.
-
-        A universe, world or process that has ended has none. The first thing that is asked when a
-        mesh is derived, so it takes few steps.
-        """
-        groups = self._groups
-        return None if groups is None else groups.known_names(axes, axis_names)
-
-    @property
-    def groups(self) -> UniverseGroups:
-        """The live process groups here, and what makes new ones.
-
-        Raises:
-            RuntimeError: the universe or its world has ended, or it has no process groups.
-            ValueError: a rank is outside the default process group.
-        """
-        if self._groups is None or self.world is None:
-            raise RuntimeError(
-                f"This mesh over {self.rank_map} was loaded without process groups. Call "
-                "mesh.bind() on all its ranks, after init_process_group()."
-            )
-        if self._ended is not None:
-            raise RuntimeError(self._why_ended(self._ended))
-        _ = self.world.default_group  # raises if its life is over
-        if not self._ranks_checked:
-            self._check_ranks(self.world.size)
-        return self._groups
-
-    def _why_ended(self, how: _Ending) -> str:
-        return (
-            f"The universe of {self.rank_map} was {_in_words(how)}, and its process groups with "
-            "it. Make the mesh again: init_device_mesh() without universe= makes a new universe."
-        )
-
-    def _check_ranks(self, world_size: int) -> None:
-        ranks = self.rank_map
-        largest = ranks.sorted().rank_at(ranks.size - 1)
-        if largest >= world_size:
-            raise ValueError(
-                f"A mesh over {ranks} names rank {largest}, but the default process group has "
-                f"ranks 0 to {world_size - 1}. Build the mesh from ranks of this world."
-            )
-        self._ranks_checked = True
-
-    def warm_up(
-        self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
-    ) -> list[WarmedUp]:
-        """Make lazy groups now and connect every group, by one small all-reduce on each.
-
-        The first step then does not pay for it, and ranks that use the groups in different orders
-        do not wait for one another. All ranks of the universe call this with the same names.
-
-        Args:
-            axis_names: of axes whose groups are wanted, by any name they were asked for; by
-                default all groups.
-            show_progress: draw a bar on the terminal (needs rich). The log tells in any case.
-
-        Returns:
-            What was warmed up and the seconds it took, in the order in which it was done.
-
-        Raises:
-            KeyError: no group was asked for by one of the names.
-            RuntimeError: the universe has no mesh or no process groups.
-        """
-        groups = self.groups
-        if self.root is None:
-            raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
-        return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
-
-    def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
-        """Which groups exist, for which axes, how each came to be, and how often it was asked for.
-
-        `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
-        data.
-
-        Args:
-            communicator_bytes: device memory of one communicator by backend name, where you know
-                it better than `meshverse.report.communicator_memory`.
-        """
-        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes)
-
-    def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
-        """The group of an axis with this options key, if there is one already. O(groups)."""
-        along = self._groups.along(axis) if self._groups is not None else ()
-        return next((g for g in along if g.request.options.key.digest == key_digest), None)
-
-    def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
-        """The group of an axis of which only the name is known; None if there is none. O(groups).
-
-        One without a tag before one with, then one that was asked for by this name, then the one
-        that was made first: the same on all ranks.
-        """
-        along = self._groups.along(axis) if self._groups is not None else []
-        return min(
-            along, key=lambda g: (g.request.options.tag, axis_name not in g.requests), default=None
-        )
-
-    def has_made(self, group_name: str) -> bool:
-        """Whether this is the c10d name of a group that was made here: not given, nor default."""
-        return any(g.name == group_name and not g.borrowed for g in self._groups or ())
-
-    def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
-        """Digest of the options key of the group with this name along an axis; None if unknown."""
-        along = self._groups.along(axis) if self._groups is not None else ()
-        return next((g.request.options.key.digest for g in along if g.name == group_name), None)
-
-    # --- the end --------------------------------------------------------------------------------
-
-    def destroy(self) -> None:
-        """Free the process groups that were made here, and nothing else. All ranks call it.
-
-        No rank may, while others still communicate in the groups or make them: with gloo, have a
-        barrier before. The default group, groups the user gave, and groups that another universe
-        uses too stay. The meshes here can still be held, printed, sliced and compared; use of
-        their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
-        error is raised; a second call tries again what is left. After that, a call does nothing.
-        """
-        self._end(_Ending.DESTROYED)
-
-    def abort(self) -> None:
-        """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
-
-        For ranks that are left waiting when another one has died; they need not all call it. Where
-        an axis is on the default group, that ends too, and with it all groups of this process.
-        """
-        self._end(_Ending.ABORTED)
-
-    def _end(self, how: _Ending) -> None:
-        if self._groups is None or (self._ended is not None and self._groups.is_freed):
-            return
-        self._ended, self.is_over = how, True
-        if self.world is not None:
-            universes = self.world.state(WorldUniverses)
-            universes.n_ended += 1
-            if self in universes.kept:
-                universes.kept.remove(self)
-        self._groups.free(abort=how is _Ending.ABORTED)
 
     # --- meshes ---------------------------------------------------------------------------------
 
@@ -376,6 +209,31 @@ class Universe:
         if self._groups.has_own:
             self.world.state(WorldUniverses).kept.append(self)
             self._is_kept = True
+
+    def warm_up(
+        self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
+    ) -> list[WarmedUp]:
+        """Make lazy groups now and connect every group, by one small all-reduce on each.
+
+        The first step then does not pay for it, and ranks that use the groups in different orders
+        do not wait for one another. All ranks of the universe call this with the same names.
+
+        Args:
+            axis_names: of axes whose groups are wanted, by any name they were asked for; by
+                default all groups.
+            show_progress: draw a bar on the terminal (needs rich). The log tells in any case.
+
+        Returns:
+            What was warmed up and the seconds it took, in the order in which it was done.
+
+        Raises:
+            KeyError: no group was asked for by one of the names.
+            RuntimeError: the universe has no mesh or no process groups.
+        """
+        groups = self.groups
+        if self.root is None:
+            raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
+        return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
 
     def bind(self, target: Universe) -> None:
         """Give the meshes here that have no process groups those of a universe, this or another.
@@ -443,12 +301,8 @@ class Universe:
 
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)
-        state = "" if self._ended is None else f", {_in_words(self._ended)}"
+        state = "" if self._ended is None else f", {ending_in_words(self._ended)}"
         return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
-
-
-def _in_words(how: _Ending) -> str:
-    return "destroyed" if how is _Ending.DESTROYED else "aborted"
 
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.

@@ -1,0 +1,172 @@
+"""The half of a universe that owns process groups: who has them, what happened, how they end."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse.groups.request import Group
+from meshverse.report.explain import Explanation, explain
+from meshverse.world.world import World, WorldState
+
+from .groups import UniverseGroups
+
+__all__ = ["Ending", "GroupOwner", "WorldUniverses", "ending_in_words"]
+
+
+class WorldUniverses(WorldState):
+    """The universes of one world.
+
+    Attributes:
+        kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
+            groups, so that all ranks find the same ones, whatever garbage each has collected.
+        n_ended: how many were destroyed or aborted.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[GroupOwner] = []
+        self.n_ended = 0
+
+    def end(self) -> None:
+        """Keep none any more."""
+        self.kept.clear()
+
+
+class Ending(enum.Enum):
+    """How a universe ended."""
+
+    DESTROYED = enum.auto()
+    ABORTED = enum.auto()
+
+
+class GroupOwner:
+    """A universe as the owner of process groups. It has no constructor, that is `Universe`'s."""
+
+    rank_map: RankMap
+    rank: int
+    world: World | None
+    is_over: bool
+    _groups: UniverseGroups | None
+    _ended: Ending | None
+    _ranks_checked: bool
+
+    @property
+    def groups(self) -> UniverseGroups:
+        """The live process groups here, and what makes new ones.
+
+        Raises:
+            RuntimeError: the universe or its world has ended, or it has no process groups.
+            ValueError: a rank is outside the default process group.
+        """
+        if self._groups is None or self.world is None:
+            raise RuntimeError(
+                f"This mesh over {self.rank_map} was loaded without process groups. Call "
+                "mesh.bind() on all its ranks, after init_process_group()."
+            )
+        if self._ended is not None:
+            raise RuntimeError(self._why_ended(self._ended))
+        _ = self.world.default_group  # raises if its life is over
+        if not self._ranks_checked:
+            self._check_ranks(self.world.size)
+        return self._groups
+
+    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
+        """c10d names of my groups along these axes, if all are there with the usual options.
+
+        A universe, world or process that has ended has none. The first thing that is asked when a
+        mesh is derived, so it takes few steps.
+        """
+        groups = self._groups
+        return None if groups is None else groups.known_names(axes, axis_names)
+
+    def _why_ended(self, how: Ending) -> str:
+        return (
+            f"The universe of {self.rank_map} was {ending_in_words(how)}, and its process groups "
+            "with it. Make the mesh again: init_device_mesh() without universe= makes a new "
+            "universe."
+        )
+
+    def _check_ranks(self, world_size: int) -> None:
+        ranks = self.rank_map
+        largest = ranks.sorted().rank_at(ranks.size - 1)
+        if largest >= world_size:
+            raise ValueError(
+                f"A mesh over {ranks} names rank {largest}, but the default process group has "
+                f"ranks 0 to {world_size - 1}. Build the mesh from ranks of this world."
+            )
+        self._ranks_checked = True
+
+    def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
+        """Which groups exist, for which axes, how each came to be, and how often it was asked for.
+
+        `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
+        data.
+
+        Args:
+            communicator_bytes: device memory of one communicator by backend name, where you know
+                it better than `meshverse.report.communicator_memory`.
+        """
+        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes)
+
+    def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
+        """The group of an axis with this options key, if there is one already. O(groups)."""
+        along = self._groups.along(axis) if self._groups is not None else ()
+        return next((g for g in along if g.request.options.key.digest == key_digest), None)
+
+    def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
+        """The group of an axis of which only the name is known; None if there is none. O(groups).
+
+        One without a tag before one with, then one that was asked for by this name, then the one
+        that was made first: the same on all ranks.
+        """
+        along = self._groups.along(axis) if self._groups is not None else []
+        return min(
+            along, key=lambda g: (g.request.options.tag, axis_name not in g.requests), default=None
+        )
+
+    def has_made(self, group_name: str) -> bool:
+        """Whether this is the c10d name of a group that was made here: not given, nor default."""
+        return any(g.name == group_name and not g.borrowed for g in self._groups or ())
+
+    def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
+        """Digest of the options key of the group with this name along an axis; None if unknown."""
+        along = self._groups.along(axis) if self._groups is not None else ()
+        return next((g.request.options.key.digest for g in along if g.name == group_name), None)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Free the process groups that were made here, and nothing else. All ranks call it.
+
+        No rank may, while others still communicate in the groups or make them: with gloo, have a
+        barrier before. The default group, groups the user gave, and groups that another universe
+        uses too stay. The meshes here can still be held, printed, sliced and compared; use of
+        their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
+        error is raised; a second call tries again what is left. After that, a call does nothing.
+        """
+        self._end(Ending.DESTROYED)
+
+    def abort(self) -> None:
+        """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
+
+        For ranks that are left waiting when another one has died; they need not all call it. Where
+        an axis is on the default group, that ends too, and with it all groups of this process.
+        """
+        self._end(Ending.ABORTED)
+
+    def _end(self, how: Ending) -> None:
+        if self._groups is None or (self._ended is not None and self._groups.is_freed):
+            return
+        self._ended, self.is_over = how, True
+        if self.world is not None:
+            universes = self.world.state(WorldUniverses)
+            universes.n_ended += 1
+            if self in universes.kept:
+                universes.kept.remove(self)
+        self._groups.free(abort=how is Ending.ABORTED)
+
+
+def ending_in_words(how: Ending) -> str:
+    """What happened to a universe, for messages."""
+    return "destroyed" if how is Ending.DESTROYED else "aborted"

@@ -1,0 +1,95 @@
+"""The rooms in docs/architecture.md: what is drawn is what is checked, and what is there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TOP = Path(__file__).parents[2]
+_PACKAGE = _TOP / "python" / "meshverse"
+_NOT_DRAWN = {"parallel"}  # whose files are no concern of the rest
+
+
+_PAGE = (_TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def _picture() -> dict[str, str]:
+    """What is drawn beside each room, highest first."""
+    drawn = _PAGE.partition("<!-- rooms -->")[2].partition("<!-- end of rooms -->")[0]
+    return dict(re.findall(r"^  (\w+)(?:/|\.py) +(.+)$", drawn, flags=re.MULTILINE))
+
+
+def _table() -> dict[str, set[str]]:
+    """The files that the table lists under each room."""
+    listed: dict[str, set[str]] = {}
+    for row in _PAGE.partition("### What each room is for")[2].partition("## ")[0].splitlines():
+        cell = row.partition("|")[2].partition("|")[0]
+        if room := re.fullmatch(r" \*\*`(\w+)/`\*\* ", cell):
+            files = listed[room[1]] = set()
+        elif listed:
+            files.update(re.findall(r"`(\w+)`", cell))
+    return listed
+
+
+_SETTINGS = tomllib.loads((_TOP / "pyproject.toml").read_text(encoding="utf-8"))
+_LINTER = _SETTINGS["tool"]["importlinter"]
+_CONTRACTS: dict[str, dict[str, Any]] = {
+    contract["id"]: contract for contract in _LINTER["contracts"]
+}
+
+
+def _levels(layers: list[str]) -> list[set[str]]:
+    return [set(layer.split(" | ")) for layer in layers]
+
+
+def _files(room: str) -> set[str]:
+    return {path.stem for path in (_PACKAGE / room).glob("*.py")} - {"__init__"}
+
+
+_DRAWN_ROOMS = [room for room in _picture() if _files(room) and room not in _NOT_DRAWN]
+
+
+def test_the_rooms_are_drawn_in_the_order_that_is_checked() -> None:
+    drawn = list(_picture())
+    for level in _levels(_CONTRACTS["rooms"]["layers"]):
+        assert set(drawn[: len(level)]) == level
+        del drawn[: len(level)]
+    assert not drawn
+
+
+def test_every_folder_and_file_of_the_package_is_drawn() -> None:
+    rooms = {path.parent.name for path in _PACKAGE.glob("*/__init__.py")}
+    files = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__"}
+    assert rooms | files == set(_picture())
+
+
+@pytest.mark.parametrize("room", _DRAWN_ROOMS)
+def test_the_files_of_a_room_are_drawn_in_the_order_that_is_checked(room: str) -> None:
+    drawn = [set(level.split(", ")) for level in _picture()[room].split(" > ")]
+    assert drawn == _levels(_CONTRACTS[room]["layers"])
+    assert set().union(*drawn) == _files(room)
+
+
+@pytest.mark.parametrize("room", [room for room in _DRAWN_ROOMS if room in _table()])
+def test_the_table_tells_of_every_file_of_a_room(room: str) -> None:
+    assert _table()[room] >= _files(room)
+
+
+def test_the_table_tells_of_every_room() -> None:
+    assert _table().keys() == set(_DRAWN_ROOMS) - {"_torch_compat"}  # which has one row
+
+
+def test_no_import_is_left_out_of_the_check() -> None:
+    assert set(_LINTER) == {"root_package", "contracts"}
+    for contract in _CONTRACTS.values():
+        assert contract["exhaustive"]
+        assert set(contract) == {"id", "name", "type", "containers", "exhaustive", "layers"}
