@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .collective_base import Collective, SingleProcessCollective
-from .mesh_collective import MeshCollective, Meshes
+from .collectives.base import Collective, SingleProcessCollective
+from .collectives.mesh_collective import MeshCollective, Meshes
 
 __all__ = [
     "Collective",

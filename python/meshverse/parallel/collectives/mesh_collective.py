@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshverse import DeviceMesh, init_device_mesh
 
-from .collective_base import Collective
+from .base import Collective
 
 __all__ = ["MeshCollective", "Meshes"]
 
