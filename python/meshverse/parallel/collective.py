@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from .collectives.base import Collective, SingleProcessCollective
-from .collectives.mesh_collective import MeshCollective, Meshes
+from .collectives.group import Meshes
+from .collectives.mesh import MeshCollective
 
 __all__ = [
     "Collective",

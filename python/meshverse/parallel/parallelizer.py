@@ -7,11 +7,7 @@ Example:
 
 from __future__ import annotations
 
-import signal
-import threading
-
-import torch.distributed as dist
-
+from .collectives.teardown import destroy_dist_connection
 from .models.checkpointing import apply_activation_checkpointing
 from .models.import_paths import import_class_from_path, import_classes_from_paths
 from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
@@ -37,22 +33,3 @@ __all__ = [
     "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
 ]
-
-
-def destroy_dist_connection() -> None:
-    """Destroy the default process group and all others, not to be interrupted by Ctrl-C.
-
-    The previous handler of SIGINT is back afterwards, also if it fails. Without a process group
-    nothing is done. Python lets only the main thread handle signals; elsewhere SIGINT is as ever.
-    """
-    if not dist.is_initialized():
-        return
-    if threading.current_thread() is not threading.main_thread():
-        dist.destroy_process_group()
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        dist.destroy_process_group()
-    finally:
-        # None stands for a handler that Python did not install, and cannot restore.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
