@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from helpers.observation import OURS, observe
-from helpers.worlds import fake_world, groups_created, start_fake_world
+from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh, load_mesh, save_mesh
 from trainer_views import Degrees, five_views
+from worlds import start_fake_world
 
 _NAMES = ("dp", "tp")
 
