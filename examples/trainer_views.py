@@ -2,7 +2,7 @@
 
 A trainer that combines pipeline, data, context, tensor and expert parallelism looks at the same
 ranks in several ways: the data loader, the dense layers and the experts each split them in their
-own way. The demo and the benchmarks build their meshes from this one recipe.
+own way. The demo, the benchmarks and the tests build their meshes from this one recipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,28 @@ class Degrees:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.pp * self.batch * self.cp * self.tp
+
+    @property
+    def batch(self) -> int:
+        """Ranks with different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share the dense weights: those with different samples or tokens."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share the weights of one expert."""
+        ranks, left_over = divmod(self.fsdp * self.tp, self.ep)
+        if left_over:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {self.fsdp * self.tp} ranks of dp_shard="
+                f"{self.dp_shard} * cp={self.cp} * tp={self.tp}."
+            )
+        return ranks
 
 
 def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, DeviceMesh]:
@@ -55,23 +76,19 @@ def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, 
         degrees: how to split the world; the default process group has `degrees.world_size` ranks.
     """
     d = degrees
-    batch = d.dp_replicate * d.dp_shard
-    fsdp = d.dp_shard * d.cp
-    efsdp = fsdp * d.tp // d.ep
-
     world = init_device_mesh("cpu", (d.world_size,), mesh_dim_names=("world",))
 
     def view(**axes: int) -> DeviceMesh:
         # By index and in the private spelling, which stock has in every version.
         return world._unflatten(0, tuple(axes.values()), tuple(axes))
 
-    data = view(pp=d.pp, batch=batch, cp=d.cp, tp=d.tp)
+    data = view(pp=d.pp, batch=d.batch, cp=d.cp, tp=d.tp)
     return {
         "world": world,
         "data": data,
         "loss": data["batch", "cp"]._flatten("loss"),
-        "dense": view(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=fsdp, tp=d.tp),
-        "experts": view(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=efsdp, ep=d.ep),
+        "dense": view(pp=d.pp, dp_replicate=d.dp_replicate, fsdp=d.fsdp, tp=d.tp),
+        "experts": view(pp=d.pp, dp_replicate=d.dp_replicate, efsdp=d.efsdp, ep=d.ep),
         "full": view(pp=d.pp, dp_replicate=d.dp_replicate, dp_shard=d.dp_shard, cp=d.cp, tp=d.tp),
     }
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["fake_world", "in_fresh_process", "run_ranks"]
+__all__ = ["fake_world", "in_fresh_process", "run_ranks", "start_fake_world"]
 
 Result = TypeVar("Result")
 
@@ -28,12 +28,18 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     Leaving it destroys the world with all its process groups.
     """
     hook = sys.excepthook  # torch wraps it once more in every world
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    start_fake_world(size, rank)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def start_fake_world(size: int, rank: int = 0) -> None:
+    """Start a fake world; the caller destroys it."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
 def in_fresh_process(function: Callable[..., Result], *args: Any, limit_s: float) -> Result:

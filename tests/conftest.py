@@ -1,4 +1,4 @@
-"""What every tier of tests shares: fake worlds and Hypothesis's settings."""
+"""What every tier of tests shares: fake worlds, real processes, Hypothesis's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import meshverse
 from helpers import via_store
+from helpers.crew import Crew
 from helpers.worlds import FakeWorld, fake_world
 
 # Real work of uneven cost, so no deadline; the same examples each time where nobody can look.
@@ -27,6 +29,52 @@ def world(request: pytest.FixtureRequest) -> Iterator[FakeWorld]:
     size, rank = getattr(request, "param", _DEFAULT_WORLD)
     with fake_world(size, rank) as started:
         yield started
+
+
+_CREWS = {"four": 4, "eight": 8, "crew": 16}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _CREWS.keys().isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.processes)
+
+
+def _processes(name: str) -> Iterator[Crew]:
+    crew = Crew(_CREWS[name])
+    yield crew
+    crew.stop()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Crew]:
+    """Four processes, which form a world for each program they are given."""
+    yield from _processes("four")
+
+
+@pytest.fixture(scope="session")
+def eight() -> Iterator[Crew]:
+    """Eight processes, of which a program uses as many as it wants."""
+    yield from _processes("eight")
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """Sixteen processes, of which a program uses as many as it wants."""
+    yield from _processes("crew")
+
+
+@pytest.fixture
+def uninstalled_afterwards() -> Iterator[None]:
+    """torch's names are torch's again afterwards."""
+    yield
+    meshverse.uninstall()
+
+
+@pytest.fixture
+def shared(uninstalled_afterwards: None) -> None:
+    """Meshes that are made apart share the universe of the world."""
+    meshverse.install(share="world")
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from helpers.recipe import Degrees
+from trainer_views import Degrees
+
+
+@dataclass(frozen=True)
+class TrainerDegrees(Degrees):
+    """Degrees with layers of experts that are split too, each over `etp` of the experts' ranks."""
+
+    etp: int = 1
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share the weights of one part of one expert."""
+        return super().efsdp // self.etp
 
 
 class TrainerMeshes:
@@ -15,18 +28,18 @@ class TrainerMeshes:
     An axis of size 1 communicates with nobody, so the views give it the fake backend.
 
     Args:
-        degrees: of parallelism; their `world` must be that of the job.
+        degrees: of parallelism; their `world_size` must be that of the job.
     """
 
-    def __init__(self, degrees: Degrees) -> None:
+    def __init__(self, degrees: TrainerDegrees) -> None:
         d = degrees
-        self.world = init_device_mesh("cpu", (d.world,), mesh_dim_names=("world",))
+        self.world = init_device_mesh("cpu", (d.world_size,), mesh_dim_names=("world",))
         self.data_loading = self._view(("pp", "batch", "cp", "tp"), (d.pp, d.batch, d.cp, d.tp))
         self.loss = self.data_loading["batch", "cp"]._flatten("loss")
         self.dense = self._view(
             ("pp", "dp_replicate", "fsdp", "tp"), (d.pp, d.dp_replicate, d.fsdp, d.tp)
         )
-        self.sparse = self._view(
+        self.experts = self._view(
             ("pp", "dp_replicate", "efsdp", "ep", "etp"),
             (d.pp, d.dp_replicate, d.efsdp, d.ep, d.etp),
         )
@@ -43,7 +56,7 @@ class TrainerMeshes:
             "data loading": self.data_loading,
             "loss": self.loss,
             "dense": self.dense,
-            "sparse": self.sparse,
+            "experts": self.experts,
         }
         for view, axes in _SLICES:
             parent = meshes[view]
@@ -60,9 +73,9 @@ _SLICES: Sequence[tuple[str, tuple[str, ...]]] = (
     ("dense", ("fsdp",)),  # FSDP2
     ("dense", ("dp_replicate", "fsdp")),  # hybrid FSDP2
     ("dense", ("dp_replicate", "fsdp", "tp")),  # checkpoints of the dense weights
-    ("sparse", ("ep",)),  # expert parallelism
-    ("sparse", ("ep", "etp")),
-    ("sparse", ("efsdp",)),
-    ("sparse", ("dp_replicate", "efsdp")),  # hybrid FSDP2 of the experts
-    ("sparse", ("dp_replicate", "efsdp", "ep", "etp")),  # checkpoints of the experts
+    ("experts", ("ep",)),  # expert parallelism
+    ("experts", ("ep", "etp")),
+    ("experts", ("efsdp",)),
+    ("experts", ("dp_replicate", "efsdp")),  # hybrid FSDP2 of the experts
+    ("experts", ("dp_replicate", "efsdp", "ep", "etp")),  # checkpoints of the experts
 )

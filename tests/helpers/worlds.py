@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from worlds import fake_world as _fake_world
 
 
 class FakeWorld(NamedTuple):
@@ -21,18 +22,9 @@ class FakeWorld(NamedTuple):
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[FakeWorld]:
-    """Start a fake world, and take it down with all its groups."""
-    start_fake_world(size, rank)
-    try:
+    """A fake world, taken down with all its groups, unless that was done before."""
+    with _fake_world(size, rank):
         yield FakeWorld(size, rank)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def start_fake_world(size: int, rank: int = 0) -> None:
-    """Start a fake world; the caller destroys it."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
 def in_worlds(*worlds: tuple[int, int]) -> pytest.MarkDecorator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -12,19 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 
 import meshverse
 from helpers.observation import OURS, STOCK, assert_same, observe
-from helpers.recipe import Degrees, five_views
 from helpers.worlds import group_names
 from meshverse import DeviceMesh
+from trainer_views import Degrees, five_views
 
-pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
+pytestmark = pytest.mark.usefixtures("uninstalled_afterwards", "world")  # rank 5 of 8
 
 _NAMES = ("dp", "tp")
-
-
-@pytest.fixture(autouse=True)
-def uninstalled_afterwards() -> Iterator[None]:
-    yield
-    meshverse.uninstall()
 
 
 def _stock_mesh() -> StockDeviceMesh:
@@ -130,9 +123,9 @@ def test_a_subclass_of_stock_stays_what_it_is() -> None:
 
 def test_a_program_that_never_heard_of_us() -> None:
     degrees = Degrees(pp=2, dp_shard=2, tp=2, ep=2)
-    expected = five_views(OURS, degrees)
+    expected = five_views(OURS.init_device_mesh, degrees)
     with meshverse.installed():
-        installed = five_views(STOCK, degrees)
+        installed = five_views(STOCK.init_device_mesh, degrees)
     for name, mesh in expected.items():
         assert type(installed[name]) is DeviceMesh
         assert observe(installed[name]) == observe(mesh)

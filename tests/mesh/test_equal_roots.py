@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-import meshverse
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 
@@ -22,13 +19,6 @@ _AXES = ("dp", "tp")
 
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
-
-
-@pytest.fixture
-def shared() -> Iterator[None]:
-    meshverse.install(share="world")
-    yield
-    meshverse.uninstall()
 
 
 _DERIVED = {

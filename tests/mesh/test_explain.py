@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from helpers.observation import OURS, STOCK, Family
-from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.universe.owner import WorldUniverses
 from meshverse.world.world import World
+from trainer_views import Degrees, five_views
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_a_rank_outside_the_mesh_is_told_so(world) -> None:
 
 def test_a_trainers_universe() -> None:
     degrees = Degrees()
-    with fake_world(degrees.world, 7_321):
-        told = five_views(OURS, degrees)["world"].universe.explain()
+    with fake_world(degrees.world_size, 7_321):
+        told = five_views(OURS.init_device_mesh, degrees)["world"].universe.explain()
         groups = {group.name: group.ranks for group in told.groups}
         assert groups == live_groups()
     assert (told.requested, told.created, told.shared) == (19, 6, 13)

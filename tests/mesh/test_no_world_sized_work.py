@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helpers.observation import OURS
-from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.layouts.rank_views import RankViews
+from trainer_views import Degrees, five_views
 
 _WORLD = 1 << 20
 _RANK = 777_777
@@ -151,9 +151,9 @@ def test_pickling(no_world_sized_work) -> None:
 
 def test_a_trainers_recipe(no_world_sized_work) -> None:
     degrees = Degrees(pp=8, dp_replicate=2, dp_shard=512, cp=8, tp=16, ep=64)
-    assert degrees.world == _WORLD
-    views = five_views(OURS, degrees)
-    assert views["sparse"].shape == (8, 2, 1024, 64)
+    assert degrees.world_size == _WORLD
+    views = five_views(OURS.init_device_mesh, degrees)
+    assert views["experts"].shape == (8, 2, 1024, 64)
 
 
 def test_a_mesh_of_part_of_the_world(no_world_sized_work) -> None:

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from helpers.observation import OURS, observe
-from helpers.recipe import Degrees, five_views
-from helpers.worlds import fake_world, groups_created, start_fake_world
+from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh, load_mesh, save_mesh
+from trainer_views import Degrees, five_views
+from worlds import start_fake_world
 
 _NAMES = ("dp", "tp")
 
@@ -104,8 +105,8 @@ def test_two_given_groups_of_the_same_ranks_are_not_mixed_up(world) -> None:
 
 def test_saved_size() -> None:
     degrees = Degrees()
-    with fake_world(degrees.world, 7_321):
-        views = five_views(OURS, degrees)
+    with fake_world(degrees.world_size, 7_321):
+        views = five_views(OURS.init_device_mesh, degrees)
         for view in [*views.values(), views["full"]["dp_shard", "tp"], views["data"]["tp"]]:
             assert len(pickle.dumps(view)) < 1024
             assert b"meshverse-" not in pickle.dumps(view)  # no name of a process group

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helpers.observation import OURS, STOCK, assert_same
-from helpers.recipe import Degrees, five_views
 from helpers.worlds import fake_world, groups_created, in_worlds, live_groups
 from meshverse import DeviceMesh, init_device_mesh
+from trainer_views import Degrees, five_views
 
 _TRAINER = Degrees()  # 10,240 ranks
 _WITH_REPLICAS = Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=4)  # 16 ranks
@@ -39,11 +39,11 @@ def test_a_mesh_makes_one_group_an_axis(world) -> None:
     ],
 )
 def test_five_views_of_one_world(degrees, rank, stock_groups, our_groups) -> None:
-    with fake_world(degrees.world, rank):
-        stock = five_views(STOCK, degrees)
+    with fake_world(degrees.world_size, rank):
+        stock = five_views(STOCK.init_device_mesh, degrees)
         assert len(live_groups()) == stock_groups
-    with fake_world(degrees.world, rank):
-        ours = five_views(OURS, degrees)
+    with fake_world(degrees.world_size, rank):
+        ours = five_views(OURS.init_device_mesh, degrees)
         groups = live_groups()
         assert len(groups) == our_groups
         assert len(set(groups.values())) == our_groups
@@ -52,7 +52,10 @@ def test_five_views_of_one_world(degrees, rank, stock_groups, our_groups) -> Non
 
 @in_worlds((16, 0), (16, 11))
 def test_the_groups_of_five_views_are_stocks(world) -> None:
-    stock, ours = five_views(STOCK, _WITH_REPLICAS), five_views(OURS, _WITH_REPLICAS)
+    stock, ours = (
+        five_views(STOCK.init_device_mesh, _WITH_REPLICAS),
+        five_views(OURS.init_device_mesh, _WITH_REPLICAS),
+    )
     for name in stock:
         assert_same(stock[name], ours[name])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +19,6 @@ _AXES = ("dp", "tp")
 
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
-
-
-@pytest.fixture
-def shared() -> Iterator[None]:
-    meshverse.install(share="world")
-    yield
-    meshverse.uninstall()
 
 
 def test_separate_roots_share_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +18,10 @@ from helpers.observation import STOCK, observe
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 
+pytestmark = pytest.mark.usefixtures("uninstalled_afterwards")
+
 _SHAPE, _NAMES = (2, 2, 2), ("dp", "cp", "tp")
 _RANK = 5  # coordinate (1, 0, 1)
-
-
-@pytest.fixture(autouse=True)
-def uninstalled_afterwards() -> Iterator[None]:
-    yield
-    meshverse.uninstall()
 
 
 def _stock() -> Any:

@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from helpers.worlds import fake_world, group_names, groups_created, start_fake_world
+from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
+from worlds import start_fake_world
 
 _NAMES = ("dp", "cp", "tp")
 

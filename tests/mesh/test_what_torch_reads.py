@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Family
-from helpers.recipe import Degrees, five_views
 from helpers.versions import needs_canonical_layouts
 from helpers.worlds import fake_world, in_worlds
 from meshverse import init_device_mesh
+from trainer_views import Degrees, five_views
 
 _WITH_REPLICAS = Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=4)  # 16 ranks
 
@@ -44,7 +44,10 @@ def test_of_new_meshes(spec: MeshSpec) -> None:
 @needs_canonical_layouts
 @in_worlds((16, 11))
 def test_of_derived_meshes(world) -> None:
-    stock, ours = five_views(STOCK, _WITH_REPLICAS), five_views(OURS, _WITH_REPLICAS)
+    stock, ours = (
+        five_views(STOCK.init_device_mesh, _WITH_REPLICAS),
+        five_views(OURS.init_device_mesh, _WITH_REPLICAS),
+    )
     for name in stock:
         assert _read(ours[name]) == _read(stock[name])
         assert ours[name]._layout == stock[name]._layout
@@ -56,7 +59,7 @@ def test_of_derived_meshes(world) -> None:
 @pytest.mark.parametrize("family", [STOCK, OURS], ids=["stock", "ours"])
 @in_worlds((16, 11))
 def test_the_root_registers_every_group_by_name(family: Family, world) -> None:
-    views = five_views(family, _WITH_REPLICAS)
+    views = five_views(family.init_device_mesh, _WITH_REPLICAS)
     registry = views["world"]._pg_registry
     for view in views.values():
         for name, group in zip(view._dim_group_names, view.get_all_groups(), strict=True):

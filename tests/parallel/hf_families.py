@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import meshverse
-from meshverse.parallel.hf_plan import get_hf_tp_shard_plan
-from meshverse.parallel.tp_apply import apply_tp_plan
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
+from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan
 
 RANKS = 2
 VOCABULARY = 96

@@ -24,7 +24,7 @@ from meshverse.parallel import (
     get_flat_mesh,
     unshard_fsdp2_model,
 )
-from meshverse.parallel.packed_sequences import (
+from meshverse.parallel.models.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
 )

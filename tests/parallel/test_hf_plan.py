@@ -17,9 +17,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import hf_families  # noqa: E402  (imports transformers)
 
 import meshverse  # noqa: E402
-from meshverse.parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
-from meshverse.parallel.tp_apply import apply_tp_plan  # noqa: E402
-from meshverse.parallel.tp_local_styles import (  # noqa: E402
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan  # noqa: E402
+from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
+from meshverse.parallel.tensor_parallel.local_styles import (  # noqa: E402
     LocalParameters,
     ReplicatedWithGradAllreduce,
 )
@@ -91,7 +91,7 @@ def test_entries_of_experts_that_the_model_has_not_are_named_once(
     model = hf_families.tiny_model("llama", tied=False)
     absent = {"layers.*.mlp.experts": "moe_tp_experts", "layers.*.mlp.router": "ep_router"}
     model.model._tp_plan = {**model.model._tp_plan, **absent}
-    with caplog.at_level(logging.WARNING, logger="meshverse.parallel.hf_plan"):
+    with caplog.at_level(logging.WARNING, logger="meshverse.parallel.tensor_parallel.hf_plan"):
         plan = get_hf_tp_shard_plan(model)
     assert set(plan) == set(plan_of("llama"))
     messages = [record.getMessage() for record in caplog.records if "meshverse" in record.name]

@@ -7,63 +7,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from tiny_models import batch, full, make_model, train
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from helpers.crew import Crew
 from helpers.worlds import fake_world
 from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
 from meshverse.parallel.parallelizer import fsdp2_strategy_parallelize, unshard_fsdp2_model
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-STEPS = 3
-SEQUENCES = 4  # of a batch
-VOCABULARY = 64
 _EXACT = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
 
 
 def make_llama(*, tied: bool) -> nn.Module:
-    """The model with its first weights, the same each time."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def batch(step: int) -> Tensor:
-    """Token ids of a step, shape (SEQUENCES, 16)."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(VOCABULARY, (SEQUENCES, 16), generator=generator)
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def train(model: nn.Module, share: slice = slice(None)) -> list[float]:
-    """Losses on my share of each step's batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        tokens = batch(step)[share]
-        logits = full(model(input_ids=tokens, use_cache=False).logits)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return make_model("llama", num_hidden_layers=3, tie_word_embeddings=tied)
 
 
 def compare(sizes: dict[str, int], tied: bool, settings: dict[str, Any]) -> dict[str, float]:
@@ -77,10 +37,7 @@ def compare(sizes: dict[str, int], tied: bool, settings: dict[str, Any]) -> dict
     assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
 
     data = get_flat_mesh(mesh, "dp_cp")  # each of its ranks has sequences of its own
-    place, rows = data.get_local_rank(), SEQUENCES // data.size()
-    losses = torch.tensor(train(model, slice(place * rows, (place + 1) * rows)))
-    dist.all_reduce(losses)
-    losses /= dist.get_world_size()
+    losses = torch.tensor(train(model, data))
 
     with unshard_fsdp2_model(model):
         parameters = {name: full(each).detach().clone() for name, each in model.named_parameters()}

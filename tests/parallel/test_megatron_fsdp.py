@@ -27,7 +27,7 @@ from meshverse.parallel import (
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
 )
-from meshverse.parallel.megatron_fsdp import fully_shard_arguments
+from meshverse.parallel.strategies.megatron_arguments import fully_shard_arguments
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("megatron_fsdp") is None,

@@ -273,13 +273,13 @@ def test_moe_mesh_of_a_part_or_by_a_bad_degree(world) -> None:
     ],
 )
 def test_device_type(monkeypatch, cuda, backends, expected) -> None:
-    from meshverse.parallel import mesh_utils
+    from meshverse.parallel.meshes import create
 
     # This machine need not have a GPU, so what torch says of it is replaced.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(dist, "is_initialized", lambda: backends is not None)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert mesh_utils._device_type() == expected
+    assert create._device_type() == expected
 
 
 def test_device_type_in_a_gloo_world(four) -> None:

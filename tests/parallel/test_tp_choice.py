@@ -17,7 +17,6 @@ from tp_models import MLP
 
 import meshverse
 from helpers.worlds import FakeWorld
-from meshverse.parallel import tp_choice
 from meshverse.parallel.parallelizer import (
     apply_tensor_parallelism,
     destroy_dist_connection,
@@ -25,6 +24,7 @@ from meshverse.parallel.parallelizer import (
     import_classes_from_paths,
     register_tp_plan,
 )
+from meshverse.parallel.tensor_parallel import choice
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -77,7 +77,7 @@ def plan_for(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelSty
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tp_choice, "_registered", {})
+    monkeypatch.setattr(choice, "_registered", {})
     return
 
 
@@ -152,9 +152,9 @@ def test_no_llama_is_refused() -> None:
 def test_heads_of_the_config() -> None:
     model = MLP()
     model.config = type("Config", (), {"num_key_value_heads": 6, "num_attention_heads": 12})()
-    tp_choice.check_heads(model, 3)
+    choice.check_heads(model, 3)
     with pytest.raises(ValueError, match=r"num_key_value_heads=6 of MLP .* tp_size=4"):
-        tp_choice.check_heads(model, 4)
+        choice.check_heads(model, 4)
 
 
 def test_import_by_path() -> None:

@@ -28,12 +28,18 @@ FAMILIES = {
 }
 
 
-def make_model(family: str = "llama") -> nn.Module:
-    """A model with its first weights, the same each time."""
+def make_model(family: str = "llama", **changed: Any) -> nn.Module:
+    """A model with its first weights, the same each time.
+
+    Args:
+        family: one of `FAMILIES`.
+        changed: fields of its config that shall be others.
+    """
     import transformers
 
-    config_name, model_name, changed = FAMILIES[family]
-    config = getattr(transformers, config_name)(**_SIZES, **changed, attn_implementation="eager")
+    config_name, model_name, own = FAMILIES[family]
+    fields = {**_SIZES, **own, "attn_implementation": "eager", **changed}
+    config = getattr(transformers, config_name)(**fields)
     config.use_cache = False
     torch.manual_seed(17)
     return getattr(transformers, model_name)(config).train()
@@ -46,11 +52,14 @@ def batch(step: int) -> Tensor:
     return (first + torch.arange(LENGTH)) % VOCABULARY
 
 
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, which may be a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean loss of predicting each next token."""
-    logits = model(input_ids=tokens, use_cache=False).logits
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
+    logits = full(model(input_ids=tokens, use_cache=False).logits)
     return nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
     )
@@ -89,9 +98,7 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights by name, without the names that wrappers put in between."""
     return {
         name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): (
-            weight.full_tensor() if isinstance(weight, DTensor) else weight
+            full(weight).detach().clone()
         )
-        .detach()
-        .clone()
         for name, weight in model.named_parameters()
     }

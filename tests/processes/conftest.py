@@ -1,13 +1,10 @@
-"""The processes of this tier: one crew of 16, used by every test."""
+"""This tier is of real processes, also where a test starts some of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from helpers.crew import Crew
 
 _HERE = Path(__file__).parent
 
@@ -16,11 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.processes)
-
-
-@pytest.fixture(scope="session")
-def crew() -> Iterator[Crew]:
-    """Sixteen processes, of which a test uses as many as it wants."""
-    crew = Crew(16)
-    yield crew
-    crew.stop()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from helpers.all_reduce import Reached, expected_ranks, reached_ranks
 from helpers.crew import Crew
 from helpers.observation import OURS
-from helpers.recipe import Degrees, five_views
 from meshverse import DeviceMesh, init_device_mesh
+from trainer_views import Degrees, five_views
 
 Views = dict[str, StockDeviceMesh]
 _Array = tuple[np.ndarray, tuple[str, ...]]
@@ -82,7 +82,7 @@ _ARRAYS_OF_8 = {
 
 
 def _views_of_16() -> Views:
-    return five_views(OURS, Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=4))
+    return five_views(OURS.init_device_mesh, Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=4))
 
 
 _ARRAYS_OF_16 = {
@@ -90,7 +90,7 @@ _ARRAYS_OF_16 = {
     "data": _whole_world(("pp", 2), ("batch", 4), ("cp", 1), ("tp", 2)),
     "loss": _whole_world(("pp", 2), ("loss", 4), ("tp", 2)),
     "dense": _whole_world(("pp", 2), ("dp_replicate", 2), ("fsdp", 2), ("tp", 2)),
-    "sparse": _whole_world(("pp", 2), ("dp_replicate", 2), ("efsdp", 1), ("ep", 4)),
+    "experts": _whole_world(("pp", 2), ("dp_replicate", 2), ("efsdp", 1), ("ep", 4)),
     "full": _whole_world(("pp", 2), ("dp_replicate", 2), ("dp_shard", 2), ("cp", 1), ("tp", 2)),
 }
 

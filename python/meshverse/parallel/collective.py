@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .collective_base import Collective, SingleProcessCollective
-from .mesh_collective import MeshCollective, Meshes
+from .collectives.base import Collective, SingleProcessCollective
+from .collectives.group import Meshes
+from .collectives.mesh import MeshCollective
 
 __all__ = [
     "Collective",

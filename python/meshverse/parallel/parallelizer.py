@@ -1,45 +1,22 @@
-"""Tensor parallelism and FSDP2 for a model, in the order in which they must be applied.
+"""Tensor parallelism and FSDP2 for a model: what programs import, from the rooms below.
 
 Example:
-    >>> from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh
-    >>> mesh, _ = create_fsdp2_device_mesh(  # doctest: +SKIP
-    ...     ParallelismSizes(tp_size=2), world_size=4
-    ... )
-    >>> model = fsdp2_strategy_parallelize(model, mesh)  # doctest: +SKIP
+    >>> import_class_from_path("torch.nn.Linear")
+    <class 'torch.nn.modules.linear.Linear'>
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-
-from meshverse.device_mesh import DeviceMesh
-
-from .config import TPPlan, check_checkpointing, default_mixed_precision
-from .hf_plan import get_hf_tp_shard_plan
-from .parallelizer_checkpointing import apply_activation_checkpointing
-from .parallelizer_imports import import_class_from_path, import_classes_from_paths
-from .parallelizer_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .submesh import get_flat_mesh, get_fsdp_dp_mesh
-from .tp_apply import apply_tp_plan
-from .tp_choice import apply_tensor_parallelism, check_heads, register_tp_plan
-from .tp_local_styles import ReplicatedWithGradAllreduce
-from .tp_styles import translate_to_torch_parallel_style
+from .collectives.teardown import destroy_dist_connection
+from .models.checkpointing import apply_activation_checkpointing
+from .models.import_paths import import_class_from_path, import_classes_from_paths
+from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
+from .strategies.fsdp2_sharding import apply_fsdp_sharding_recursively
+from .tensor_parallel.apply import apply_tp_plan
+from .tensor_parallel.choice import apply_tensor_parallelism, register_tp_plan
+from .tensor_parallel.hf_plan import get_hf_tp_shard_plan
+from .tensor_parallel.hf_styles import translate_to_torch_parallel_style
+from .tensor_parallel.local_styles import ReplicatedWithGradAllreduce
 
 __all__ = [
     "ReplicatedWithGradAllreduce",
@@ -56,150 +33,3 @@ __all__ = [
     "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
 ]
-
-_Model = TypeVar("_Model", bound=nn.Module)
-
-
-def fsdp2_strategy_parallelize(
-    model: _Model,
-    device_mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype = torch.bfloat16,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    sequence_parallel: bool = False,
-    activation_checkpointing: Literal[True, False, "full", "selective"] = False,
-    activation_checkpointing_scope: str | Sequence[str] = "all",
-    cpu_offload: bool = False,
-    tp_shard_plan: TPPlan | None = None,
-    dp_replicate_mesh_name: str = "dp_replicate",
-    dp_shard_cp_mesh_name: str = "dp_shard_cp",
-    tp_mesh_name: str = "tp",
-    dp_cp_mesh_name: str = "dp_cp",
-    reshard_after_forward: bool | None = None,
-    enable_fsdp2_prefetch: bool = False,
-    fsdp2_backward_prefetch_depth: int = 2,
-    fsdp2_forward_prefetch_depth: int = 1,
-) -> _Model:
-    """Split a model in place by tensor parallelism, then shard it with FSDP2.
-
-    Args:
-        model: on one device, the same on all ranks.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
-        param_dtype: of parameters and outputs, where mp_policy is not given.
-        mp_policy: of parameters, gradients and outputs; by default gradients are reduced in fp32.
-        offload_policy: where sharded parameters live.
-        sequence_parallel: whether what is between the split layers is split by tokens; for plans
-            that know of it.
-        activation_checkpointing: of every layer (True or "full"), or of all but its matrix products
-            ("selective").
-        activation_checkpointing_scope: parts of the model; see `FSDP2Config`.
-        cpu_offload: sharded parameters live on the CPU, short for an offload_policy.
-        tp_shard_plan: the tensor-parallel plan, its import path, or a function that gives it. By
-            default the one registered for the model's class, else the model's own
-            (`get_hf_tp_shard_plan`), else that of a Llama, with a warning.
-        dp_replicate_mesh_name: axis of the replicas.
-        dp_shard_cp_mesh_name: axis to shard over, flattened with context parallelism's.
-        tp_mesh_name: axis of tensor parallelism.
-        dp_cp_mesh_name: axis of all ranks that see different tokens, over which a training loop
-            reduces its loss; it must be there, and nothing is done with it here.
-        reshard_after_forward: of the layers; None for all but the last of each list.
-        enable_fsdp2_prefetch: whether layers say which to gather ahead.
-        fsdp2_backward_prefetch_depth: how many layers ahead in backward.
-        fsdp2_forward_prefetch_depth: how many layers ahead in forward.
-
-    Returns:
-        The same model object.
-
-    Raises:
-        KeyError: the mesh has not the axes.
-        TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: heads do not divide by the size of tensor parallelism, the plan does not fit the
-            model, the model is sharded already, a setting of activation checkpointing is unknown,
-            or both cpu_offload and another offload_policy are asked for. The model is as it was
-            after any of these.
-    """
-    fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
-    tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
-    get_flat_mesh(device_mesh, dp_cp_mesh_name)
-    offload = _offload_policy(offload_policy, cpu_offload, device_mesh.device_type)
-    mode = "full" if activation_checkpointing is True else activation_checkpointing
-    check_checkpointing(mode, activation_checkpointing_scope)
-    check_not_sharded(model)
-
-    if tp_mesh.size() > 1:
-        check_heads(model, tp_mesh.size())
-        apply_tensor_parallelism(model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel)
-    if mode:
-        apply_activation_checkpointing(model, mode, activation_checkpointing_scope)
-    precision = mp_policy or replace(
-        default_mixed_precision(), param_dtype=param_dtype, output_dtype=param_dtype
-    )
-    prefetch = (fsdp2_backward_prefetch_depth, fsdp2_forward_prefetch_depth)
-    apply_fsdp_sharding_recursively(
-        model,
-        fsdp_mesh,
-        precision,
-        offload,
-        reshard_after_forward=reshard_after_forward,
-        prefetch_depths=prefetch if enable_fsdp2_prefetch else None,
-    )
-    sharding: dict[str, Any] = {} if offload is None else {"offload_policy": offload}
-    # The root's parameters are needed first in backward: gathering them again would be for nothing.
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False, **sharding)
-    return model
-
-
-def _offload_policy(
-    policy: OffloadPolicy | None, cpu_offload: bool, device_type: str
-) -> OffloadPolicy | None:
-    if not cpu_offload:
-        return policy
-    if policy is not None and not isinstance(policy, CPUOffloadPolicy):
-        raise ValueError(
-            f"cpu_offload=True and offload_policy={policy}: they contradict each other. Give one."
-        )
-    # Memory is pinned for copies to a device: without one, torch cannot pin it.
-    return policy or CPUOffloadPolicy(pin_memory=device_type != "cpu")
-
-
-@contextlib.contextmanager
-def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Within the context, all parameters that FSDP2 shards are whole, on all ranks.
-
-    A forward gathers nothing then, but leaves its layers sharded, as it does anywhere, unless they
-    have `reshard_after_forward=False`. Changes made to parameters are lost, except where a rank
-    changes its own part. With tensor parallelism they are whole along the sharded axis only, and
-    still DTensors on the TP mesh.
-
-    Example:
-        >>> with unshard_fsdp2_model(model):  # doctest: +SKIP
-        ...     norm = model.lm_head.weight.norm()
-    """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    try:
-        for module in sharded:
-            module.unshard()
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()
-
-
-def destroy_dist_connection() -> None:
-    """Destroy the default process group and all others, not to be interrupted by Ctrl-C.
-
-    The previous handler of SIGINT is back afterwards, also if it fails. Without a process group
-    nothing is done. Python lets only the main thread handle signals; elsewhere SIGINT is as ever.
-    """
-    if not dist.is_initialized():
-        return
-    if threading.current_thread() is not threading.main_thread():
-        dist.destroy_process_group()
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        dist.destroy_process_group()
-    finally:
-        # None stands for a handler that Python did not install, and cannot restore.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from .hf_plan_gaps import fill_gaps
-from .tp_local_styles import LocalParameters, SharedKeyGradAllreduce
-from .tp_names import is_present, parameter_of
-from .tp_styles import EXPERT_STYLES, translate_to_torch_parallel_style
+from .hf_styles import EXPERT_STYLES, translate_to_torch_parallel_style
+from .local_styles import LocalParameters, SharedKeyGradAllreduce
+from .module_names import is_present, parameter_of
 
 __all__ = ["get_hf_tp_shard_plan", "has_hf_plan"]
 

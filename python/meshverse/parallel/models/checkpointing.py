@@ -20,8 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from .config import check_scope
-from .parallelizer_layers import layer_lists
+from meshverse.parallel.config import check_scope
+
+from .layers import layer_lists
 
 __all__ = ["apply_activation_checkpointing"]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .tp_local_styles import (
+from .local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from .tp_local_styles import (
+from .local_styles import (
     LocalParameters,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
 )
-from .tp_names import matching_modules, parent_name
+from .module_names import matching_modules, parent_name
 
 __all__ = ["fill_gaps", "has_local_output"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from .parallelizer_layers import layer_lists
+from meshverse.parallel.models.layers import layer_lists
 
 __all__ = ["apply_fsdp_sharding_recursively", "check_not_sharded"]
 

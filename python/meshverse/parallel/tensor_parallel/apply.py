@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .hf_plan_gaps import has_local_output
-from .tp_local_styles import CheckedStyle, LocalParameters
-from .tp_names import matching_modules, parent_name
+from .local_styles import CheckedStyle, LocalParameters
+from .module_names import matching_modules, parent_name
 
 __all__ = ["apply_tp_plan"]
 

@@ -1,0 +1,1 @@
+"""Collectives of one process alone, and over meshes."""

@@ -1,0 +1,1 @@
+"""What every strategy reads of a model or changes in it."""

@@ -1,0 +1,1 @@
+"""FSDP2 and Megatron-FSDP: models split and sharded on a trainer's meshes."""

@@ -1,0 +1,151 @@
+"""FSDP2 for a trainer: what a config says, applied to a model on its meshes.
+
+Example:
+    >>> config = FSDP2Config(sequence_parallel=True)  # doctest: +SKIP
+    >>> meshes = create_device_meshes(  # doctest: +SKIP
+    ...     config, ParallelismSizes(tp_size=2), world_size=8
+    ... )
+    >>> manager = FSDP2Manager(config, *meshes)  # doctest: +SKIP
+    >>> model = manager.maybe_compile(manager.parallelize(model))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from meshverse import DeviceMesh
+from meshverse.parallel.config import FSDP2Config
+from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
+from meshverse.parallel.models.layers import layer_lists
+from meshverse.parallel.models.packed_sequences import (
+    patch_is_packed_sequence,
+    restore_is_packed_sequence,
+)
+
+from .fsdp2 import fsdp2_strategy_parallelize
+
+__all__ = ["FSDP2Manager"]
+
+_logger = logging.getLogger(__name__)
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class FSDP2Manager:
+    """Applies an `FSDP2Config` to models: tensor parallelism, checkpointing, FSDP2, compile.
+
+    The training loop keeps to `defer_fsdp_grad_sync` and `autocast_dtype` itself.
+
+    Args:
+        config: the settings.
+        device_mesh: as `create_device_meshes` makes it; None for one process.
+        moe_mesh: the experts' mesh, kept for models that split their experts.
+        packed_sequences: whether sequences are packed in training, so that transformers' check for
+            them must stay whatever the config says.
+
+    Raises:
+        ValueError: the two meshes are not in one universe, where FSDP2 cannot combine them.
+    """
+
+    def __init__(
+        self,
+        config: FSDP2Config,
+        device_mesh: DeviceMesh | None,
+        moe_mesh: DeviceMesh | None = None,
+        *,
+        packed_sequences: bool = False,
+    ) -> None:
+        universe = None if device_mesh is None else device_mesh.universe
+        if moe_mesh is not None and moe_mesh.universe is not universe:
+            raise ValueError(
+                f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
+                "root only. Make both with create_device_meshes, or the second with `universe=`."
+            )
+        self.config = config
+        self.device_mesh = device_mesh
+        self.moe_mesh = moe_mesh
+        self.packed_sequences = packed_sequences
+
+    def parallelize(self, model: _Model) -> _Model:
+        """Split and shard a model in place.
+
+        Where there is nothing to split, in a world of one, activation checkpointing is applied all
+        the same, and the model keeps its precision.
+
+        Returns:
+            The same model object.
+
+        Raises:
+            ValueError: the model cannot be split as the meshes say.
+        """
+        config = self.config
+        self._patch_transformers()
+        if self.device_mesh is None or self.device_mesh.size() == 1:
+            _logger.info("One process: nothing to split or shard.")
+            if config.activation_checkpointing:
+                apply_activation_checkpointing(
+                    model, config.activation_checkpointing, config.activation_checkpointing_scope
+                )
+            return model
+        fsdp2_strategy_parallelize(
+            model,
+            self.device_mesh,
+            mp_policy=config.mp_policy,
+            offload_policy=config.offload_policy,
+            sequence_parallel=config.sequence_parallel,
+            activation_checkpointing=config.activation_checkpointing,
+            activation_checkpointing_scope=config.activation_checkpointing_scope,
+            tp_shard_plan=config.tp_plan,
+            reshard_after_forward=config.reshard_after_forward,
+            enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
+            fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
+            fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
+        )
+        return model
+
+    def maybe_compile(self, model: _Model) -> _Model:
+        """Compile each decoder layer of a model in place, if the config says so.
+
+        Layers are the items of the outermost ModuleLists and ModuleDicts.
+
+        Returns:
+            The same model object.
+        """
+        if self.config.enable_async_tensor_parallel:
+            _logger.warning(
+                "enable_async_tensor_parallel has no effect: torch has no public switch for it."
+            )
+        if self.config.enable_compile:
+            layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
+            _wait_for_embeddings(model, layers)
+            for layer in layers:
+                layer.compile()
+        return model
+
+    def _patch_transformers(self) -> None:
+        if self.packed_sequences:
+            restore_is_packed_sequence()
+        elif self.config.patch_is_packed_sequence:
+            patch_is_packed_sequence()
+
+
+def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Let the embeddings outside the layers hand out tensors that are there already.
+
+    One that is split by rows gives a tensor whose all-reduce is still under way. A compiled layer
+    (seen with torch 2.13) computes the right output from it, but passes its gradient on to
+    the wrong place, so that the embedding learns nothing.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            module.register_forward_hook(_finished)
+
+
+def _finished(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
+    return output if type(output) is Tensor else output.clone()

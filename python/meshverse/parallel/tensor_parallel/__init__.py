@@ -1,0 +1,1 @@
+"""Tensor-parallel plans: chosen for a model, completed, and applied to it."""
