@@ -150,7 +150,7 @@ def _run_in_world(
         timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS),
     )
     value = program(*arguments)
-    dist.barrier()  # nobody leaves while others still talk to them
+    dist.all_reduce(torch.zeros(1))  # nobody leaves while others still talk to them
     dist.destroy_process_group()
     return value
 

@@ -20,7 +20,8 @@ __all__ = ["NAME", "build", "compiler", "load", "register"]
 
 NAME = "via_store"
 
-_SOURCE = Path(__file__).parent.parent / "backends" / "store_backend.cpp"
+_FOLDER = Path(__file__).parent.parent / "backends"
+_SOURCE = _FOLDER / "store_backend.cpp"
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
@@ -38,7 +39,8 @@ def build(folder: Path) -> Path:
     Raises:
         RuntimeError: the compiler refused it.
     """
-    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    sources = b"".join(file.read_bytes() for file in sorted(_FOLDER.glob("*.[ch]pp")))
+    source = hashlib.sha256(sources).hexdigest()[:16]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     library = folder / f"store_backend-{torch.__version__}-{source}{suffix}"
     if library.exists():

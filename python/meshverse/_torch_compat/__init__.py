@@ -6,23 +6,25 @@ where it is used. Importing this checks that this torch has all that is listed i
 
 from __future__ import annotations
 
+from .backends import (
+    bound_to_device,
+    can_split,
+    creation_blocks,
+    members_only_hazard,
+    needs_own_world_group,
+    split_options,
+)
 from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
     abort_all,
-    bound_to_device,
     can_meet_in_store,
-    can_split,
     canonical_backend,
     check_backend,
-    creation_blocks,
     current_default_group,
     default_backend,
     default_timeout,
     end_group,
     find_group,
-    live_options,
-    members_only_hazard,
-    needs_own_world_group,
     resolve_group,
     set_up_device,
     store_of,
@@ -104,7 +106,6 @@ __all__ = [
     "lacks_memory",
     "let_compile_know",
     "lies_in_memory",
-    "live_options",
     "members_only_hazard",
     "needs_own_world_group",
     "new_like",
@@ -114,6 +115,7 @@ __all__ = [
     "resolve_group",
     "said_timeout",
     "set_up_device",
+    "split_options",
     "stock_concatenate",
     "store_of",
     "tag_layout",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import weakref
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from .backends import by_device, split_devices
 from .groups import Ranks
+from .options import options_of, options_timeout
 from .private_names import BackendOptions, ProcessGroup, c10d
 
 
@@ -41,6 +43,9 @@ def create_by_members(
     _, store = c10d._world.pg_map[default_group]
     if attempt:
         store = dist.PrefixStore(f"attempt {attempt}", store)
+    device = default_group.bound_device_id
+    if device is not None and device.type not in by_device(backend):
+        device = None  # c10d would connect the group's backend for this device, and there is none
     group = None
     while group is None:
         try:
@@ -53,7 +58,7 @@ def create_by_members(
                 name,  # type: ignore[arg-type]
                 backend_options=options,
                 timeout=timeout,
-                device_id=default_group.bound_device_id,
+                device_id=device,
                 group_desc=description,
             )
         except RuntimeError as error:  # noqa: PERF203  # the loop is for that
@@ -66,21 +71,86 @@ def create_by_members(
 
 
 def create_by_split(
-    ranks: Sequence[int],
+    ranks: list[int],
+    default_group: ProcessGroup,
     *,
+    backend: str,
     options: BackendOptions | None,
     timeout: timedelta | None,
+    name: str,
     description: str,
 ) -> ProcessGroup | None:
     """Split the ranks off the default group; every rank of the default group calls this once.
 
+    Stock's `split_group` names the group by how many this process has. c10d itself takes a name.
+
+    Args:
+        ranks: global ranks of the group, ascending; on a rank that is in no group, those of any.
+        default_group: the default process group, whose communicators are split.
+        backend: backend string of the group.
+        options: options object that c10d may keep and write to; None for those of the default
+            group.
+        timeout: of the group's operations.
+        name: unique among the groups there are, the same on all members.
+        description: shown in c10d's logs.
+
     Returns:
         The new group, or None on a rank that is not in `ranks`.
     """
-    group = dist.split_group(
-        split_ranks=[list(ranks)], timeout=timeout, pg_options=options, group_desc=description
+    devices = split_devices(default_group, backend) or {}
+    first = [each[0] for each in devices.values()]
+    if default_group not in _told_their_ranks:
+        for device in first:
+            _tell_ranks(default_group._get_backend(device), default_group.size())
+        _told_their_ranks.add(default_group)
+    only = {} if len(first) == len(default_group._device_types) else {"device_types": first}
+    group = default_group.split_group(
+        ranks, timeout=timeout, opts=options, group_name=name, group_desc=description, **only
     )
-    return group if isinstance(group, ProcessGroup) else None
+    if group is None:
+        return None
+    group.bound_device_id = default_group.bound_device_id
+    for kind, (first_device, *others) in devices.items():
+        part = group._get_backend(first_device)
+        # Before 2.15 the options of one backend are given to all; gloo takes its defaults then.
+        if timeout is not None and options_timeout(options_of(part)) not in (None, timeout):
+            part.set_timeout(timeout)
+        for other in others:  # c10d before 2.15 would split it once more for each
+            group._register_backend(other, dist.Backend.backend_type_map[kind], part)
+    _register(group, backend, name, ranks)
+    return group
+
+
+# Default groups whose backends know the ranks of their members.
+_told_their_ranks: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _tell_ranks(backend: Any, size: int) -> None:
+    """Let a backend of the default group know its ranks, which are all. O(world), once.
+
+    gloo and NCCL look them up where they are split. Only those of the first default group of a
+    process know them by themselves; the others read memory that is not theirs. 2.11-2.13.
+    """
+    options = options_of(backend)
+    if options is not None and hasattr(options, "global_ranks_in_group"):
+        options.global_ranks_in_group = list(range(size))
+
+
+def _register(group: ProcessGroup, backend: str, name: str, ranks: list[int]) -> None:
+    """Have c10d know a group that it has split, as its own `split_group` does. 2.11-2.15."""
+    config = c10d.BackendConfig(dist.Backend(backend))
+    if (health := getattr(c10d, "HealthCheckHook", None)) is not None:  # 2.15
+        health.attach(group)
+    if (record := getattr(c10d, "_maybe_attach_flight_recorder", None)) is not None:  # 2.15
+        record(group, config, ranks)
+    world, tag = c10d._world, f"ptd:{name}"
+    world.pg_map[group] = (dist.Backend(backend), group.get_group_store())
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = str(config)
+    c10d._register_process_group(name, group)
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
 
 
 def create_by_all(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from .options import options_timeout
-from .private_names import BackendOptions, ProcessGroup, StockDeviceMesh, c10d
+from .options import options_of, options_timeout
+from .private_names import ProcessGroup, StockDeviceMesh, c10d
 
 # --- the default process group -------------------------------------------------------------------
 
@@ -50,7 +48,7 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
     # All backends of a group were given the same timeout; some keep no options to tell it.
     backends = (group._get_backend(device) for device in group._device_types)
-    timeouts = (options_timeout(_options_of(backend)) for backend in backends)
+    timeouts = (options_timeout(options_of(backend)) for backend in backends)
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
@@ -123,17 +121,6 @@ def world_lifetime() -> object:
     nobody uses, in a registry that c10d empties with the default group. 2.11-2.15.
     """
     return c10d._world.tags_to_pg.setdefault("meshverse: no groups", _NoGroups())
-
-
-def creation_blocks(backend: str) -> bool:
-    """Whether making a group of this backend waits for its members, rather than its first use.
-
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL, c10d makes a gloo group beside each backend that it wraps:
-    all but those that are process groups themselves, such as "threaded". 2.11-2.15.
-    """
-    wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.is_gloo_available()
-    made_at_once = {"threaded"} if wrapped else {"nccl", "fake", "threaded"}
-    return not {part.rpartition(":")[2] for part in backend.split(",")} <= made_at_once
 
 
 class Ranks(dict[int, int]):
@@ -211,61 +198,3 @@ def find_group(name: str) -> ProcessGroup | None:
         return resolve_group(name)
     except RuntimeError:
         return None
-
-
-# --- how a group comes to be ---------------------------------------------------------------------
-
-
-def bound_to_device(group: ProcessGroup) -> bool:
-    """Whether the group was initialised eagerly, with its device bound (`device_id=`)."""
-    return getattr(group, "bound_device_id", None) is not None
-
-
-def _uses_torchcomms() -> bool:
-    return bool(getattr(torch.distributed.config, "use_torchcomms", False))
-
-
-def live_options(group: ProcessGroup) -> BackendOptions | None:
-    """The options the group's first backend was made with, if it has any."""
-    devices = group._device_types
-    return _options_of(group._get_backend(devices[0])) if devices else None
-
-
-def _options_of(backend: Any) -> BackendOptions | None:
-    """The options a backend was made with; None where it keeps none. 2.11-2.15.
-
-    MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
-    no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
-    """
-    try:
-        return backend.options
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def can_split(group: ProcessGroup, backend: str | None) -> bool:
-    """Whether stock would split this default group for a new group of this backend."""
-    device = torch.accelerator.current_accelerator()
-    if device is None or not bound_to_device(group) or not torch.accelerator.is_available():
-        return False
-    return backend is None or bool(group._get_backend(device).name() == backend)
-
-
-def members_only_hazard(group: ProcessGroup, backend: str) -> str | None:
-    """Why a group of this backend must be made by all ranks, or None if its members suffice."""
-    if _uses_torchcomms():
-        return "torchcomms"
-    if "mpi" in (part.rpartition(":")[2] for part in backend.split(",")):
-        return "MPI"
-    if callable(getattr(group, "new_group", None)):
-        return "the default group makes its own subgroups"
-    if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
-        return "TORCH_DIST_INIT_BARRIER=1"
-    if bound_to_device(group):
-        return "the default group is bound to a device and the backend differs"
-    return None
-
-
-def needs_own_world_group(group: ProcessGroup) -> bool:
-    """Whether stock makes a new group for an axis over the whole world, rather than reuse it."""
-    return torch.cuda.is_available() and dist.get_backend(group) == "gloo"

@@ -35,6 +35,18 @@ def options_timeout(options: BackendOptions | None) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+def options_of(backend: Any) -> BackendOptions | None:
+    """The options a backend was made with; None where it keeps none. 2.11-2.15.
+
+    MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
+    no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
+    """
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def said_timeout(options: BackendOptions | None) -> timedelta | None:
     """The timeout an options object was given, or None if it is that of a fresh one of its type."""
     timeout = options_timeout(options)

@@ -59,7 +59,9 @@ MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_abort_process_group"),
     (c10d, "_get_default_timeout"),
+    (c10d, "_get_split_source"),
     (c10d, "_new_process_group_helper"),
+    (c10d, "_register_process_group"),
     (c10d, "_resolve_process_group"),
     (c10d, "_world"),
     (stock_module, "_MeshLayout"),

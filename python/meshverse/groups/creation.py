@@ -49,7 +49,7 @@ def make_group(
         group_name = world.default_group.group_name
         return Group(request, group_name, Origin.DEFAULT_GROUP, created=False, borrowed=True)
     if _is_split(request, world):
-        return _made(request, _split(request), Origin.SPLIT)
+        return _made(request, _split(request, world), Origin.SPLIT)
     if hazard := world.members_only_hazard(request.options.backend):
         return _made(request, _make_by_all(request), Origin.BY_ALL, hazard)
     if request.position is None:
@@ -137,16 +137,22 @@ def _is_default_group(request: GroupRequest, world: World) -> bool:
 
 
 def _is_split(request: GroupRequest, world: World) -> bool:
-    return world.can_split(request.options.override[0]) and not request.keeps_order
+    return world.can_split(request.options.backend) and not request.keeps_order
 
 
-def _split(request: GroupRequest) -> compat.ProcessGroup | None:
+def _split(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
     # A rank outside the mesh takes part in the split all the same, by naming the first group.
-    ranks = request.my_ranks() or RankGroups(request.axis, request.rank_map).ranks_of(0)
+    groups, name = RankGroups(request.axis, request.rank_map), ""
+    if request.position is not None:
+        # Not taken back if it fails: what a failed split has left in the store is not met again.
+        name = _new_name(request, groups, world)
     return compat.create_by_split(
-        ranks,
-        options=request.options.backend_options_for_c10d(),
+        request.ordered(groups.ranks_of(request.position or 0)),
+        world.default_group,
+        backend=request.options.backend,
+        options=request.options.options_for_split(world.default_group),
         timeout=request.options.timeout,
+        name=name or f"{request.axis_name} of others",
         description=f"mesh_{request.axis_name}",
     )
 

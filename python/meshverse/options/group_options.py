@@ -111,8 +111,8 @@ class GroupOptions:
         timeout = said_timeout or compat.default_timeout(backend, default_group)
         # A split of the default group inherits its options where none are given.
         said = options
-        if options is None and compat.can_split(default_group, wanted):
-            said = compat.live_options(default_group)
+        if options is None and compat.can_split(default_group, backend):
+            said = compat.split_options(default_group)
         ignored = compat.IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, said, timeout=timeout, ignored=ignored)
         name_key = OptionsKey.of(backend, said, ignored=ignored)
@@ -139,6 +139,14 @@ class GroupOptions:
         text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
         key, name_key = self.key.with_tag(text), self.name_key.with_tag(text)
         return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
+
+    def options_for_split(self, default_group: compat.ProcessGroup) -> compat.BackendOptions | None:
+        """As `backend_options_for_c10d`, for a split of the default group, whose own it may get.
+
+        c10d writes to what it is given, and where that is nothing, to the default group's own.
+        """
+        mine = self.backend_options_for_c10d()
+        return copy_of(compat.split_options(default_group)) if mine is None else mine
 
     def backend_options_for_c10d(self) -> compat.BackendOptions | None:
         """A copy for c10d, which keeps what it is given and writes to it for each group.

@@ -63,7 +63,7 @@ class World:
         _lives[self.thread_id] += 1
         self.run = Run(self.rank, self.size)
         self.waits = OwnWaits()
-        self._can_split: dict[str | None, bool] = {}
+        self._can_split: dict[str, bool] = {}
         self._hazards: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
@@ -139,7 +139,7 @@ class World:
         """What a group is when nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
-    def can_split(self, backend: str | None) -> bool:
+    def can_split(self, backend: str) -> bool:
         """Whether groups of this backend are split off the default group. Decided once."""
         if backend not in self._can_split:
             self._can_split[backend] = compat.can_split(self.default_group, backend)
