@@ -56,6 +56,12 @@ class SplittingBackend : public store_backend::StoreBackend {
     return make(store, static_cast<int>(place - ranks.begin()), ranks.size(), options);
   }
 
+  // What c10d calls on ranks that are in none of the new groups, where it splits by itself.
+  void perform_nocolor_split(const at::Device&) {
+    agree("split", "", {});
+    ++memberless_splits_;
+  }
+
   c10::intrusive_ptr<c10d::Backend> shrink(
       const std::vector<std::int64_t>& without, int,
       const c10::intrusive_ptr<c10d::Backend::Options>& given) override {
@@ -148,6 +154,7 @@ inline void bind(py::module_& module) {
       .def_property_readonly("is_connected", &SplittingBackend::is_connected)
       .def_property_readonly("splits", &SplittingBackend::splits)
       .def_property_readonly("memberless_splits", &SplittingBackend::memberless_splits)
+      .def("perform_nocolor_split", &SplittingBackend::perform_nocolor_split, unlocked)
       .def("suspend", &SplittingBackend::suspend, unlocked)
       .def("resume", &SplittingBackend::resume, unlocked)
       .def("memory_stats", &SplittingBackend::getMemoryStats, unlocked);

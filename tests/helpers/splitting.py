@@ -50,6 +50,10 @@ def register(library: Path) -> ModuleType:
     def create(common: Any, given: Any) -> Any:
         mine = module.SplittingOptions() if given is None else given
         mine._timeout = common.timeout
+        source = getattr(common, "split_from", None)
+        if source is not None:  # from 2.15 on
+            mine.group_name = common.group_id
+            return source.split(common.store, common.global_ranks_in_group, mine)
         return module.SplittingBackend(common.store, common.group_rank, common.group_size, mine)
 
     if NAME not in dist.Backend.backend_list:

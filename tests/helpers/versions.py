@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import device_mesh as stock_module
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
@@ -17,10 +18,19 @@ needs_canonical_layouts = pytest.mark.skipif(
     not HAS_CANONICAL_LAYOUTS, reason="stock's layouts are canonical from torch 2.13 on"
 )
 
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+AT_LEAST_2_15 = _VERSION >= (2, 15)
+
 # Until 2.11, stock refuses the name of an axis to unflatten.
-UNFLATTENS_BY_NAME = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+UNFLATTENS_BY_NAME = _VERSION > (2, 11)
 
 needs_stock_rank_order = pytest.mark.skipif(
     "preserve_rank_order" not in inspect.signature(StockDeviceMesh.__init__).parameters,
     reason="stock keeps the order of ranks from torch 2.15 on",
+)
+
+# Before 2.13, c10d splits a backend once for each device type that it serves.
+needs_one_split = pytest.mark.skipif(
+    "device_types" not in (dist.ProcessGroup.split_group.__doc__ or ""),
+    reason="c10d splits a backend of two device types once, where told so, from torch 2.13 on",
 )

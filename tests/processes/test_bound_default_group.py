@@ -19,6 +19,7 @@ from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
 from helpers.splitting import NAME, backend_of
+from helpers.versions import AT_LEAST_2_15, needs_one_split
 from meshverse import DeviceMesh, init_device_mesh
 
 _AXES = ("dp", "tp")
@@ -84,6 +85,7 @@ def _life_of_a_mesh(library: str, folder: str) -> dict[str, Any]:
     return seen
 
 
+@needs_one_split
 def test_every_axis_is_one_split_that_all_ranks_take_part_in(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def _over_a_part(library: str, folder: str) -> dict[str, Any]:
     return {"counts": _counts(), "reached": reached_by(part.get_group()) if is_in else None}
 
 
+@needs_one_split
 def test_ranks_outside_a_mesh_take_part_too(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +175,7 @@ def _by_options(library: str, folder: str, backend: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("backend", [NAME, _MIXED])
+@pytest.mark.parametrize("backend", [pytest.param(NAME, marks=needs_one_split), _MIXED])
 def test_options_are_those_of_the_bound_device_and_reach_its_backend(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -204,6 +207,7 @@ def _of_one_device(library: str, folder: str) -> dict[str, Any]:
     }
 
 
+@needs_one_split
 def test_an_axis_may_have_the_backend_of_one_device(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
@@ -238,4 +242,5 @@ def test_an_order_of_ranks_to_keep_is_kept(
         assert seen["ranks"] == line
         assert seen["place"] == line.index(rank)
         assert seen["reached"] == [int(other in line) for other in range(4)]
-        assert seen["how"] == "made by its members"
+        # From 2.15 on, c10d asks any backend to make a group by a split.
+        assert seen["how"].startswith("made by all ranks" if AT_LEAST_2_15 else "made by its")

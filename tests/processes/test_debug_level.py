@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
 from helpers.crew import Crew
+from helpers.versions import AT_LEAST_2_15
 from meshverse import _torch_compat as compat
 from meshverse import init_device_mesh
 
-_MADE_AT_ONCE = ("nccl", "fake", "cpu:fake,cuda:nccl")
+_NCCL = "nccl-legacy" if AT_LEAST_2_15 else "nccl"  # the one that connects at first use
+_MADE_AT_ONCE = (_NCCL, "fake", f"cpu:fake,cuda:{_NCCL}")
 
 
 def _alone(level: str) -> tuple[str, float]:
