@@ -160,6 +160,9 @@ OF_UNIVERSE: dict[str, Question] = {
 USES_GROUPS_OF_UNIVERSE = {
     "add_flattened": "takes a mesh that is there",
     "warm_up": "makes groups",
+    "suspend": "talks to groups",
+    "resume": "talks to groups",
+    "memory_stats": "asks groups",
     "bind": "gives meshes groups",
     "destroy": "ends groups",
     "abort": "ends groups",

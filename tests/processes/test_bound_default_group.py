@@ -5,7 +5,6 @@ The backend of these worlds is as strict as NCCL: see `backends/splitting_backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ from meshverse import DeviceMesh, init_device_mesh
 _AXES = ("dp", "tp")
 _MIXED = f"cpu:gloo,{splitting.DEVICE}:{NAME}"
 _LINES = {"dp": [[1, 0, 1, 0], [0, 1, 0, 1]], "tp": [[1, 1, 0, 0], [0, 0, 1, 1]]}
-
-
-@pytest.fixture(scope="module")
-def bound_crew() -> Iterator[Crew]:
-    """Four processes with an accelerator, which they keep."""
-    crew = Crew(4)
-    yield crew
-    crew.stop()
 
 
 def _expected(rank: int) -> dict[str, list[int]]:

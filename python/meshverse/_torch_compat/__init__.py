@@ -54,6 +54,7 @@ from .private_names import (
     TorchLayout,
 )
 from .saved_stock import StockState, hook_setstate, is_made_by_stock, read_stock_state
+from .sleep import memory_stats, resume, suspend
 from .tagged_layouts import tag_layout, tags_of, with_flattened_tag
 from .tracing import (
     has_no_values,
@@ -107,17 +108,20 @@ __all__ = [
     "let_compile_know",
     "lies_in_memory",
     "members_only_hazard",
+    "memory_stats",
     "needs_own_world_group",
     "new_like",
     "options_timeout",
     "read_stock_state",
     "real_mesh",
     "resolve_group",
+    "resume",
     "said_timeout",
     "set_up_device",
     "split_options",
     "stock_concatenate",
     "store_of",
+    "suspend",
     "tag_layout",
     "tags_of",
     "thread_id",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class GroupExplanation:
         requests: how often it was asked for, by axis name.
         avoided: groups that stock would have made for these requests beside what was created.
         bytes_each: estimated device memory of one such communicator; None if unknown.
+        suspended: whether it is suspended now.
     """
 
     name: str | None
@@ -59,6 +60,7 @@ class GroupExplanation:
     requests: dict[str, int]
     avoided: int
     bytes_each: int | None
+    suspended: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Explanation:
                 group.layout,
                 _shorten(group.ranks),
                 group.options,
-                group.how,
+                group.how + ", suspended" * group.suspended,
             )
             for group in self.groups
         ]
@@ -132,10 +134,11 @@ def explain(
     rank: int,
     groups: Iterable[Group],
     communicator_bytes: Mapping[str, int] | None = None,
+    suspended: Collection[str] = (),
 ) -> Explanation:
     """What happened to the groups of a universe; see `Universe.explain`."""
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
-    explained = tuple(_explain_group(group, figures) for group in groups)
+    explained = tuple(_explain_group(group, figures, suspended) for group in groups)
     return Explanation(
         rank_map=str(rank_map),
         rank=rank,
@@ -145,7 +148,9 @@ def explain(
     )
 
 
-def _explain_group(group: Group, figures: Mapping[str, int]) -> GroupExplanation:
+def _explain_group(
+    group: Group, figures: Mapping[str, int], suspended: Collection[str]
+) -> GroupExplanation:
     request = group.request
     options = request.options
     ranks = tuple(request.my_ranks())
@@ -163,6 +168,7 @@ def _explain_group(group: Group, figures: Mapping[str, int]) -> GroupExplanation
         requests=dict(group.requests),
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(options.backend, len(ranks), figures),
+        suspended=group.name in suspended,
     )
 
 

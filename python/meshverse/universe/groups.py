@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, Layout
 from meshverse.agreement import Call
+from meshverse.groups.asleep import Asleep
 from meshverse.groups.freed import can_be_made_again
 from meshverse.groups.request import Group, GroupRequest, Origin
 from meshverse.options.group_options import GroupOptions
@@ -210,6 +211,7 @@ class UniverseGroups(GroupMaker):
         if self.pending.pop(name, None) is None and not world.is_over:
             self._holders.drop(name)  # of meshes concatenated across universes, too
             compat.end_group(name, abort=abort)
+            world.state(Asleep).names.discard(name)
         self._to_end.remove(group)
 
     def _uses_default_group(self) -> bool:

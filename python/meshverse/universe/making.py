@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, GroupCache, OptionsKey, RankMap
 from meshverse.agreement import BoardUse, Call
+from meshverse.groups.asleep import Asleep, check_awake
 from meshverse.groups.creation import is_made_by_members, make_group, prepare_group
 from meshverse.groups.freed import is_for_others_too, make_again, notice, why_gone
 from meshverse.groups.lazy import LazyGroups
@@ -153,6 +154,7 @@ class GroupMaker:
         if name in self.process_groups:
             return
         group = next((group for group in self if group.name == name), None)
+        check_awake(name, group, self._world)
         if group is not None and self._is_gone(group) and is_for_others_too(group, self._world):
             self._make_again(group)
             return
@@ -161,6 +163,8 @@ class GroupMaker:
             group.note_first_use(made_here)
 
     def _make_pending(self, name: str) -> bool:
+        if name in self._world.state(Asleep).names:  # to be kept when it was resumed
+            return False
         made_here = self._lazy_groups.make(name, self._world, self._meetings)
         try:
             self._hold(name)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.report.explain import Explanation, explain
 from meshverse.world.world import World, WorldState
@@ -107,7 +108,8 @@ class GroupOwner:
             communicator_bytes: device memory of one communicator by backend name, where you know
                 it better than `meshverse.report.communicator_memory`.
         """
-        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes)
+        asleep = () if self.world is None else self.world.state(Asleep).names
+        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes, asleep)
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
         """The group of an axis with this options key, if there is one already. O(groups)."""

@@ -26,6 +26,7 @@ from .consistency import check_by_default
 from .groups import UniverseGroups
 from .owner import GroupOwner, WorldUniverses, ending_in_words
 from .roots import RootedMesh, Roots
+from .sleep import GroupMemory, memory_stats, resume, suspend
 from .warm_up import WarmedUp, warm_up
 
 __all__ = ["Member", "Universe", "share_world_wide"]
@@ -234,6 +235,43 @@ class Universe(GroupOwner):
         if self.root is None:
             raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
         return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
+
+    def suspend(self, axis_names: Collection[str] | None = None) -> None:
+        """Have process groups hold as little device memory as they can, until `resume`.
+
+        All ranks of the universe call this with the same names, when nothing is going on in the
+        groups. Use of a suspended group through a mesh raises RuntimeError. What holds the group
+        itself, such as FSDP2 or a compiled graph, gets what the backend says. Groups whose
+        backends cannot be suspended stay as they are, as do groups that are suspended already.
+
+        Args:
+            axis_names: of axes whose groups are meant, by any name they were asked for; by default
+                all that were made here: not the default group, nor groups the user gave.
+
+        Raises:
+            KeyError: no group was asked for by one of the names.
+            RuntimeError: no backend of these groups can be suspended.
+        """
+        suspend(self.groups, axis_names, self._living_world)
+
+    def resume(self, axis_names: Collection[str] | None = None) -> None:
+        """Have suspended process groups ready for use again. Arguments and ranks as for `suspend`.
+
+        Groups that are not suspended stay as they are.
+        """
+        resume(self.groups, axis_names, self._living_world)
+
+    def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
+        """What process groups hold in memory, as their backends say. Arguments as for `suspend`.
+
+        Groups whose backends do not tell are left out. No other rank is asked.
+        """
+        return memory_stats(self.groups, axis_names, self._living_world)
+
+    @property
+    def _living_world(self) -> World:
+        assert self.world is not None  # or `groups` has raised
+        return self.world
 
     def bind(self, target: Universe) -> None:
         """Give the meshes here that have no process groups those of a universe, this or another.

@@ -16,7 +16,7 @@ from meshverse.groups.request import Group
 
 from .groups import UniverseGroups
 
-__all__ = ["WarmedUp", "warm_up"]
+__all__ = ["WarmedUp", "in_one_order", "warm_up"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def warm_up(
     Raises:
         KeyError: no group was asked for by one of the names.
     """
-    chosen = _choose(groups, axis_names)
+    chosen = in_one_order(groups, axis_names)
     report = []
     with _progress(len(chosen)) if show_progress else contextlib.nullcontext() as tell:
         for group in chosen:
@@ -65,12 +65,17 @@ def warm_up(
     return report
 
 
-def _choose(groups: UniverseGroups, axis_names: Collection[str] | None) -> list[Group]:
+def in_one_order(groups: UniverseGroups, axis_names: Collection[str] | None) -> list[Group]:
+    """My groups of these axes, by default all, in an order that all ranks share.
+
+    Raises:
+        KeyError: no group was asked for by one of the names.
+    """
     known = {name for group in groups for name in group.requests}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
-            f"warm_up() of axes {sorted(wanted - known)}: no mesh of this universe asked for "
+            f"Groups of axes {sorted(wanted - known)}: no mesh of this universe asked for "
             f"groups by these names, but by {sorted(known)}."
         )
     mine = [g for g in groups if g.name is not None and wanted & g.requests.keys()]

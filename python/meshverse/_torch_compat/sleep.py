@@ -1,0 +1,52 @@
+"""Suspending the communicators of a process group. torch has it since 2.12, for a backend each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .private_names import ProcessGroup
+
+__all__ = ["memory_stats", "resume", "suspend"]
+
+
+def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
+    """What a group's backends say of their memory, summed up; None if none of them can tell.
+
+    Those that can tell can be suspended too: c10d asks both of the same communicators.
+    """
+    told = [stats for backend in _backends(group) if (stats := _stats(backend)) is not None]
+    if not told:
+        return None
+    total: Counter[str] = Counter()
+    for stats in told:
+        total.update(stats)
+    return dict(total)
+
+
+def suspend(group: ProcessGroup) -> None:
+    """Suspend those of a group's backends that can be; all its ranks call this."""
+    for backend in _backends(group):
+        if _stats(backend) is not None:
+            backend.suspend()
+
+
+def resume(group: ProcessGroup) -> None:
+    """The reverse of `suspend`; all its ranks call this."""
+    for backend in _backends(group):
+        if _stats(backend) is not None:
+            backend.resume()
+
+
+def _stats(backend: Any) -> dict[str, int] | None:
+    try:
+        return dict(backend.memory_stats())
+    except (AttributeError, RuntimeError):  # before 2.12; a backend that cannot
+        return None
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    """A group's backends, each once, in an order that all ranks share."""
+    devices = sorted(group._device_types, key=lambda device: device.type)
+    found = (group._get_backend(device) for device in devices)
+    return list(dict.fromkeys(found))

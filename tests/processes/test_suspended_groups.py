@@ -1,0 +1,142 @@
+"""`suspend`, `resume` and `memory_stats` of a universe, on a backend that is strict about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from helpers import splitting
+from helpers.all_reduce import reached_by, reached_ranks
+from helpers.crew import Crew
+from meshverse import init_device_mesh
+
+_AXES = ("dp", "tp")
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "suspend"),
+    reason="torch can suspend a backend from 2.12 on",
+)
+
+
+def _told(call: Callable[[], object]) -> str:
+    try:
+        return f"gave {call()}"
+    except (RuntimeError, KeyError) as error:
+        return str(error)
+
+
+def _stats(universe: Any, *axes: str) -> dict[str, tuple[bool, int]]:
+    told = universe.memory_stats(axes or None)
+    return {" ".join(one.axes): (one.suspended, one.stats["total"]) for one in told}
+
+
+def _one_axis_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
+    splitting.restart(library, folder, is_bound=is_bound)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",), universe=mesh.universe)
+    universe, tp, before = mesh.universe, mesh.get_group("tp"), reached_ranks(mesh)
+    universe.suspend(["tp"])
+    universe.suspend(["tp"])  # is suspended already
+    view = mesh.unflatten("tp", (2, 1), ("ep", "one"))
+    asleep = {
+        "use": _told(lambda: mesh.get_group("tp")),
+        "functional": _told(lambda: funcol.all_reduce(torch.ones(1), "sum", (mesh, 1))),
+        "of a view": _told(lambda: view.get_group("ep")),
+        "warm up": _told(lambda: universe.warm_up(["tp"])),
+        "others": reached_by(mesh.get_group("dp")),
+        "world": reached_by(other.get_group()),
+        "coordinate": mesh.get_coordinate(),
+        "stats": _stats(universe),
+        "how": [(g["suspended"], g["requests"]) for g in universe.explain().to_dict()["groups"]],
+        "told": str(universe.explain()),
+        "itself": _told(lambda: reached_by(tp)),
+    }
+    universe.resume()
+    return {
+        **asleep,
+        "before": before,
+        "after": reached_ranks(mesh),
+        "same": mesh.get_group("tp") is tp is view.get_group("ep"),
+        "known to compile": tp.group_name in mesh._pg_registry,
+        "stats after": _stats(universe, "tp"),
+        "told after": str(universe.explain()),
+    }
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_one_axis_sleeps_and_wakes(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path, is_bound: bool
+) -> None:
+    library, folder = str(via_store_library), str(tmp_path)
+    for rank, seen in enumerate(bound_crew.run(_one_axis_sleeps, 4, library, folder, is_bound)):
+        line = [0, 1] if rank < 2 else [2, 3]
+        for use in ("use", "functional", "of a view", "warm up"):
+            assert f"The process group of axis 'tp' or 'ep' with ranks {line} is sus" in seen[use]
+            assert "mesh.universe.resume() on all its ranks" in seen[use]
+        assert seen["others"] == seen["before"]["dp"]
+        assert seen["world"] == [1, 1, 1, 1]
+        assert list(seen["coordinate"]) == [rank // 2, rank % 2]
+        assert seen["stats"]["tp ep"] == (True, 64)
+        assert seen["stats"]["dp"] == (False, 1088)
+        assert [requests for suspended, requests in seen["how"] if suspended] == [
+            {"tp": 1, "ep": 1}
+        ]
+        assert seen["told"].count(", suspended") == 1
+        assert "was used while it sleeps" in seen["itself"]
+        assert seen["after"] == seen["before"]
+        assert seen["same"]
+        assert seen["known to compile"]
+        assert seen["stats after"] == {"tp ep": (False, 1088)}
+        assert ", suspended" not in seen["told after"]
+
+
+def _all_sleep(library: str, folder: str) -> dict[str, Any]:
+    splitting.restart(library, folder, is_bound=False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    names = _AXES if dist.get_rank() % 2 else _AXES[::-1]  # whatever the order
+    mesh.universe.suspend(names)
+    mesh.universe.resume(names)
+    mesh.universe.suspend()
+    seen = {"stats": {all_of for all_of, _ in _stats(mesh.universe).values()}}
+    seen["world"] = reached_by(dist.group.WORLD)
+    mesh.universe.resume()
+    seen["reached"] = reached_ranks(mesh)
+    mesh.universe.suspend()
+    seen["destroyed"] = _told(mesh.universe.destroy)
+    seen["use"] = _told(lambda: mesh.get_group("tp"))
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    seen["again"] = reached_ranks(again)
+    return seen
+
+
+def test_all_sleep_and_may_be_destroyed_asleep(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    for seen in bound_crew.run(_all_sleep, 4, str(via_store_library), str(tmp_path)):
+        assert seen["stats"] == {True}
+        assert seen["world"] == [1, 1, 1, 1], "the default group is not the universe's"
+        assert "was destroyed" in seen["use"]
+        assert seen["again"] == seen["reached"]
+
+
+def _of_gloo() -> tuple[Any, Any, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), isolate="of its own")
+    universe = mesh.universe
+    return (
+        _told(universe.suspend),
+        _told(lambda: universe.suspend(["nowhere"])),
+        (universe.memory_stats(), reached_by(mesh.get_group())),
+    )
+
+
+def test_what_cannot_sleep_says_so(bound_crew: Crew) -> None:
+    for told, unknown, left in bound_crew.run(_of_gloo, 2):
+        assert "suspend() of groups of gloo: none of them can be suspended" in told
+        assert "nowhere" in unknown
+        assert left == ([], [1, 1])
