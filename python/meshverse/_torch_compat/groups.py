@@ -164,6 +164,20 @@ def _end_watch(watch: _Watch, watches: dict[int, _Watch] = _watches) -> None:
     watch.callback(*watch.arguments)
 
 
+def shrunk_from(name: str) -> ProcessGroup | None:
+    """What `shrink_group` has made of the group of this name, which it ended, or None.
+
+    c10d says so in the description of what it made. 2.11-2.15.
+    """
+    groups = list(c10d._world.pg_names)  # other threads may add some
+    return next((group for group in groups if group.group_desc == f"{name}:shrunk"), None)
+
+
+def is_shrunk_default(group: ProcessGroup) -> bool:
+    """Whether `shrink_group` made this default group of another one, whose ranks were others."""
+    return bool(group.group_desc == "default:shrunken")
+
+
 def end_group(name: str, *, abort: bool) -> None:
     """Free the group of this name, if c10d still knows it.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 
+import torch.distributed as dist
+
 from meshverse import _torch_compat as compat
 from meshverse.agreement import shortened
 from meshverse.world.holders import Holders
@@ -64,7 +66,7 @@ def is_for_others_too(group: Group, world: World) -> bool:
     """
     assert group.name is not None
     is_shared = sum(group.requests.values()) > 1 or world.state(Users).are_several(group.name)
-    return is_shared and can_be_made_again(group, world)
+    return is_shared and can_be_made_again(group, world) and _shrunk_to(group.name) is None
 
 
 def can_be_made_again(group: Group, world: World) -> bool:
@@ -107,6 +109,14 @@ def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
 
 def why_gone(group: Group | None, name: str, world: World) -> str:
     """What to say of a group that was destroyed, and how to have it again."""
+    left = _shrunk_to(name)
+    if left is not None:
+        what = f"The process group {name}" if group is None else _describe(group)
+        return (
+            f"{what} was shrunk by shrink_group() to ranks {shortened(left)}, in a group of its "
+            "own, and no rank has its old place any more. Make a mesh of the ranks that are left: "
+            "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
+        )
     if group is None or group.borrowed:
         what = f"The process group {name}" if group is None else _describe(group)
         return (
@@ -119,6 +129,12 @@ def why_gone(group: Group | None, name: str, world: World) -> str:
         "with universe=mesh.universe, on all its ranks: groups that are gone are made again, for "
         f"{for_whom}."
     )
+
+
+def _shrunk_to(name: str) -> list[int] | None:
+    """Global ranks that `shrink_group` has left of a group that it ended, or None."""
+    shrunk = compat.shrunk_from(name)
+    return None if shrunk is None else dist.get_process_group_ranks(shrunk)
 
 
 def _describe(group: Group) -> str:

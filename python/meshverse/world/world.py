@@ -115,6 +115,8 @@ class World:
             )
         current = compat.current_default_group()
         state = "there is none" if current is None else "there is another one"
+        if current is not None and compat.is_shrunk_default(current):
+            state = f"shrink_group() has left {current.size()} of them, whose ranks have changed,"
         return (
             f"The default process group of {self.size} ranks that this mesh was made with is "
             f"gone ({state} now), and its process groups with it. Make the mesh again after "
