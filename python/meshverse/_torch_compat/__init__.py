@@ -17,6 +17,7 @@ from .backends import (
 from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
     abort_all,
+    can_be_reconfigured,
     can_meet_in_store,
     canonical_backend,
     check_backend,
@@ -84,6 +85,7 @@ __all__ = [
     "TorchLayout",
     "abort_all",
     "bound_to_device",
+    "can_be_reconfigured",
     "can_meet_in_store",
     "can_split",
     "canonical_backend",

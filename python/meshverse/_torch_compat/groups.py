@@ -178,6 +178,15 @@ def is_shrunk_default(group: ProcessGroup) -> bool:
     return bool(group.group_desc == "default:shrunken")
 
 
+def can_be_reconfigured(group: ProcessGroup) -> bool:
+    """Whether a group was made to get other members, and this process another rank in it. 2.15.
+
+    Its `supports_reconfigure` says that of every group of gloo's.
+    """
+    options = (options_of(group._get_backend(device)) for device in group._device_types)
+    return any(getattr(one, "enable_reconfigure", False) for one in options)
+
+
 def end_group(name: str, *, abort: bool) -> None:
     """Free the group of this name, if c10d still knows it.
 

@@ -104,7 +104,7 @@ class MeshBase(StockDeviceMesh):
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
-            else GroupNames(group_names, self._universe.process_groups, self._before_use)
+            else GroupNames(group_names, self._universe.ready_groups, self._before_use)
         )
 
     def _before_use(self, group_name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Container, Hashable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -83,6 +83,7 @@ class Universe(GroupOwner):
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
+        ready_groups: those that need nothing before they are used.
         pending_groups: the lazy groups of the world that are still to be made, by c10d name.
         roots: of the meshes made in this universe, and their flattened meshes.
         is_over: whether it was destroyed or aborted.
@@ -124,6 +125,7 @@ class Universe(GroupOwner):
         self._groups: UniverseGroups | None = None
         self.generation = 0
         self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self.ready_groups: Container[str] = self.process_groups
         self.pending_groups: Mapping[str, Group] = {}
         if self.world is not None:
             self._groups = UniverseGroups(
@@ -136,6 +138,7 @@ class Universe(GroupOwner):
                 share_world=_shares_world_wide,
             )
             self.process_groups = self._groups.process_groups
+            self.ready_groups = () if self.world.may_change else self.process_groups
             self.pending_groups = self._groups.pending
             self.generation = self.world.state(WorldUniverses).n_ended
         self._ended = None

@@ -45,6 +45,7 @@ class World:
         size: number of ranks.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
         life: how many worlds this process had before; other ranks may have had more or fewer.
+        may_change: whether the default group may get other members; then each use of a group asks.
         run: of the default group, among those that used the same store.
         waits: what this rank lets others know of its waits.
     """
@@ -56,6 +57,7 @@ class World:
         end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
+        self.may_change = compat.can_be_reconfigured(default_group)
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
@@ -95,7 +97,15 @@ class World:
     def is_over(self) -> bool:
         """Whether this world's process groups are gone, with its default group or by a fork."""
         group = self._default_group()
-        return group is None or group is not compat.current_default_group() or self.is_of_parent
+        return (
+            group is None
+            or group is not compat.current_default_group()
+            or self.is_of_parent
+            or (self.may_change and self._has_changed(group))
+        )
+
+    def _has_changed(self, group: compat.ProcessGroup) -> bool:
+        return (group.rank(), group.size()) != (self.rank, self.size)
 
     @property
     def default_group(self) -> compat.ProcessGroup:
@@ -114,6 +124,13 @@ class World:
                 "this one by spawn or forkserver and make the mesh in it."
             )
         current = compat.current_default_group()
+        if current is not None and current is self._default_group():
+            return (
+                f"The default process group was reconfigured: this mesh was made by rank "
+                f"{self.rank} of {self.size}, which is rank {current.rank()} of {current.size()} now. "
+                "Call destroy_process_group() and init_process_group() on all ranks, and make the "
+                "mesh again."
+            )
         state = "there is none" if current is None else "there is another one"
         if current is not None and compat.is_shrunk_default(current):
             state = f"shrink_group() has left {current.size()} of them, whose ranks have changed,"
