@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ def split_options(group: ProcessGroup) -> BackendOptions | None:
     They are those of the backend of the device it is bound to. Its other backends, if any, hand on
     their own, of which nothing can be said for a group.
     """
+    assert group.bound_device_id is not None  # it can be split
     return options_of(group._get_backend(group.bound_device_id))
 
 
@@ -109,10 +111,11 @@ def _is_made_by_splitting(group: ProcessGroup, backend: str) -> bool:
     """Whether c10d, where it makes a group of this backend, splits the default group for it."""
     if not bound_to_device(group) or _uses_torchcomms(backend):
         return False
+    split_source: Any = c10d._get_split_source
     if _SPLITS_SAME_ONLY:
-        return c10d._get_split_source(group, backend) is not None
+        return split_source(group, backend) is not None
     # Before 2.15 only c10d's own NCCL is told what to split; others are made as ever.
-    return "nccl" in _names(backend) and c10d._get_split_source(group) is not None  # type: ignore[call-arg]
+    return "nccl" in _names(backend) and split_source(group) is not None
 
 
 def creation_blocks(backend: str) -> bool:

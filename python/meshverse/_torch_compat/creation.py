@@ -104,8 +104,9 @@ def create_by_split(
             _tell_ranks(default_group._get_backend(device), default_group.size())
         _told_their_ranks.add(default_group)
     only = {} if len(first) == len(default_group._device_types) else {"device_types": first}
+    known_as: Any = name  # torch's own type of names is a str to everybody else
     group = default_group.split_group(
-        ranks, timeout=timeout, opts=options, group_name=name, group_desc=description, **only
+        ranks, timeout=timeout, opts=options, group_name=known_as, group_desc=description, **only
     )
     if group is None:
         return None
@@ -136,7 +137,7 @@ def _tell_ranks(backend: Any, size: int) -> None:
         options.global_ranks_in_group = list(range(size))
 
 
-def _register(group: ProcessGroup, backend: str, name: str, ranks: list[int]) -> None:
+def _register(group: ProcessGroup, backend: str, name: Any, ranks: list[int]) -> None:
     """Have c10d know a group that it has split, as its own `split_group` does. 2.11-2.15."""
     config = c10d.BackendConfig(dist.Backend(backend))
     if (health := getattr(c10d, "HealthCheckHook", None)) is not None:  # 2.15

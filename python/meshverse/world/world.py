@@ -127,9 +127,9 @@ class World:
         if current is not None and current is self._default_group():
             return (
                 f"The default process group was reconfigured: this mesh was made by rank "
-                f"{self.rank} of {self.size}, which is rank {current.rank()} of {current.size()} now. "
-                "Call destroy_process_group() and init_process_group() on all ranks, and make the "
-                "mesh again."
+                f"{self.rank} of {self.size}, which is rank {current.rank()} of "
+                f"{current.size()} now. Call destroy_process_group() and init_process_group() on "
+                "all ranks, and make the mesh again."
             )
         state = "there is none" if current is None else "there is another one"
         if current is not None and compat.is_shrunk_default(current):
