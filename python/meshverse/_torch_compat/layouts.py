@@ -68,9 +68,7 @@ def from_torch_layout(layout: TorchLayout) -> Layout:
         return Layout([AxisLayout(axis.shape, axis.stride) for axis in layout])
     axes = [layout[i] for i in range(len(layout))]
     flat = [list(axis.sizes_and_strides) for axis in axes]
-    return Layout(
-        [AxisLayout([m[0] for m in modes], [m[1] for m in modes]) for modes in flat]
-    )
+    return Layout([AxisLayout([m[0] for m in modes], [m[1] for m in modes]) for modes in flat])
 
 
 def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
