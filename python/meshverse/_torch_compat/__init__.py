@@ -9,7 +9,6 @@ from __future__ import annotations
 from .creation import create_by_all, create_by_members, create_by_split
 from .groups import (
     abort_all,
-    bound_to_device,
     can_meet_in_store,
     can_split,
     canonical_backend,
@@ -41,11 +40,9 @@ from .options import (
     IGNORED_OPTION_FIELDS,
     is_backend_options,
     new_like,
-    options_timeout,
     said_timeout,
 )
 from .private_names import (
-    HAS_PRESERVE_RANK_ORDER,
     BackendOptions,
     ProcessGroup,
     StockDeviceMesh,
@@ -70,7 +67,6 @@ from .tracing import (
 __all__ = [
     "FLATTENED_ARE_APART",
     "FLATTENING_GIVES_MESH",
-    "HAS_PRESERVE_RANK_ORDER",
     "IGNORED_OPTION_FIELDS",
     "BackendOptions",
     "ProcessGroup",
@@ -78,7 +74,6 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
-    "bound_to_device",
     "can_meet_in_store",
     "can_split",
     "canonical_backend",
@@ -108,7 +103,6 @@ __all__ = [
     "members_only_hazard",
     "needs_own_world_group",
     "new_like",
-    "options_timeout",
     "read_stock_state",
     "real_mesh",
     "resolve_group",

@@ -143,7 +143,8 @@ class GroupMaker:
         return group
 
     def _share(self, request: GroupRequest, call: Call | None) -> Group:
-        # Positions and layouts mean something within one universe only, ranks everywhere.
+        # A layout means something within one universe only, ranks mean the same everywhere: so the
+        # group is looked up by its ranks. The mesh over ranks 4-7 finds what one over 0-7 has made.
         name = None
         while name is None:
             shared: Group = self._users.shared.get_or_create(
