@@ -54,7 +54,12 @@ _TINY = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "first_k_dense_replace": 1,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
     "n_group": 1,
+    "num_expert_group": 1,
     "topk_group": 1,
     "shared_expert_intermediate_size": 16,
     "expert_ffn_hidden_size": 16,
@@ -72,7 +77,10 @@ _TINY = {
 }
 
 # In one process too, these compute some of their parts in float32 only.
-_FLOAT32_ONLY = ("glm4_moe", "longcat_flash", "inkling2_text")
+_FLOAT32_ONLY = {
+    "4": ("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "longcat_flash"),
+    "5": ("bailing_hybrid", "hy_v4", "inkling2_text"),
+}.get(transformers.__version__.split(".")[0], ())
 
 # Styles of transformers that hand experts out to ranks.
 _EXPERT_STYLES = (
@@ -86,6 +94,7 @@ _EXPERT_STYLES = (
 # What the rest of a config must say for the sizes above to be possible.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BOTH_KINDS = ["sliding_attention", "full_attention"]
+_DENSE_AND_SPARSE = ["dense", "sparse"]
 _SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_BOTH_KINDS, _ROPE)},
     "gemma3n_text": {
@@ -95,7 +104,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": [48] * 4,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
-    "gemma4_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
+    "beam": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "bailing_hybrid": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "deepseek_v32": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "glm_moe_dsa": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {
+        "layer_types": _BOTH_KINDS,
+        "per_layer_config": {},
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "gemma4_unified_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "phi4_multimodal": {
@@ -210,6 +231,7 @@ def tokens() -> Tensor:
 
 def run(model: nn.Module) -> dict[str, Tensor | None]:
     """Logits, and the gradient of every parameter, as full tensors."""
+    torch.manual_seed(_SEED)  # routers that choose at random choose alike
     logits = full(model(input_ids=tokens(), use_cache=False).logits)
     generator = torch.Generator().manual_seed(_SEED)
     (logits * torch.randn(logits.shape, generator=generator)).sum().backward()

@@ -21,7 +21,7 @@ from meshverse.parallel.experts.hf_experts import take_experts
 from .hf_plan_gaps import fill_gaps
 from .hf_styles import EXPERT_STYLES, translate_to_torch_parallel_style
 from .local_styles import LocalParameters, SharedKeyGradAllreduce
-from .module_names import is_present, parameter_of
+from .module_names import is_present, matching_modules, parameter_of
 
 __all__ = ["get_hf_tp_shard_plan", "has_hf_plan"]
 
@@ -155,20 +155,28 @@ def _text_config(model: nn.Module) -> Any:
 def _place_parameters(
     model: nn.Module, names: dict[str, str], plan: dict[str, ParallelStyle]
 ) -> None:
-    """Bring entries that name a parameter to the module that has it."""
+    """Bring entries that name a parameter to the modules that have it."""
     for key, style in names.items():
         parameter = parameter_of(model, key)
         placement = None if parameter is None else _placement(parameter, style)
         if placement is None:
             continue
-        owner, _, name = key.rpartition(".")
-        local = plan.setdefault(owner, LocalParameters({}))
-        if not isinstance(local, LocalParameters):
-            raise ValueError(
-                f"The plan of {type(model).__name__} has {key!r}: {style!r} beside {owner!r}: "
-                f"{local}. Give a plan as tp_shard_plan with one style for the module."
-            )
-        local.placements[name] = placement
+        pattern, _, name = key.rpartition(".")
+        for owner in _owners(model, pattern, name):
+            local = plan.setdefault(owner, LocalParameters({}))
+            if not isinstance(local, LocalParameters):
+                raise ValueError(
+                    f"The plan of {type(model).__name__} has {key!r}: {style!r} beside {owner!r}: "
+                    f"{local}. Give a plan as tp_shard_plan with one style for the module."
+                )
+            local.placements[name] = placement
+
+
+def _owners(model: nn.Module, pattern: str, name: str) -> list[str]:
+    """The pattern, if all modules it means have the parameter; else those that have it."""
+    modules = matching_modules(model, pattern)
+    having = [each for each in modules if model.get_submodule(each)._parameters.get(name) is not None]
+    return [pattern] if len(having) == len(modules) else having
 
 
 def _placement(parameter: nn.Parameter, style: str) -> Placement | None:
