@@ -58,7 +58,7 @@ class ExpertFeaturesParallel(CheckedStyle):
         if getattr(module, "has_post_expert_norm", False):
             raise ValueError(
                 f"{name}: {type(module).__name__} normalizes what each expert gives, which needs "
-                "all features at once. Split these experts over an expert mesh, with ExpertParallel."
+                "all features at once. Split them over an expert mesh, with ExpertParallel."
             )
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -72,7 +72,9 @@ class ExpertFeaturesParallel(CheckedStyle):
         assert experts is not None
         for name, placement in _placements(experts).items():
             parameter = module.get_parameter(name)
-            split = distribute(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            split = distribute(
+                parameter, device_mesh, [placement], src_data_rank=self.src_data_rank
+            )
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )

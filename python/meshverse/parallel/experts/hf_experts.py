@@ -89,9 +89,7 @@ def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
         if style == _SUM
         and any(_is_of(own, key) and other == _TERM for own, other in names.items())
     ]
-    kept = {
-        key: style for key, style in names.items() if key not in sums and style != _LEFT_ALONE
-    }
+    kept = {key: style for key, style in names.items() if key not in sums and style != _LEFT_ALONE}
     for key, style in kept.items():
         if style == _TERM and any(_is_of(key, owner) for owner in sums):
             kept[key] = "rowwise"

@@ -32,6 +32,7 @@ from meshverse.parallel.models.checkpointing import apply_activation_checkpointi
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
+from .other_degrees import refuse_pipeline, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -63,7 +64,8 @@ def fsdp2_strategy_parallelize(
 
     Args:
         model: on one device, the same on all ranks.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
+        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it; of one
+            pipeline stage.
         param_dtype: of parameters and outputs, where mp_policy is not given.
         mp_policy: of parameters, gradients and outputs; by default gradients are reduced in fp32.
         offload_policy: where sharded parameters live.
@@ -92,8 +94,8 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: heads do not divide by the size of tensor parallelism, the plan does not fit the
-            model, the model is sharded already, a setting of activation checkpointing is unknown,
+        ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
+            parallelism, the plan does not fit the model, the model is sharded already, a setting of activation checkpointing is unknown,
             or both cpu_offload and another offload_policy are asked for. The model is as it was
             after any of these.
     """
@@ -104,6 +106,8 @@ def fsdp2_strategy_parallelize(
     mode = "full" if activation_checkpointing is True else activation_checkpointing
     check_checkpointing(mode, activation_checkpointing_scope)
     check_not_sharded(model)
+    refuse_pipeline(model, device_mesh)
+    tell_of_context(device_mesh)
 
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())

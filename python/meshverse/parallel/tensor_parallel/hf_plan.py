@@ -175,7 +175,9 @@ def _place_parameters(
 def _owners(model: nn.Module, pattern: str, name: str) -> list[str]:
     """The pattern, if all modules it means have the parameter; else those that have it."""
     modules = matching_modules(model, pattern)
-    having = [each for each in modules if model.get_submodule(each)._parameters.get(name) is not None]
+    having = [
+        each for each in modules if model.get_submodule(each)._parameters.get(name) is not None
+    ]
     return [pattern] if len(having) == len(modules) else having
 
 
