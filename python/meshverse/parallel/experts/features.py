@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +20,9 @@ from torch.distributed.tensor import distribute_tensor as distribute
 from meshverse.parallel.tensor_parallel.local_styles import CheckedStyle, sum_gradients
 
 from .exchange import pair_features
+from .routing import arguments_of, read_routing
 from .rows import apply_experts, apply_routed
-from .stacked import StackedExperts, describe, is_routed, own_gate
+from .stacked import StackedExperts, check_parameters, describe, is_routed, own_gate
 
 __all__ = ["ExpertFeaturesParallel"]
 
@@ -42,23 +42,19 @@ class ExpertFeaturesParallel(CheckedStyle):
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module has stacked experts whose features divide."""
-        experts = describe(module)
-        if experts is None:
-            raise ValueError(
-                f"{name}: {self} splits experts whose weights are stacked, in 3-D parameters such "
-                f"as 'gate_up_proj' and 'down_proj', and this is a {type(module).__name__} with "
-                f"{[own for own, _ in module.named_parameters(recurse=False)]}."
-            )
+        experts = check_parameters(name, module, self)
         if experts.width % size:
             raise ValueError(
                 f"{name}: the {experts.width} inner features of its experts do not divide by the "
                 f"{size} ranks of tensor parallelism. Choose a number of ranks that divides them, "
                 "or leave the experts out of the plan."
             )
-        if getattr(module, "has_post_expert_norm", False):
+        has_gate = hasattr(module, "act_fn") or hasattr(type(module), "_apply_gate")
+        if getattr(module, "has_post_expert_norm", False) or not has_gate:
             raise ValueError(
                 f"{name}: {type(module).__name__} normalizes what each expert gives, which needs "
-                "all features at once. Split them over an expert mesh, with ExpertParallel."
+                "all features at once, or does not say how gates and features lie. Split it over "
+                "an expert mesh, with ExpertParallel."
             )
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -68,8 +64,7 @@ class ExpertFeaturesParallel(CheckedStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
-        experts = describe(module)
-        assert experts is not None
+        experts = check_parameters(type(module).__name__, module, self)
         for name, placement in _placements(experts).items():
             parameter = module.get_parameter(name)
             split = distribute(
@@ -143,7 +138,7 @@ def _run(
     if not experts.packed:
         return own(module, *arguments, **keywords)  # type: ignore[no-any-return]
     gate = partial(_gate, mesh)
-    values = tuple(signature(own).bind(module, *arguments, **keywords).arguments.values())[1:]
+    values = arguments_of(module, arguments, keywords)
     if len(values) == 1:  # rows, as many for each expert
         (rows,) = values
         counts = [rows.size(0) // experts.count] * experts.count
@@ -155,7 +150,8 @@ def _run(
             return own(module, *values)  # type: ignore[no-any-return]
         finally:
             del module.__dict__["_apply_gate"]
-    return apply_routed(module, experts, values, gate, identity_share=1 / mesh.size())
+    routing = read_routing(module, experts, values)
+    return apply_routed(module, experts, routing, gate, identity_share=1 / mesh.size())
 
 
 def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:

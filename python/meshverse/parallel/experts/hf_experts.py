@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from meshverse.parallel.tensor_parallel.module_names import matching_modules, parent_name
 
+from .expert_parallel import SameTokensExpertParallel
 from .features import ExpertFeaturesParallel
 from .stacked import describe
 
@@ -26,6 +27,7 @@ __all__ = ["take_experts"]
 
 # Of a rank's term of a sum: made by a layer, left alone by a module, and summed by one around it.
 _TERM, _LEFT_ALONE, _SUM = "local_rowwise", "local", "gather"
+_ROUTER = "ep_router"
 
 
 def take_experts(
@@ -38,14 +40,17 @@ def take_experts(
         names: the plan, by module or parameter; entries that the model has.
     """
     styles: dict[str, ParallelStyle] = {}
-    names = _sum_at_once(names)
+    names = _sum_at_once(model, names)
     for key in _stacked(model, names):
-        styles[key] = ExpertFeaturesParallel()
+        whole = any(_is_of(own, key) and names[own] == "grouped_gemm" for own in names)
+        styles[key] = SameTokensExpertParallel() if whole else ExpertFeaturesParallel()
         names = {own: style for own, style in names.items() if not _is_of(own, key)}
         if _takes_rows(model, key):
             beside = [own for own in names if _is_of(own, parent_name(key))]
             styles |= {own: _OwnOutput() for own in beside if names[own] == "rowwise"}
-    return styles, {own: style for own, style in names.items() if own not in styles}
+    routers = _ROUTER if styles else ""  # which chose among a rank's experts, before
+    left = {own: style for own, style in names.items() if own not in styles and style != routers}
+    return styles, left
 
 
 def _stacked(model: nn.Module, names: dict[str, str]) -> list[str]:
@@ -78,7 +83,7 @@ def _is_of(key: str, owner: str) -> bool:
     return key == owner or key.startswith(f"{owner}.")
 
 
-def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
+def _sum_at_once(model: nn.Module, names: dict[str, str]) -> dict[str, str]:
     """The plan, with sums made by each layer instead of the module around several.
 
     Of a term of a sum, the weights of a router would get the gradient of this term only.

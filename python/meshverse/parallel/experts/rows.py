@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .routing import Routing, weigh
 from .stacked import StackedExperts
 
-__all__ = ["apply_experts", "apply_routed", "counts_of"]
+__all__ = ["apply_experts", "apply_routed"]
 
 Gate = Callable[[Any, Tensor], Tensor]
 
@@ -63,16 +64,10 @@ def _products(
     return torch.cat(products)
 
 
-def counts_of(expert_ids: Tensor, count: int) -> list[int]:
-    """How often each of the first `count` experts occurs. Waits for the device."""
-    counts: list[int] = torch.bincount(expert_ids, minlength=count).tolist()
-    return counts
-
-
 def apply_routed(
     module: Any,
     experts: StackedExperts,
-    routing: tuple[Tensor, Tensor, Tensor],
+    routing: Routing,
     gate: Gate,
     *,
     identity_share: float = 1.0,
@@ -82,18 +77,13 @@ def apply_routed(
     Args:
         module: as for `apply_experts`.
         experts: its description.
-        routing: hidden states of shape (tokens, features), the experts of each token of shape
-            (tokens, choices), and their weights.
+        routing: of the tokens.
         gate: as for `apply_experts`.
         identity_share: as for `apply_experts`.
     """
-    hidden, expert_ids, weights = routing
-    flat = expert_ids.reshape(-1)
-    order = flat.argsort(stable=True)
-    tokens = order // expert_ids.size(-1)
-    counts = counts_of(flat, experts.count)
-    outputs = apply_experts(
-        module, experts, hidden[tokens], counts, gate, identity_share=identity_share
-    )
-    weighted = outputs * weights.reshape(-1)[order, None]
-    return torch.zeros_like(hidden).index_add_(0, tokens, weighted.to(hidden.dtype))
+    ids = routing.expert_ids.reshape(-1)
+    order = ids.argsort(stable=True)
+    rows = routing.hidden[order // routing.expert_ids.size(-1)]
+    counts = torch.bincount(ids, minlength=experts.count).tolist()
+    outputs = apply_experts(module, experts, rows, counts, gate, identity_share=identity_share)
+    return weigh(routing, outputs[order.argsort()])

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["StackedExperts", "describe", "is_routed", "own_gate"]
+__all__ = ["StackedExperts", "check_parameters", "describe", "is_routed", "own_gate"]
 
 _DOWN = "down_proj"
 _PACKED = "gate_up_proj"
@@ -34,6 +34,7 @@ class StackedExperts:
             inputs) as in a linear layer.
         packed: whether `columns` is one weight that gives all gates first and then all other
             features. Without it, gates and features take turns, or come from weights of their own.
+        hands_on: whether experts beyond those that have weights hand tokens on as they are.
     """
 
     count: int
@@ -44,6 +45,7 @@ class StackedExperts:
     width: int
     transposed: bool
     packed: bool
+    hands_on: bool
 
     @property
     def column_dim(self) -> int:
@@ -84,6 +86,7 @@ def describe(module: nn.Module) -> StackedExperts | None:
         width=width,
         transposed=transposed,
         packed=features == 2 * width and bool(getattr(module, "is_concatenated", True)),
+        hands_on=hasattr(module, "identity_expert"),
     )
 
 
@@ -92,6 +95,30 @@ def _is_transposed(module: nn.Module, up: tuple[int, ...], down: tuple[int, ...]
     if isinstance(flag, bool):
         return flag
     return up[1] == down[2] and up[2] % down[1] == 0 and up[2] != down[1]
+
+
+def check_parameters(name: str, module: nn.Module, style: object) -> StackedExperts:
+    """How a module keeps its experts, which are all that it has parameters for.
+
+    Args:
+        name: of the module, for the message.
+        module: with whole parameters.
+        style: which is to be applied, for the message.
+
+    Raises:
+        ValueError: it has no stacked experts, or other parameters besides.
+    """
+    experts = describe(module)
+    others = [
+        own for own, _ in module.named_parameters() if not experts or own not in experts.names
+    ]
+    if experts is None or others:
+        raise ValueError(
+            f"{name}: {style} is for experts whose weights are stacked, in 3-D parameters such as "
+            f"'gate_up_proj' and 'down_proj', and nothing else; this is a {type(module).__name__} "
+            f"with {others[:6]} besides. Leave it out of the plan, or name the module inside it."
+        )
+    return experts
 
 
 def is_routed(module: nn.Module) -> bool:

@@ -94,7 +94,7 @@ def world_ranks(world_size: int | None) -> int:
         return world_size
     if not dist.is_initialized():
         raise ValueError(
-            "world_size=None, and there is no process group to ask. Call init_process_group before, "
+            "world_size=None, and there is no process group to ask. Call init_process_group first, "
             "or give world_size."
         )
     return dist.get_world_size()

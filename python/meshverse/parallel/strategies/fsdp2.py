@@ -95,9 +95,9 @@ def fsdp2_strategy_parallelize(
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
         ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
-            parallelism, the plan does not fit the model, the model is sharded already, a setting of activation checkpointing is unknown,
-            or both cpu_offload and another offload_policy are asked for. The model is as it was
-            after any of these.
+            parallelism, the plan does not fit the model, the model is sharded already, a setting of
+            activation checkpointing is unknown, or both cpu_offload and another offload_policy are
+            asked for. The model is as it was after any of these.
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)

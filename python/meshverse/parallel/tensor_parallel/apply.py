@@ -64,8 +64,9 @@ def apply_tp_plan(
 
     Raises:
         TypeError: a value of the plan is no parallel style.
-        ValueError: an entry means no module, a style does not fit its module, sizes or heads do not divide by the number of
-            ranks, or only some of the parameters that are one object would be split.
+        ValueError: an entry means no module, a style does not fit its module, sizes or heads do
+            not divide by the number of ranks, or only some of the parameters that are one object
+            would be split.
     """
     _check_styles(plan)
     styles = _styles_by_module(model, plan, strict)
@@ -103,7 +104,7 @@ def _styles_by_module(
     if absent and strict:
         nearest = {key: nearest_name(model, key) for key in absent}
         raise ValueError(
-            f"{type(model).__name__} has no modules {absent}, which the tensor-parallel plan names. "
+            f"{type(model).__name__} has no modules {absent}, which the plan names. "
             f"Nearest are {nearest}. Correct these entries or take them out; strict=False leaves "
             "them out with a warning."
         )
