@@ -14,13 +14,20 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import meshverse
+from meshverse.parallel import (
+    ParallelismSizes,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+)
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
 from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan
 
@@ -229,12 +236,24 @@ def tokens() -> Tensor:
     return every[torch.randperm(count, generator=generator)].reshape(_TOKENS)
 
 
-def run(model: nn.Module) -> dict[str, Tensor | None]:
-    """Logits, and the gradient of every parameter, as full tensors."""
+def run(
+    model: nn.Module, given: Tensor | None = None, *, scale: float = 1.0, row: int = 0
+) -> dict[str, Tensor | None]:
+    """Logits, and the gradient of every parameter, as full tensors.
+
+    Args:
+        model: to run.
+        given: token ids; all of them by default.
+        scale: of the gradients.
+        row: which sequence of all is the first that is given.
+    """
+    given = tokens() if given is None else given
     torch.manual_seed(_SEED)  # routers that choose at random choose alike
-    logits = full(model(input_ids=tokens(), use_cache=False).logits)
+    logits = full(model(input_ids=given, use_cache=False).logits)
     generator = torch.Generator().manual_seed(_SEED)
-    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    weights = torch.randn(_TOKENS[0] * _TOKENS[1], logits.size(-1), generator=generator)
+    weights = weights[row * given.size(1) :][: given.numel()].view_as(logits)
+    (logits * weights * scale).sum().backward()
     seen: dict[str, Tensor | None] = {"logits": logits.detach()}
     for name, parameter in model.named_parameters():
         seen[name] = None if parameter.grad is None else full(parameter.grad)
@@ -294,13 +313,75 @@ def compare(family: str, tied: bool, **changes: Any) -> Outcome:
     outcome = replace(outcome, error=error, worst=worst)
     if family in _FLOAT32_ONLY:
         return outcome
-    whole = tiny_model(family, tied=tied, **changes).double()
-    if hasattr(whole, "set_experts_implementation"):  # the default one knows no float64
-        whole.set_experts_implementation("eager")
+    whole = _in_float64(tiny_model(family, tied=tied, **changes))
     split = copy.deepcopy(whole)
     _split(split)
     error, worst = largest_error(run(split), run(whole), floor=1e-4)
     return replace(outcome, precise_error=error, precise_worst=worst)
+
+
+def compare_sharded(family: str, tied: bool, sizes: Mapping[str, int]) -> Outcome:
+    """Train a family's tiny model on a share of a batch for each rank, and one process on all.
+
+    Args:
+        family: the model type.
+        tied: whether the head is to have the embedding's weight.
+        sizes: the degrees, by their names in `ParallelismSizes`.
+    """
+    whole = tiny_model(family, tied=tied)
+    split = copy.deepcopy(whole)
+    try:
+        _shard(split, sizes)
+    except ValueError as error:
+        return Outcome(str(error))
+    outcome = Outcome(
+        was_tied=_is_tied(whole),
+        tied=_is_tied(split),
+        split=sum(_is_handed_out(each) for each in split.parameters()),
+        parameters=len(list(split.parameters())),
+    )
+    error, worst = _largest_error_of_shares(split, whole, sizes, floor=1e-2)
+    outcome = replace(outcome, error=error, worst=worst)
+    if family in _FLOAT32_ONLY:
+        return outcome
+    whole = _in_float64(tiny_model(family, tied=tied))
+    split = copy.deepcopy(whole)
+    _shard(split, sizes)
+    error, worst = _largest_error_of_shares(split, whole, sizes, floor=1e-4)
+    return replace(outcome, precise_error=error, precise_worst=worst)
+
+
+def _shard(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
+    exact = MixedPrecisionPolicy()
+    fsdp2_strategy_parallelize(model, mesh, moe_mesh=moe_mesh, mp_policy=exact)
+
+
+def _is_handed_out(parameter: nn.Parameter) -> bool:
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+
+
+def _largest_error_of_shares(
+    split: nn.Module, whole: nn.Module, sizes: Mapping[str, int], floor: float
+) -> tuple[float, str]:
+    parts = dist.get_world_size() // sizes.get("tp_size", 1)
+    mine = dist.get_rank() // sizes.get("tp_size", 1)
+    every = tokens().reshape(4, -1)
+    expected = run(whole, every)
+    # Gradients are averages over the ranks, and `run` sums.
+    seen = run(split, every.chunk(parts)[mine], scale=parts, row=mine * 4 // parts)
+    logits = expected["logits"]
+    assert logits is not None
+    expected["logits"] = logits.chunk(parts)[mine]
+    return largest_error(seen, expected, floor)
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    model.double()
+    if hasattr(model, "set_experts_implementation"):  # the default one knows no float64
+        model.set_experts_implementation("eager")
+    return model
 
 
 def _split(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["exchange_rows", "pair_features"]
+__all__ = ["exchange_rows", "pair_features", "scale_gradient"]
 
 
 def exchange_rows(
@@ -54,6 +54,23 @@ def _all_to_all(
     result = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group)
     return result
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor itself; its gradient is multiplied by a factor."""
+    scaled: Tensor = _Scale.apply(tensor, factor)
+    return scaled
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 def pair_features(features: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.functional import one_hot
 from meshverse.parallel.tensor_parallel.local_styles import CheckedStyle, sum_gradients
 
 from .dispatch import dispatch
-from .exchange import exchange_rows
+from .exchange import exchange_rows, scale_gradient
 from .routing import Routing, arguments_of, read_routing, takes_all_weights, weigh
 from .rows import apply_experts
 from .stacked import StackedExperts, check_parameters, describe, is_routed, own_gate
@@ -33,6 +33,8 @@ __all__ = ["ExpertParallel", "SameTokensExpertParallel"]
 
 class _WholeExperts(CheckedStyle):
     """What both ways to hand out experts have in common: rank r has the r-th part of them."""
+
+    gradient_scale = 1.0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module has stacked experts, in a number that divides."""
@@ -83,11 +85,13 @@ class ExpertParallel(_WholeExperts):
     Args:
         same_tokens: 1-D mesh of the ranks that have the same tokens as this one, such as that of
             tensor parallelism: each then sends a part of them. None if every rank has its own.
+        gradient_scale: what the gradients of the experts' parameters are multiplied by.
     """
 
-    def __init__(self, same_tokens: DeviceMesh | None = None) -> None:
+    def __init__(self, same_tokens: DeviceMesh | None = None, gradient_scale: float = 1.0) -> None:
         super().__init__()
         self.same_tokens = same_tokens
+        self.gradient_scale = gradient_scale
 
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: Any
@@ -156,7 +160,7 @@ def _forward(
     # An attribute of the instance hides the parameter, which stays registered all the while.
     module.__dict__.update(local)
     try:
-        run = partial(_run, module, experts)
+        run = partial(_run, module, experts, style.gradient_scale)
         if len(values) == 1:
             return _combine_rows(style, read_routing(module, experts, values), experts, mesh, run)
         output = style.combine(read_routing(module, experts, values), experts, mesh, run)
@@ -198,7 +202,17 @@ def _combine_rows(
     return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
 
 
-def _run(module: Any, experts: StackedExperts, rows: Tensor, ids: Tensor) -> Tensor:
+def _run(
+    module: Any, experts: StackedExperts, gradient_scale: float, rows: Tensor, ids: Tensor
+) -> Tensor:
+    """What this rank's experts make of rows, with gradients scaled for parameters only."""
+    if gradient_scale == 1:
+        return _run_local(module, experts, rows, ids)
+    output = _run_local(module, experts, scale_gradient(rows, 1 / gradient_scale), ids)
+    return scale_gradient(output, gradient_scale)
+
+
+def _run_local(module: Any, experts: StackedExperts, rows: Tensor, ids: Tensor) -> Tensor:
     """What this rank's experts make of rows, by transformers' fast ways where they are on."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     local = getattr(module, experts.down).size(0)
