@@ -111,3 +111,33 @@ def objective(output: Tensor) -> Tensor:
     """What is summed over tokens, and told apart by features."""
     weights = torch.linspace(-1, 1, WIDTH, dtype=output.dtype)
     return (output.sin() * weights).sum()
+
+
+class Block(nn.Module):
+    """A dense layer that tensor parallelism splits, and a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.mlp = Sparse(biased=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.down(self.up(self.norm(hidden)).relu())
+        return hidden + self.mlp(hidden)
+
+
+class Model(nn.Module):
+    """Two blocks and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.last(hidden)

@@ -20,6 +20,10 @@ from .collective import (
     build_collective,
 )
 from .config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from .experts.choice import apply_expert_parallelism
+from .experts.expert_parallel import ExpertParallel, SameTokensExpertParallel
+from .experts.features import ExpertFeaturesParallel
+from .experts.gradients import clip_grad_norm_, get_total_norm
 from .fsdp2 import FSDP2Manager
 from .megatron_fsdp import (
     MegatronFSDPManager,
@@ -61,6 +65,8 @@ __all__ = [
     "Collective",
     "CollectiveConfig",
     "DDPConfig",
+    "ExpertFeaturesParallel",
+    "ExpertParallel",
     "FSDP2Config",
     "FSDP2Manager",
     "MegatronFSDPConfig",
@@ -71,12 +77,15 @@ __all__ = [
     "Meshes",
     "ParallelismSizes",
     "ReplicatedWithGradAllreduce",
+    "SameTokensExpertParallel",
     "SingleProcessCollective",
     "apply_activation_checkpointing",
+    "apply_expert_parallelism",
     "apply_fsdp_sharding_recursively",
     "apply_tensor_parallelism",
     "apply_tp_plan",
     "build_collective",
+    "clip_grad_norm_",
     "create_device_meshes",
     "create_fsdp2_device_mesh",
     "create_megatron_fsdp_device_mesh",
@@ -87,6 +96,7 @@ __all__ = [
     "get_fsdp_dp_mesh",
     "get_hf_tp_shard_plan",
     "get_submesh",
+    "get_total_norm",
     "import_class_from_path",
     "import_classes_from_paths",
     "megatron_fsdp_strategy_parallelize",
