@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import meshverse
-from meshverse.parallel import (
-    ParallelismSizes,
-    create_fsdp2_device_mesh,
-    fsdp2_strategy_parallelize,
-)
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
 from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan
 
@@ -81,28 +73,29 @@ _TINY = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "mamba_d_head": "auto",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 
 # In one process too, these compute some of their parts in float32 only.
-_FLOAT32_ONLY = {
+FLOAT32_ONLY = {
     "4": ("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "longcat_flash"),
     "5": ("bailing_hybrid", "hy_v4", "inkling2_text"),
 }.get(transformers.__version__.split(".")[0], ())
-
-# Styles of transformers that hand experts out to ranks.
-_EXPERT_STYLES = (
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "ep_router",
-    "grouped_gemm",
-    "local",
-)
 
 # What the rest of a config must say for the sizes above to be possible.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BOTH_KINDS = ["sliding_attention", "full_attention"]
 _DENSE_AND_SPARSE = ["dense", "sparse"]
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_BOTH_KINDS, _ROPE)},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -149,7 +142,6 @@ class Outcome:
 
     Attributes:
         refusal: why it cannot be split, or nothing.
-        entries: of the plan, by which it is refused.
         error: the largest relative difference to one process, of logits and all gradients, in
             float32.
         worst: of which tensor.
@@ -163,7 +155,6 @@ class Outcome:
     """
 
     refusal: str = ""
-    entries: tuple[str, ...] = ()
     error: float = 0.0
     worst: str = ""
     precise_error: float = 0.0
@@ -187,19 +178,6 @@ def _has_plan(family: str) -> bool:
 
 def model_class(family: str) -> type[nn.Module]:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
-
-
-def expert_entries(model: nn.Module) -> list[str]:
-    """The entries of a model's own plan that split experts it has, by transformers' words."""
-    plan = model._tp_plan
-    names = [re.sub(r"\d+", "*", name) for name, _ in model.named_modules()]
-    names += [re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()]
-    return [key for key, style in plan.items() if style in _EXPERT_STYLES and key in names]
-
-
-def splits_experts(family: str) -> bool:
-    """Whether a family's plan splits experts, which its tiny model has."""
-    return bool(expert_entries(tiny_model(family, tied=False)))
 
 
 def tiny_config(family: str, *, tied: bool, **changes: Any) -> PretrainedConfig:
@@ -302,82 +280,26 @@ def compare(family: str, tied: bool, **changes: Any) -> Outcome:
     try:
         _split(split)
     except ValueError as error:
-        return Outcome(str(error), tuple(expert_entries(split)))
+        return Outcome(str(error))
     outcome = Outcome(
-        was_tied=_is_tied(whole),
-        tied=_is_tied(split),
+        was_tied=is_tied(whole),
+        tied=is_tied(split),
         split=sum(isinstance(each, DTensor) for each in split.parameters()),
         parameters=len(list(split.parameters())),
     )
     error, worst = largest_error(run(split), run(whole), floor=1e-2)
     outcome = replace(outcome, error=error, worst=worst)
-    if family in _FLOAT32_ONLY:
+    if family in FLOAT32_ONLY:
         return outcome
-    whole = _in_float64(tiny_model(family, tied=tied, **changes))
+    whole = in_float64(tiny_model(family, tied=tied, **changes))
     split = copy.deepcopy(whole)
     _split(split)
     error, worst = largest_error(run(split), run(whole), floor=1e-4)
     return replace(outcome, precise_error=error, precise_worst=worst)
 
 
-def compare_sharded(family: str, tied: bool, sizes: Mapping[str, int]) -> Outcome:
-    """Train a family's tiny model on a share of a batch for each rank, and one process on all.
-
-    Args:
-        family: the model type.
-        tied: whether the head is to have the embedding's weight.
-        sizes: the degrees, by their names in `ParallelismSizes`.
-    """
-    whole = tiny_model(family, tied=tied)
-    split = copy.deepcopy(whole)
-    try:
-        _shard(split, sizes)
-    except ValueError as error:
-        return Outcome(str(error))
-    outcome = Outcome(
-        was_tied=_is_tied(whole),
-        tied=_is_tied(split),
-        split=sum(_is_handed_out(each) for each in split.parameters()),
-        parameters=len(list(split.parameters())),
-    )
-    error, worst = _largest_error_of_shares(split, whole, sizes, floor=1e-2)
-    outcome = replace(outcome, error=error, worst=worst)
-    if family in _FLOAT32_ONLY:
-        return outcome
-    whole = _in_float64(tiny_model(family, tied=tied))
-    split = copy.deepcopy(whole)
-    _shard(split, sizes)
-    error, worst = _largest_error_of_shares(split, whole, sizes, floor=1e-4)
-    return replace(outcome, precise_error=error, precise_worst=worst)
-
-
-def _shard(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
-    exact = MixedPrecisionPolicy()
-    fsdp2_strategy_parallelize(model, mesh, moe_mesh=moe_mesh, mp_policy=exact)
-
-
-def _is_handed_out(parameter: nn.Parameter) -> bool:
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return mesh is not None and "ep" in (mesh.mesh_dim_names or ())
-
-
-def _largest_error_of_shares(
-    split: nn.Module, whole: nn.Module, sizes: Mapping[str, int], floor: float
-) -> tuple[float, str]:
-    parts = dist.get_world_size() // sizes.get("tp_size", 1)
-    mine = dist.get_rank() // sizes.get("tp_size", 1)
-    every = tokens().reshape(4, -1)
-    expected = run(whole, every)
-    # Gradients are averages over the ranks, and `run` sums.
-    seen = run(split, every.chunk(parts)[mine], scale=parts, row=mine * 4 // parts)
-    logits = expected["logits"]
-    assert logits is not None
-    expected["logits"] = logits.chunk(parts)[mine]
-    return largest_error(seen, expected, floor)
-
-
-def _in_float64(model: nn.Module) -> nn.Module:
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model in float64, with experts that can compute in it."""
     model.double()
     if hasattr(model, "set_experts_implementation"):  # the default one knows no float64
         model.set_experts_implementation("eager")
@@ -389,6 +311,7 @@ def _split(model: nn.Module) -> None:
     apply_tp_plan(model, mesh, get_hf_tp_shard_plan(model))
 
 
-def _is_tied(model: nn.Module) -> bool:
+def is_tied(model: nn.Module) -> bool:
+    """Whether a model's head has the weight of its embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
