@@ -13,6 +13,7 @@ from hf_families import (
     FLOAT32_ONLY,
     Outcome,
     families,
+    full,
     in_float64,
     is_tied,
     largest_error,
@@ -92,6 +93,24 @@ def compare_sharded(family: str, tied: bool, sizes: Mapping[str, int]) -> Outcom
     _shard(split, sizes)
     error, worst = _largest_error_of_shares(split, whole, sizes, floor=1e-4)
     return replace(outcome, precise_error=error, precise_worst=worst)
+
+
+def auxiliary_loss(family: str, sizes: Mapping[str, int]) -> tuple[float, float, str]:
+    """The loss of routers that a family adds to its own, and the largest error of all gradients.
+
+    It is no sum over tokens: all ranks have the whole batch.
+    """
+    losses, seen = [], []
+    for sharded in (False, True):
+        model = tiny_model(family, tied=False, output_router_logits=True, router_aux_loss_coef=5.0)
+        if sharded:
+            _shard(model, sizes)
+        output = model(input_ids=tokens(), labels=tokens(), use_cache=False)
+        output.loss.backward()
+        losses.append(full(output.aux_loss).item())
+        seen.append({name: full(each.grad) for name, each in model.named_parameters()})
+    error, worst = largest_error(seen[1] | {"logits": None}, seen[0] | {"logits": None}, 1e-2)
+    return abs(losses[1] - losses[0]), error, worst
 
 
 def _shard(model: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -15,7 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import meshverse
 from helpers.crew import Crew
-from meshverse.parallel.experts.expert_parallel import ExpertParallel, SameTokensExpertParallel
+from meshverse.parallel import (
+    ExpertFeaturesParallel,
+    ExpertParallel,
+    SameTokensExpertParallel,
+)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -128,6 +132,37 @@ def test_same_tokens_equal_one_process(four: Crew, form: str) -> None:
 def test_tokens_of_tensor_parallelism_are_sent_once(four: Crew, ep_size: int) -> None:
     for wrong in four.run(compare_same_tokens, 4, "dispatch", "biases", ep_size):
         assert max(wrong.values()) < 1e-12, wrong
+
+
+STYLES: dict[str, Any] = {
+    "dispatch": ExpertParallel,
+    "same": SameTokensExpertParallel,
+    "features": ExpertFeaturesParallel,
+}
+
+
+def compare_compiled(kind: str) -> float:
+    """How far compiled layers are from those that are not, also with another number of tokens."""
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    model = make("biases", layers=2)
+    parallelize_module(model, mesh, {"*.experts": STYLES[kind]()})
+    compiled = copy.deepcopy(model)
+    for layer in compiled:
+        layer.compile(backend="aot_eager")
+    worst = 0.0
+    for count in (10, 7):
+        for each in (model, compiled):
+            each.zero_grad()
+        given = tokens(count, seed=dist.get_rank() if kind == "dispatch" else 0)
+        expected, seen = run(model, given), run(compiled, given)
+        worst = max(worst, *((seen[name] - each).abs().max() for name, each in expected.items()))
+    return float(worst)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("kind", STYLES)
+def test_compiled_layers_equal_those_that_are_not(four: Crew, kind: str) -> None:
+    assert max(four.run(compare_compiled, 2, kind, timeout=120)) < 1e-12
 
 
 @pytest.mark.parametrize("style", [ExpertParallel(), SameTokensExpertParallel()])

@@ -78,7 +78,11 @@ def test_each_family_equals_one_process_or_says_why_not(
     wrong = {}
     for family, ranks in outcomes.items():
         for outcome in (each for pair in ranks for each in pair):
-            stacked = transformers.__version__ >= "5" or family in ("gpt_oss", "llama4", "llama4_text")
+            stacked = transformers.__version__ >= "5" or family in (
+                "gpt_oss",
+                "llama4",
+                "llama4_text",
+            )
             if stacked == bool(outcome.refusal) or (
                 outcome.error > TOLERANCE
                 or outcome.precise_error > PRECISE_TOLERANCE
@@ -88,6 +92,17 @@ def test_each_family_equals_one_process_or_says_why_not(
                 wrong[family] = outcome
     assert outcomes
     assert not wrong
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_auxiliary_losses_equal_one_process(four: Crew, family: str) -> None:
+    if family not in expert_families() or transformers.__version__ < "5":
+        pytest.skip("its experts are lists of modules in this version of transformers")
+    for difference, error, worst in four.run(
+        hf_expert_families.auxiliary_loss, 4, family, {"ep_size": 2}, timeout=_SECONDS
+    ):
+        assert difference < 1e-5
+        assert error < TOLERANCE, worst
 
 
 def test_table_says_what_was_seen(outcomes: dict[str, list[tuple[Outcome, Outcome]]]) -> None:

@@ -62,7 +62,7 @@ class _WholeExperts(CheckedStyle):
         if isinstance(getattr(module, "num_experts", None), int):
             module.num_experts = experts.count // device_mesh.size()
         # Not closures: a copy of the module must run on its own parameters.
-        module.forward = partial(_forward, module, self, experts, device_mesh)
+        module.forward = partial(_untraced_forward, module, self, experts, device_mesh)
         return module
 
     @abstractmethod
@@ -168,6 +168,10 @@ def _forward(
         for name in local:
             module.__dict__.pop(name, None)
     return output.view_as(values[0])
+
+
+# Traced, each new number of rows that change ranks would compile anew. Dense layers stay traced.
+_untraced_forward: Any = torch.compiler.disable(_forward)
 
 
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
