@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 import meshverse
 from helpers.crew import Crew
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
+from meshverse.parallel.styles.local_styles import ReplicatedWithGradAllreduce
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
-from meshverse.parallel.tensor_parallel.local_styles import ReplicatedWithGradAllreduce
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
         megatron_fsdp_strategy_parallelize,
         nvfsdp_strategy_parallelize,
     )
+    from .styles.local_styles import ReplicatedWithGradAllreduce
     from .tensor_parallel.apply import apply_tp_plan
     from .tensor_parallel.choice import apply_tensor_parallelism, register_tp_plan
     from .tensor_parallel.hf_plan import get_hf_tp_shard_plan
     from .tensor_parallel.hf_styles import translate_to_torch_parallel_style
-    from .tensor_parallel.local_styles import ReplicatedWithGradAllreduce
 
 __all__ = [
     "Collective",
@@ -147,7 +147,7 @@ _HOMES = {
     "tensor_parallel.choice": ("apply_tensor_parallelism", "register_tp_plan"),
     "tensor_parallel.hf_plan": ("get_hf_tp_shard_plan",),
     "tensor_parallel.hf_styles": ("translate_to_torch_parallel_style",),
-    "tensor_parallel.local_styles": ("ReplicatedWithGradAllreduce",),
+    "styles.local_styles": ("ReplicatedWithGradAllreduce",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshverse.parallel.tensor_parallel.module_names import matching_modules, parent_name
+from meshverse.parallel.models.module_names import matching_modules, parent_name
 
 from .expert_parallel import ExpertParallel
 from .stacked import describe

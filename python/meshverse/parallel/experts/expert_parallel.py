@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as distribute
 from torch.nn.functional import one_hot
 
-from meshverse.parallel.tensor_parallel.local_styles import CheckedStyle, sum_gradients
+from meshverse.parallel.styles.local_styles import CheckedStyle, sum_gradients
 
 from .dispatch import dispatch
 from .exchange import exchange_rows, scale_gradient

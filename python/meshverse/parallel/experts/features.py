@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
-from meshverse.parallel.tensor_parallel.local_styles import CheckedStyle, sum_gradients
+from meshverse.parallel.styles.local_styles import CheckedStyle, sum_gradients
 
 from .exchange import pair_features
 from .routing import arguments_of, read_routing

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
-from meshverse.parallel.tensor_parallel.module_names import matching_modules, parent_name
+from meshverse.parallel.models.module_names import matching_modules, parent_name
 
 from .expert_parallel import SameTokensExpertParallel
 from .features import ExpertFeaturesParallel

@@ -22,9 +22,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.models.module_names import matching_modules, nearest_name, parent_name
+from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
+
 from .hf_plan_gaps import has_local_output
-from .local_styles import CheckedStyle, LocalParameters
-from .module_names import matching_modules, nearest_name, parent_name
 
 __all__ = ["apply_tp_plan"]
 

@@ -28,10 +28,10 @@ from meshverse.parallel.config import TPPlan
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
 from meshverse.parallel.models.import_paths import import_class_from_path
+from meshverse.parallel.models.module_names import is_present, matching_modules
 
 from .apply import apply_tp_plan
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
-from .module_names import is_present, matching_modules
 
 __all__ = ["apply_tensor_parallelism", "check_heads", "llama_tp_plan", "register_tp_plan"]
 

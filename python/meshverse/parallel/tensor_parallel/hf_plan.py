@@ -17,11 +17,11 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from meshverse.parallel.experts.hf_experts import take_experts
+from meshverse.parallel.models.module_names import is_present, matching_modules, parameter_of
+from meshverse.parallel.styles.local_styles import LocalParameters, SharedKeyGradAllreduce
 
 from .hf_plan_gaps import fill_gaps
 from .hf_styles import EXPERT_STYLES, translate_to_torch_parallel_style
-from .local_styles import LocalParameters, SharedKeyGradAllreduce
-from .module_names import is_present, matching_modules, parameter_of
 
 __all__ = ["get_hf_tp_shard_plan", "has_hf_plan"]
 

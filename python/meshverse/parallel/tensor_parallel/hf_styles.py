@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .local_styles import (
+from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
