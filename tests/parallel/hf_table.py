@@ -26,9 +26,14 @@ def expert_rows(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
     """What became of each family whose experts are handed out: its row."""
     return {
         name: f"| {name} | `{model_class(name).__name__}` | "
-        f"{each.refusal or f'{each.split} of {each.parameters}'} |"
+        f"{_reason(each.refusal) or f'{each.split} of {each.parameters}'} |"
         for name, each in outcomes.items()
     }
+
+
+def _reason(refusal: str) -> str:
+    """The first sentence, without the degree that was asked for."""
+    return re.sub(r"^ep=\d+: ", "", refusal).partition(". ")[0]
 
 
 def render_table(rows: Mapping[str, str], refused: set[str], *, experts: bool) -> str:

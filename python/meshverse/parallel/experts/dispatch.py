@@ -45,7 +45,7 @@ def dispatch(routing: Routing, count: int, mesh: DeviceMesh, run: LocalExperts) 
     sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
 
     rows = routing.hidden[order // routing.expert_ids.size(-1)]
-    own, handed_on = rows.split([sum(sent), rows.size(0) - sum(sent)])
+    own, handed_on = torch.split(rows, [sum(sent), rows.size(0) - sum(sent)])
     arrived = exchange_rows(own, sent, received, mesh.get_group())
     here = torch.arange(sent_counts.size(1), device=ids.device).repeat(mesh.size())
     here = here.repeat_interleave(received_counts.flatten(), output_size=sum(received))

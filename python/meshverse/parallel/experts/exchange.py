@@ -31,7 +31,8 @@ def exchange_rows(
     Returns:
         Rows by the rank they come from, shape (sum of received, ...).
     """
-    exchanged: Tensor = _Exchange.apply(rows, list(sent), list(received), group)
+    apply: Any = _Exchange.apply
+    exchanged: Tensor = apply(rows, list(sent), list(received), group)
     return exchanged
 
 
@@ -58,7 +59,8 @@ def _all_to_all(
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """The tensor itself; its gradient is multiplied by a factor."""
-    scaled: Tensor = _Scale.apply(tensor, factor)
+    apply: Any = _Scale.apply
+    scaled: Tensor = apply(tensor, factor)
     return scaled
 
 

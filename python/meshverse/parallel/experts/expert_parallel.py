@@ -59,10 +59,11 @@ class _WholeExperts(CheckedStyle):
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
             )
+        own: Any = module
         if isinstance(getattr(module, "num_experts", None), int):
-            module.num_experts = experts.count // device_mesh.size()
+            own.num_experts = experts.count // device_mesh.size()
         # Not closures: a copy of the module must run on its own parameters.
-        module.forward = partial(_untraced_forward, module, self, experts, device_mesh)
+        own.forward = partial(_untraced_forward, module, self, experts, device_mesh)
         return module
 
     @abstractmethod
@@ -171,7 +172,8 @@ def _forward(
 
 
 # Traced, each new number of rows that change ranks would compile anew. Dense layers stay traced.
-_untraced_forward: Any = torch.compiler.disable(_forward)
+_untraced: Any = torch.compiler.disable
+_untraced_forward = _untraced(_forward)
 
 
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
@@ -180,13 +182,13 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
     Where experts that hand tokens on have rows of no use in a weight (LongCat), the rows that a
     rank has of it are not those of its experts, and change ranks first.
     """
-    parameter = module._parameters[name]
-    assert isinstance(parameter, DTensor)
+    parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()
-    if parameter.size(0) == experts.count:
+    held_by_all: int = parameter.size(0)
+    if held_by_all == experts.count:
         return held
     size, rank = mesh.size(), mesh.get_local_rank()
-    chunk, own = -(-parameter.size(0) // size), experts.count // size
+    chunk, own = -(-held_by_all // size), experts.count // size
 
     def overlap(holder: int, owner: int) -> int:
         last = min((holder + 1) * chunk, (owner + 1) * own)

@@ -21,7 +21,7 @@ from meshverse.parallel.styles.local_styles import CheckedStyle, sum_gradients
 
 from .exchange import pair_features
 from .routing import arguments_of, read_routing
-from .rows import apply_experts, apply_routed
+from .rows import apply_experts, untraced_routed
 from .stacked import StackedExperts, check_parameters, describe, is_routed, own_gate
 
 __all__ = ["ExpertFeaturesParallel"]
@@ -119,8 +119,7 @@ def _local_parameters(
     # An attribute of the instance hides the parameter, which stays registered all the while.
     local: dict[str, Tensor] = {}
     for name in experts.names:
-        parameter = module._parameters[name]
-        assert isinstance(parameter, DTensor)
+        parameter: Any = module._parameters[name]  # a DTensor
         local[name] = parameter.to_local()
     if experts.down_bias is not None:  # each rank adds its part of it
         local[experts.down_bias] = sum_gradients(local[experts.down_bias], mesh) / mesh.size()
@@ -151,7 +150,7 @@ def _run(
         finally:
             del module.__dict__["_apply_gate"]
     routing = read_routing(module, experts, values)
-    return apply_routed(module, experts, routing, gate, identity_share=1 / mesh.size())
+    return untraced_routed(module, experts, routing, gate, identity_share=1 / mesh.size())  # type: ignore[no-any-return]
 
 
 def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:

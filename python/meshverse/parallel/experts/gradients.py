@@ -51,9 +51,8 @@ def get_total_norm(
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
-    )
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of gradients is {total.item()}. Pass "

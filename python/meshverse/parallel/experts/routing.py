@@ -78,7 +78,8 @@ def weigh(routing: Routing, outputs: Tensor) -> Tensor:
         routing: of shape (tokens, choices).
         outputs: shape (tokens * choices, features).
     """
-    by_token = outputs.unflatten(0, routing.expert_ids.shape)
+    by_token = outputs.view(*routing.expert_ids.shape, outputs.size(-1))
     if routing.weights is not None:
         by_token = by_token * routing.weights.unsqueeze(-1)
-    return by_token.sum(1).to(routing.hidden.dtype)
+    total: Tensor = by_token.sum(1)
+    return total.to(routing.hidden.dtype)

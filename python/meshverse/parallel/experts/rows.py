@@ -18,7 +18,7 @@ from torch import Tensor
 from .routing import Routing, weigh
 from .stacked import StackedExperts
 
-__all__ = ["apply_experts", "apply_routed"]
+__all__ = ["apply_experts", "apply_routed", "untraced_routed"]
 
 Gate = Callable[[Any, Tensor], Tensor]
 
@@ -44,7 +44,7 @@ def apply_experts(
         identity_share: the part of what is handed on that is this rank's to give.
     """
     count = experts.count
-    own, handed_on = rows.split([sum(counts[:count]), sum(counts[count:])])
+    own, handed_on = torch.split(rows, [sum(counts[:count]), sum(counts[count:])])
     inner = _products(module, own, counts[:count], experts.columns[-1], experts.transposed)
     outer = _products(module, gate(module, inner), counts[:count], experts.down, experts.transposed)
     if not handed_on.size(0):
@@ -57,7 +57,7 @@ def _products(
 ) -> Tensor:
     weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
     products = []
-    for number, part in enumerate(rows.split(list(counts))):
+    for number, part in enumerate(torch.split(rows, list(counts))):
         # Without rows, an expert still has a gradient, of zeros.
         product = part @ (weights[number] if transposed else weights[number].mT)
         products.append(product if biases is None else product + biases[number])
@@ -87,3 +87,8 @@ def apply_routed(
     counts = torch.bincount(ids, minlength=experts.count).tolist()
     outputs = apply_experts(module, experts, rows, counts, gate, identity_share=identity_share)
     return weigh(routing, outputs[order.argsort()])
+
+
+# Traced, each new number of rows of an expert would compile anew.
+_untraced: Any = torch.compiler.disable
+untraced_routed = _untraced(apply_routed)
