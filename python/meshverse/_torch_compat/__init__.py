@@ -36,6 +36,12 @@ from .layouts import (
     from_torch_layout,
     to_torch_layout,
 )
+from .one_graph import (
+    coordinate_symbol,
+    is_one_graph_traced,
+    let_inductor_call,
+    on_simulated_ranks,
+)
 from .options import (
     IGNORED_OPTION_FIELDS,
     is_backend_options,
@@ -81,6 +87,7 @@ __all__ = [
     "can_split",
     "canonical_backend",
     "check_backend",
+    "coordinate_symbol",
     "create_by_all",
     "create_by_members",
     "create_by_split",
@@ -98,14 +105,17 @@ __all__ = [
     "hook_setstate",
     "is_backend_options",
     "is_made_by_stock",
+    "is_one_graph_traced",
     "is_stocks_own",
     "lacks_memory",
     "let_compile_know",
+    "let_inductor_call",
     "lies_in_memory",
     "live_options",
     "members_only_hazard",
     "needs_own_world_group",
     "new_like",
+    "on_simulated_ranks",
     "options_timeout",
     "read_stock_state",
     "real_mesh",
