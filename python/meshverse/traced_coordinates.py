@@ -10,7 +10,13 @@ import torch
 from ._core import AxisLayout, RankMap
 from .coordinate_operator import coordinate
 
-__all__ = ["RankDigits", "rank_digits", "traced_coordinate"]
+__all__ = [
+    "CoordinateArguments",
+    "RankDigits",
+    "coordinate_arguments",
+    "rank_digits",
+    "traced_coordinate",
+]
 
 
 class RankDigits(NamedTuple):
@@ -18,6 +24,14 @@ class RankDigits(NamedTuple):
 
     first: int
     layout: AxisLayout
+
+
+class CoordinateArguments(NamedTuple):
+    """What `torch.ops.meshverse.coordinate` is called with; see `coordinate_of`."""
+
+    axis: list[int]
+    ranks: list[int]
+    first: int
 
 
 def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt | None:
@@ -30,12 +44,18 @@ def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt
     Returns:
         None where the ranks follow no arithmetic. A graph then needs a table of them.
     """
+    arguments = coordinate_arguments(axis, rank_map)
+    if arguments is None:
+        return None
+    return coordinate(*arguments)  # type: ignore[no-any-return]
+
+
+def coordinate_arguments(axis: AxisLayout, rank_map: RankMap) -> CoordinateArguments | None:
+    """How a graph asks for the coordinate along an axis: some numbers, however many ranks."""
     digits = rank_digits(rank_map)
     if digits is None:
         return None
-    if axis.size == 1:
-        return 0
-    return coordinate(_pairs(axis), _pairs(digits.layout), digits.first)  # type: ignore[no-any-return]
+    return CoordinateArguments(_pairs(axis), _pairs(digits.layout), digits.first)
 
 
 def _pairs(axis: AxisLayout) -> list[int]:
