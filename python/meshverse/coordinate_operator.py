@@ -49,8 +49,8 @@ def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: i
         rest -= digit * stride
     if rest:
         raise AssertionError(
-            f"Rank {rank} runs a graph that asks for its place on an axis of a mesh, and is not in that "
-            f"mesh. Its ranks are {first} and (size, stride) "
+            f"Rank {rank} runs a graph that asks for its place along an axis of a mesh, and it is "
+            f"not in that mesh. Its ranks are {first} and (size, stride) "
             f"{', '.join(map(str, _pairs(ranks)))} from there. Run the graph on ranks of the mesh."
         )
     index = 0

@@ -37,7 +37,9 @@ from .layouts import (
     to_torch_layout,
 )
 from .one_graph import (
+    compiles_one_graph,
     coordinate_symbol,
+    is_one_graph_compiled,
     is_one_graph_traced,
     let_inductor_call,
     on_simulated_ranks,
@@ -87,6 +89,7 @@ __all__ = [
     "can_split",
     "canonical_backend",
     "check_backend",
+    "compiles_one_graph",
     "coordinate_symbol",
     "create_by_all",
     "create_by_members",
@@ -105,6 +108,7 @@ __all__ = [
     "hook_setstate",
     "is_backend_options",
     "is_made_by_stock",
+    "is_one_graph_compiled",
     "is_one_graph_traced",
     "is_stocks_own",
     "lacks_memory",

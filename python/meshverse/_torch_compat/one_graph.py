@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed.config as distributed_config
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 
 __all__ = [
+    "compiles_one_graph",
     "coordinate_symbol",
     "find_in_graph",
+    "is_one_graph_compiled",
     "is_one_graph_traced",
     "let_inductor_call",
     "on_simulated_ranks",
@@ -25,6 +27,16 @@ if hasattr(torch.compiler.config, "compile_on_one_rank"):
     _config = torch.compiler.config
 
 _LOCAL_TENSORS = "torch.distributed._local_tensor"
+
+
+def compiles_one_graph() -> bool:
+    """Whether what is compiled now is for all ranks. 2.11-2.15."""
+    return bool(_config.compile_on_one_rank)
+
+
+def is_one_graph_compiled() -> bool:
+    """Whether a graph for all ranks is being compiled, or looked for in a cache. 2.11-2.15."""
+    return compiles_one_graph() and TracingContext.try_get() is not None
 
 
 def is_one_graph_traced() -> bool:
