@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_training_with_setting_equals_one_process(four: Crew, name: str) -> None:
     sizes = {"ep_size": 2, "tp_size": 2}
     check(four.run(compare, 4, sizes, "sgd", 0.5, SETTINGS[name]))
+
+
+def warned_of(sizes: dict[str, int]) -> list[str]:
+    """What FSDP2 warns of in a forward: of outputs that must not be changed in place."""
+    mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
+    model = Model().double()
+    plan = _PLAN if "tp_size" in sizes else None
+    fsdp2_strategy_parallelize(model, mesh, moe_mesh=moe_mesh, mp_policy=_EXACT, tp_shard_plan=plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(batch(0))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}], ids=str)
+def test_outputs_of_experts_may_be_changed_in_place(four: Crew, sizes: dict[str, int]) -> None:
+    for messages in four.run(warned_of, 4, sizes):
+        assert not [message for message in messages if "FSDPExperts" in message]
 
 
 def norms(norm_type: float) -> tuple[float, float, float]:

@@ -106,7 +106,7 @@ class ExpertParallel(_WholeExperts):
         sliced = DTensor.from_local(
             outputs.contiguous(), same, [Shard(0)], shape=shape, stride=(shape[1], 1)
         )
-        return sliced.redistribute(placements=[Replicate()]).to_local()
+        return sliced.redistribute(placements=[Replicate()]).to_local().clone()
 
 
 def _slice(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
@@ -168,7 +168,8 @@ def _forward(
     finally:
         for name in local:
             module.__dict__.pop(name, None)
-    return output.view_as(values[0])
+    # No view where it can be: FSDP2 loses its hold on a view that is changed in place.
+    return output if output.shape == values[0].shape else output.view_as(values[0])
 
 
 # Traced, each new number of rows that change ranks would compile anew. Dense layers stay traced.
