@@ -7,6 +7,7 @@ Meshverse registers the operator, so a process that only runs such a graph impor
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from . import _torch_compat as compat
 __all__ = ["coordinate", "coordinate_of"]
 
 # Kept: it takes the operator with it when it goes.
-_library = torch.library.Library("meshverse", "FRAGMENT")
+_library: Any = torch.library.Library("meshverse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "coordinate(int[] axis, int[] ranks, int first) -> SymInt", tags=torch.Tag.pt2_compliant_tag
 )

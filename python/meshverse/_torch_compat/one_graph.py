@@ -94,7 +94,7 @@ def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | N
     values = {rank: value_of(rank) for rank in mode.ranks}
     if len(set(values.values())) == 1:
         return values.popitem()[1]
-    return torch.SymInt(local_tensors.LocalIntNode(values))
+    return torch.SymInt(local_tensors.LocalIntNode(values))  # type: ignore[no-untyped-call]
 
 
 def let_inductor_call(operator: Any) -> None:
