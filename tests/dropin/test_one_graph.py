@@ -203,3 +203,20 @@ def test_a_rank_outside_has_none_where_nothing_is_compiled(world, which: str) ->
         mesh = family.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
         with pytest.raises(AssertionError):
             mesh._sym_get_coordinate(0)
+
+
+# Stock's stops here in 2.13: "device_mesh._get_submesh is not an OpOverload".
+@in_worlds((8, 5))
+def test_inductor_compiles_a_graph_of_a_mesh_and_its_slice(world, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    x = DTensor.from_local(torch.ones(3, 8), mesh, [Replicate()] * 2, run_check=False)
+    rows = DTensor.from_local(torch.ones(3, 2), mesh["tp"], [Shard(0)], run_check=False)
+
+    def program(x: DTensor, rows: DTensor) -> Tensor:
+        cut = (x * 2).redistribute(placements=[Replicate(), Shard(1)]).to_local()
+        return cut + rows.sum(0).redistribute(placements=[Replicate()]).to_local()
+
+    with compiled_on_one_rank():
+        output = torch.compile(program, fullgraph=True)(x, rows)
+    assert output.equal(program(x, rows))

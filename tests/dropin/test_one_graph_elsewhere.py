@@ -52,8 +52,9 @@ def _cut(x: Tensor, mesh: StockDeviceMesh) -> Tensor:
     return whole.redistribute(placements=[Shard(1)]).to_local()
 
 
+# Not stock's, whose graphs give all simulated ranks this rank's shard before 2.13.
 @in_worlds((4, 2))
-@pytest.mark.parametrize("which", SIDES)
+@pytest.mark.parametrize("which", ["ours", "installed"])
 def test_a_graph_runs_on_simulated_ranks(world, which: str) -> None:
     module = pytest.importorskip("torch.distributed._local_tensor", reason="is in later torch")
     x = torch.arange(24.0).reshape(3, 8)

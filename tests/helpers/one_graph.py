@@ -15,10 +15,10 @@ from torch.fx import GraphModule
 
 __all__ = ["Traced", "compiled_on_one_rank", "constant_bytes", "needs_one_graph", "trace"]
 
-# Before 2.13, such a graph holds process groups that only the rank that traced it has.
+# In 2.11 the switch is there, but the graph names the process groups of the rank that traced it.
 needs_one_graph = pytest.mark.skipif(
     not hasattr(dist.tensor._collective_utils, "_dtensor_lib"),
-    reason="torch compiles one graph for all ranks from 2.13 on",
+    reason="torch compiles one graph for all ranks from 2.12 on",
 )
 
 
