@@ -17,7 +17,7 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test demo bench lint format typecheck sanitize wheel develop hooks clean distclean
+.PHONY: help test families demo bench lint format typecheck sanitize wheel develop hooks clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ help: ## list the targets
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+families: export MESHVERSE_ALL_FAMILIES := 1
+families: export MESHVERSE_WRITE_TABLES := 1
+families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
+	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy

@@ -40,6 +40,7 @@ SUITES = [
     "store",
     "waiting",
     "memory",
+    "one_graph",
     "gpu",
 ]
 

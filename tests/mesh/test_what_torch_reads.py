@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Family
+from helpers.one_graph import compiled_on_one_rank
 from helpers.versions import needs_canonical_layouts
 from helpers.worlds import fake_world, in_worlds
 from meshverse import init_device_mesh
@@ -74,9 +75,35 @@ def test_a_rank_in_the_mesh_knows_its_place(world) -> None:
     assert torch.equal(mesh._get_mesh_tensor_from_full_mesh(ranks), mesh.mesh)
 
 
-def test_equal_meshes_have_equal_stable_hashes_and_others_do_not(world) -> None:
-    one, two = (init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")) for _ in range(2))
-    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "tp"))
+def test_stable_hashes_tell_meshes_apart_that_have_other_graphs(world) -> None:
+    one = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), universe=one.universe)
+    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "tp"), universe=one.universe)
     assert one._stable_hash() == two._stable_hash()
     assert one["tp"]._stable_hash() == two["tp"]._stable_hash() == other["tp"]._stable_hash()
     assert len({mesh._stable_hash() for mesh in (one, other, one["tp"], one["dp"])}) == 4
+
+
+def _stable_hashes() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    apart = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    assert apart == mesh
+    return [mesh["tp"]._stable_hash(), apart["tp"]._stable_hash()]
+
+
+def test_stable_hashes_are_of_what_a_graph_of_one_rank_knows() -> None:
+    told: dict[int, list[list[str]]] = {4: [], 5: []}
+    for rank in (4, 5, 4):
+        with fake_world(8, rank):
+            told[rank].append(_stable_hashes())
+    assert told[4][0] == told[4][1]  # so the next run of a job finds its graphs
+    # Another rank has another place, and meshes made apart have other groups.
+    assert len({*told[4][0], *told[5][0]}) == 4
+
+
+def test_stable_hashes_are_of_no_rank_where_a_graph_is_for_all() -> None:
+    told = set()
+    for rank in (4, 5, 4):
+        with fake_world(8, rank), compiled_on_one_rank():
+            told.update(_stable_hashes())
+    assert len(told) == 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -54,7 +53,12 @@ _TINY = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "first_k_dense_replace": 1,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
     "n_group": 1,
+    "num_expert_group": 1,
     "topk_group": 1,
     "shared_expert_intermediate_size": 16,
     "expert_ffn_hidden_size": 16,
@@ -69,24 +73,29 @@ _TINY = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "mamba_d_head": "auto",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 
-# In one process too, their experts in transformers 4.57 compute in float32 only.
-_FLOAT32_ONLY = ("glm4_moe", "longcat_flash")
-
-# Styles of transformers that hand experts out to ranks.
-_EXPERT_STYLES = (
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "ep_router",
-    "grouped_gemm",
-    "local",
-)
+# In one process too, these compute some of their parts in float32 only.
+FLOAT32_ONLY = {
+    "4": ("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "longcat_flash"),
+    "5": ("bailing_hybrid", "hy_v4", "inkling2_text"),
+}.get(transformers.__version__.split(".")[0], ())
 
 # What the rest of a config must say for the sizes above to be possible.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BOTH_KINDS = ["sliding_attention", "full_attention"]
+_DENSE_AND_SPARSE = ["dense", "sparse"]
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_BOTH_KINDS, _ROPE)},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -95,7 +104,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": [48] * 4,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
-    "gemma4_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
+    "beam": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "bailing_hybrid": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "deepseek_v32": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "glm_moe_dsa": {"mlp_layer_types": _DENSE_AND_SPARSE},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {
+        "layer_types": _BOTH_KINDS,
+        "per_layer_config": {},
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "gemma4_unified_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "phi4_multimodal": {
@@ -121,7 +142,6 @@ class Outcome:
 
     Attributes:
         refusal: why it cannot be split, or nothing.
-        entries: of the plan, by which it is refused.
         error: the largest relative difference to one process, of logits and all gradients, in
             float32.
         worst: of which tensor.
@@ -135,7 +155,6 @@ class Outcome:
     """
 
     refusal: str = ""
-    entries: tuple[str, ...] = ()
     error: float = 0.0
     worst: str = ""
     precise_error: float = 0.0
@@ -159,19 +178,6 @@ def _has_plan(family: str) -> bool:
 
 def model_class(family: str) -> type[nn.Module]:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
-
-
-def expert_entries(model: nn.Module) -> list[str]:
-    """The entries of a model's own plan that split experts it has, by transformers' words."""
-    plan = model._tp_plan
-    names = [re.sub(r"\d+", "*", name) for name, _ in model.named_modules()]
-    names += [re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()]
-    return [key for key, style in plan.items() if style in _EXPERT_STYLES and key in names]
-
-
-def splits_experts(family: str) -> bool:
-    """Whether a family's plan splits experts, which its tiny model has."""
-    return bool(expert_entries(tiny_model(family, tied=False)))
 
 
 def tiny_config(family: str, *, tied: bool, **changes: Any) -> PretrainedConfig:
@@ -208,11 +214,24 @@ def tokens() -> Tensor:
     return every[torch.randperm(count, generator=generator)].reshape(_TOKENS)
 
 
-def run(model: nn.Module) -> dict[str, Tensor | None]:
-    """Logits, and the gradient of every parameter, as full tensors."""
-    logits = full(model(input_ids=tokens(), use_cache=False).logits)
+def run(
+    model: nn.Module, given: Tensor | None = None, *, scale: float = 1.0, row: int = 0
+) -> dict[str, Tensor | None]:
+    """Logits, and the gradient of every parameter, as full tensors.
+
+    Args:
+        model: to run.
+        given: token ids; all of them by default.
+        scale: of the gradients.
+        row: which sequence of all is the first that is given.
+    """
+    given = tokens() if given is None else given
+    torch.manual_seed(_SEED)  # routers that choose at random choose alike
+    logits = full(model(input_ids=given, use_cache=False).logits)
     generator = torch.Generator().manual_seed(_SEED)
-    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    weights = torch.randn(_TOKENS[0] * _TOKENS[1], logits.size(-1), generator=generator)
+    weights = weights[row * given.size(1) :][: given.numel()].view_as(logits)
+    (logits * weights * scale).sum().backward()
     seen: dict[str, Tensor | None] = {"logits": logits.detach()}
     for name, parameter in model.named_parameters():
         seen[name] = None if parameter.grad is None else full(parameter.grad)
@@ -261,22 +280,30 @@ def compare(family: str, tied: bool, **changes: Any) -> Outcome:
     try:
         _split(split)
     except ValueError as error:
-        return Outcome(str(error), tuple(expert_entries(split)))
+        return Outcome(str(error))
     outcome = Outcome(
-        was_tied=_is_tied(whole),
-        tied=_is_tied(split),
+        was_tied=is_tied(whole),
+        tied=is_tied(split),
         split=sum(isinstance(each, DTensor) for each in split.parameters()),
         parameters=len(list(split.parameters())),
     )
     error, worst = largest_error(run(split), run(whole), floor=1e-2)
     outcome = replace(outcome, error=error, worst=worst)
-    if family in _FLOAT32_ONLY:
+    if family in FLOAT32_ONLY:
         return outcome
-    whole = tiny_model(family, tied=tied, **changes).double()
+    whole = in_float64(tiny_model(family, tied=tied, **changes))
     split = copy.deepcopy(whole)
     _split(split)
     error, worst = largest_error(run(split), run(whole), floor=1e-4)
     return replace(outcome, precise_error=error, precise_worst=worst)
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model in float64, with experts that can compute in it."""
+    model.double()
+    if hasattr(model, "set_experts_implementation"):  # the default one knows no float64
+        model.set_experts_implementation("eager")
+    return model
 
 
 def _split(model: nn.Module) -> None:
@@ -284,6 +311,7 @@ def _split(model: nn.Module) -> None:
     apply_tp_plan(model, mesh, get_hf_tp_shard_plan(model))
 
 
-def _is_tied(model: nn.Module) -> bool:
+def is_tied(model: nn.Module) -> bool:
+    """Whether a model's head has the weight of its embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight

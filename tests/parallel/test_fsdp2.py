@@ -58,9 +58,8 @@ def _manager(sizes: dict[str, int], **changed: Any) -> FSDP2Manager:
     _clear_sharding_prop_cache()  # DTensor's, of worlds that this process was in before
     config = FSDP2Config(**{"mp_policy": _FULL_PRECISION, **changed})
     world_size = dist.get_world_size()
-    return FSDP2Manager(
-        config, *create_device_meshes(config, ParallelismSizes(**sizes), world_size=world_size)
-    )
+    mesh, moe_mesh = create_device_meshes(config, ParallelismSizes(**sizes), world_size=world_size)
+    return FSDP2Manager(config, mesh["dp_replicate", "dp_shard", "cp", "tp"], moe_mesh)
 
 
 def _train_sharded(family: str, sizes: dict[str, int], changed: dict[str, Any]) -> Any:
@@ -74,7 +73,7 @@ def _train_sharded(family: str, sizes: dict[str, int], changed: dict[str, Any]) 
     losses = train(model, get_flat_mesh(manager.device_mesh, "dp_cp"))
     mine = sum(parameter.to_local().numel() for parameter in model.parameters())
     roots = {id(parameter.device_mesh._get_root_mesh()) for parameter in model.parameters()}
-    assert roots == {id(manager.device_mesh)}
+    assert roots == {id(manager.device_mesh._get_root_mesh())}
     weights = {name: weight.numpy() for name, weight in full_weights(model).items()}
     return losses, weights, mine / count
 

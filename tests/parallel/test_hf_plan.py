@@ -17,12 +17,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import hf_families  # noqa: E402  (imports transformers)
 
 import meshverse  # noqa: E402
-from meshverse.parallel.tensor_parallel.apply import apply_tp_plan  # noqa: E402
-from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
-from meshverse.parallel.tensor_parallel.local_styles import (  # noqa: E402
+from meshverse.parallel.styles.local_styles import (  # noqa: E402
     LocalParameters,
     ReplicatedWithGradAllreduce,
 )
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan  # noqa: E402
+from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
 
 
 def plan_of(family: str, *, tied: bool = False) -> dict[str, ParallelStyle]:

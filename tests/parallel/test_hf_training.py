@@ -31,7 +31,8 @@ def compare(sizes: dict[str, int], tied: bool, settings: dict[str, Any]) -> dict
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes), world_size=dist.get_world_size())
     alone, model = make_llama(tied=tied), make_llama(tied=tied)
     expected = train(alone)
-    same = fsdp2_strategy_parallelize(model, mesh, mp_policy=_EXACT, **settings)
+    stage = mesh["dp_replicate", "dp_shard", "cp", "tp"]  # whose model is the whole one here
+    same = fsdp2_strategy_parallelize(model, stage, mp_policy=_EXACT, **settings)
     assert same is model
     assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
     assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
@@ -132,6 +133,31 @@ def test_refusals_leave_the_model_as_it_was(
     assert all(after[name] is each for name, each in before.items())
     assert [type(each) for each in model.modules()] == modules
     assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_several_pipeline_stages_are_refused() -> None:
+    model = make_llama(tied=False)
+    before = dict(model.named_parameters())
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+        with pytest.raises(
+            ValueError,
+            match=r'pp=2: Llama.* Split it .*mesh\["dp_replicate", "dp_shard", "cp", "tp"',
+        ):
+            fsdp2_strategy_parallelize(model, mesh)
+        assert all(dict(model.named_parameters())[name] is each for name, each in before.items())
+        fsdp2_strategy_parallelize(model, mesh["dp_replicate", "dp_shard", "cp", "tp"])
+    assert isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_context_parallelism_leaves_to_do_is_said(
+    caplog: pytest.LogCaptureFixture, cp_size: int
+) -> None:
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=cp_size))
+        fsdp2_strategy_parallelize(make_llama(tied=False), mesh)
+    assert ("context_parallel(mesh['cp']" in caplog.text) == (cp_size > 1)
 
 
 def test_a_model_is_sharded_once() -> None:

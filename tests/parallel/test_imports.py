@@ -65,6 +65,14 @@ _DOCUMENTED = {
     ],
     "tp_choice": ["llama_tp_plan"],
 }
+_OF_EXPERTS = {
+    "ExpertFeaturesParallel",
+    "ExpertParallel",
+    "SameTokensExpertParallel",
+    "apply_expert_parallelism",
+    "clip_grad_norm_",
+    "get_total_norm",
+}
 _ONLY_BY_PATH = {"default_mixed_precision", "llama_tp_plan"}
 
 
@@ -115,7 +123,12 @@ def test_documented_names_are_where_they_are_documented() -> None:
         for name in set(names) - _ONLY_BY_PATH:
             assert getattr(module, name) is getattr(parallel, name)
     documented = {name for names in _DOCUMENTED.values() for name in names}
-    assert set(parallel.__all__) == documented - _ONLY_BY_PATH
+    assert set(parallel.__all__) == (documented - _ONLY_BY_PATH) | _OF_EXPERTS
+
+
+def test_names_of_experts_come_from_the_package() -> None:
+    for name in _OF_EXPERTS:
+        assert getattr(parallel, name).__module__.startswith("meshverse.parallel.experts.")
 
 
 def test_documented_modules_are_attributes_of_the_package() -> None:

@@ -83,15 +83,33 @@ def test_sizes_are_frozen_and_by_keyword() -> None:
         ParallelismSizes(2)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("unset", [None, 0, -1, "2", 2.0])
-def test_what_is_no_degree_counts_as_one(world, unset) -> None:
+@pytest.mark.parametrize("inferred", [None, -1])
+def test_unset_degrees(world, inferred) -> None:
     sizes = ParallelismSizes(
-        dp_size=unset, dp_replicate_size=unset, tp_size=unset, pp_size=unset, cp_size=unset
+        dp_size=inferred, dp_replicate_size=None, tp_size=None, pp_size=None, cp_size=None
     )
-    mesh, moe_mesh = create_device_meshes(FSDP2Config(), sizes, world_size=8)
-    assert mesh is not None
+    mesh, moe_mesh = create_device_meshes(FSDP2Config(), sizes)
     assert mesh.shape == (1, 1, 8, 1, 1)
     assert moe_mesh is None
+
+
+@pytest.mark.parametrize("wrong", [0, -2, "2", 2.0, True, -1])
+@pytest.mark.parametrize(
+    "name", ["dp_size", "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size"]
+)
+def test_what_is_no_degree_is_refused(name, wrong) -> None:
+    if (name, wrong) == ("dp_size", -1):
+        pytest.skip("to be inferred")
+    with pytest.raises(
+        ValueError, match=rf"{name}={wrong!r} of type \w+ is no degree: give an int"
+    ):
+        ParallelismSizes(**{name: wrong})
+
+
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig()])
+def test_without_a_process_group_a_world_size_is_needed(config) -> None:
+    with pytest.raises(ValueError, match="world_size=None, and there is no process group"):
+        create_device_meshes(config, ParallelismSizes())
 
 
 # --- FSDP2's meshes ------------------------------------------------------------------------------

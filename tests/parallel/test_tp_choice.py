@@ -19,6 +19,7 @@ import meshverse
 from helpers.worlds import FakeWorld
 from meshverse.parallel.parallelizer import (
     apply_tensor_parallelism,
+    apply_tp_plan,
     destroy_dist_connection,
     import_class_from_path,
     import_classes_from_paths,
@@ -99,9 +100,22 @@ def test_given_function_of_the_model() -> None:
         assert split(model) == expected
 
 
-def test_entries_for_no_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_for_no_module_are_refused_with_the_nearest() -> None:
     model = MLP()
-    apply_tensor_parallelism(model, mesh(), {"up": ColwiseParallel(), "dwon": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"MLP has no modules \['dwon'\].*\{'dwon': 'down'\}"):
+        apply_tensor_parallelism(
+            model, mesh(), {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+        )
+    assert not split(model)
+    layers = nn.ModuleDict({"layers": nn.ModuleList([MLP(), MLP()])})
+    with pytest.raises(ValueError, match=r"\{'layers\.\*\.pu': 'layers\.\*\.up'\}"):
+        apply_tp_plan(layers, mesh(), {"layers.*.pu": ColwiseParallel()})
+
+
+def test_entries_for_no_module_are_left_out_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    entries = {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+    apply_tp_plan(model, mesh(), entries, strict=False)
     assert split(model) == UP
     assert "MLP has no modules ['dwon']" in caplog.text
 

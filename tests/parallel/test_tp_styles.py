@@ -19,17 +19,17 @@ from tp_models import MLP, Attention, HeadNorm, Latent, PackedMLP, Tied, example
 
 import meshverse
 from helpers.crew import Crew
-from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
-from meshverse.parallel.tensor_parallel.hf_styles import (
-    EXPERT_STYLES,
-    translate_to_torch_parallel_style,
-)
-from meshverse.parallel.tensor_parallel.local_styles import (
+from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
+)
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
+from meshverse.parallel.tensor_parallel.hf_styles import (
+    EXPERT_STYLES,
+    translate_to_torch_parallel_style,
 )
 
 LOCAL, WHOLE = (Shard(-1),), (Replicate(),)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from .one_graph import find_in_graph
 from .private_names import (
     MESHES_ARE_OPAQUE,
     StockDeviceMesh,
@@ -50,7 +52,11 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
         return
     stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
     known = opaque_object._OPAQUE_TYPES
-    known[mesh_class] = dataclasses.replace(known[StockDeviceMesh], guard_fn=guard)
+    # Operators that graphs call which torch's cache gives without tracing them. 4 ms.
+    importlib.import_module("torch.distributed._ops.device_mesh")
+    stock = known[StockDeviceMesh]
+    reconstruct = stock.reconstruct_fn and find_in_graph(stock.reconstruct_fn)
+    known[mesh_class] = dataclasses.replace(stock, guard_fn=guard, reconstruct_fn=reconstruct)
 
 
 def hook_concatenate(

@@ -22,7 +22,8 @@ class _BeingMade(WorldState):
 def make_once(group: Group, world: World, make: Callable[[], bool]) -> bool:
     """Run `make` in one of the threads that call this for a group at the same time.
 
-    The others wait until it has returned; if it raises, the next one runs its own.
+    The others wait until it has returned; if it raises, the next one runs its own. The core's cache
+    sees to that, as it does for groups that are made at once (`GroupCache.get_or_create`).
 
     Args:
         group: that is to be made.

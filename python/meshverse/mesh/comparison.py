@@ -61,7 +61,14 @@ class ComparedMesh(MeshBase):
         return self._hash or StockDeviceMesh.__hash__(self)  # type: ignore[no-untyped-call]
 
     def _stable_hash(self) -> str:
-        return hashlib.blake2b(repr(self._stable_key()).encode(), digest_size=16).hexdigest()
+        # torch looks for compiled graphs on disk by it, which ranks of a host share. A graph knows
+        # its rank's place and its groups' names, which stock's leaves out: it gives one rank the
+        # graph of another. Only a graph for all ranks knows neither.
+        key = self._stable_key()
+        if not compat.compiles_one_graph():
+            # No use of the groups: those that are left for later are not made.
+            key = *key, self._universe.rank, list.copy(self._dim_group_names)
+        return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @computed
     def compile_guard(self) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
+from meshverse.graphs.traced_coordinates import traced_coordinate
 from meshverse.groups.request import Group, GroupRequest
 
 from .membership import MemberMesh
@@ -90,6 +91,20 @@ class PlacedMesh(MemberMesh):
         if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         return self.get_group(mesh_dim).rank()
+
+    def _sym_get_coordinate(self, index: int) -> Any:
+        # Stock's carries all ranks into a graph that all ranks shall run, and searches them there.
+        # Where ranks are simulated, torch puts another method in the place of stock's, as above.
+        if compat.is_stocks_own(StockDeviceMesh._sym_get_coordinate):
+            if not compat.is_one_graph_traced():
+                coordinate = self._coordinate_on_dim
+                if coordinate is not None:
+                    return coordinate[index]
+            else:
+                traced = traced_coordinate(self.layout[index], self._universe.rank_map)
+                if traced is not None:
+                    return traced
+        return StockDeviceMesh._sym_get_coordinate(self, index)
 
     def _place_in_lazy_group(
         self, mesh_dim: int | str | None, pending: Mapping[str, Group]

@@ -12,7 +12,7 @@ from meshverse._core import OptionsKey
 from .copies import copy_of
 from .overrides import NO_OVERRIDE, Override
 
-__all__ = ["NO_DEFAULTS", "Defaults", "GroupOptions"]
+__all__ = ["Defaults", "GroupOptions"]
 
 
 @dataclass(frozen=True)

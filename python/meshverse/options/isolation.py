@@ -14,7 +14,6 @@ __all__ = [
     "check_tag",
     "current_tag",
     "isolate",
-    "join_tags",
     "merge_tags",
     "own_tag",
     "tag_inside",

@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
     from .collectives.mesh import MeshCollective
     from .collectives.teardown import destroy_dist_connection
     from .config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+    from .experts.choice import apply_expert_parallelism
+    from .experts.expert_parallel import ExpertParallel, SameTokensExpertParallel
+    from .experts.features import ExpertFeaturesParallel
+    from .experts.gradients import clip_grad_norm_, get_total_norm
     from .meshes.by_strategy import create_device_meshes
     from .meshes.create import (
         create_fsdp2_device_mesh,
@@ -48,16 +52,18 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
         megatron_fsdp_strategy_parallelize,
         nvfsdp_strategy_parallelize,
     )
+    from .styles.local_styles import ReplicatedWithGradAllreduce
     from .tensor_parallel.apply import apply_tp_plan
     from .tensor_parallel.choice import apply_tensor_parallelism, register_tp_plan
     from .tensor_parallel.hf_plan import get_hf_tp_shard_plan
     from .tensor_parallel.hf_styles import translate_to_torch_parallel_style
-    from .tensor_parallel.local_styles import ReplicatedWithGradAllreduce
 
 __all__ = [
     "Collective",
     "CollectiveConfig",
     "DDPConfig",
+    "ExpertFeaturesParallel",
+    "ExpertParallel",
     "FSDP2Config",
     "FSDP2Manager",
     "MegatronFSDPConfig",
@@ -68,12 +74,15 @@ __all__ = [
     "Meshes",
     "ParallelismSizes",
     "ReplicatedWithGradAllreduce",
+    "SameTokensExpertParallel",
     "SingleProcessCollective",
     "apply_activation_checkpointing",
+    "apply_expert_parallelism",
     "apply_fsdp_sharding_recursively",
     "apply_tensor_parallelism",
     "apply_tp_plan",
     "build_collective",
+    "clip_grad_norm_",
     "create_device_meshes",
     "create_fsdp2_device_mesh",
     "create_megatron_fsdp_device_mesh",
@@ -84,6 +93,7 @@ __all__ = [
     "get_fsdp_dp_mesh",
     "get_hf_tp_shard_plan",
     "get_submesh",
+    "get_total_norm",
     "import_class_from_path",
     "import_classes_from_paths",
     "megatron_fsdp_strategy_parallelize",
@@ -104,6 +114,10 @@ _HOMES = {
     "collectives.mesh": ("MeshCollective",),
     "collectives.teardown": ("destroy_dist_connection",),
     "config": ("DDPConfig", "FSDP2Config", "MegatronFSDPConfig"),
+    "experts.choice": ("apply_expert_parallelism",),
+    "experts.expert_parallel": ("ExpertParallel", "SameTokensExpertParallel"),
+    "experts.features": ("ExpertFeaturesParallel",),
+    "experts.gradients": ("clip_grad_norm_", "get_total_norm"),
     "meshes.by_strategy": ("create_device_meshes",),
     "meshes.create": (
         "create_fsdp2_device_mesh",
@@ -133,7 +147,7 @@ _HOMES = {
     "tensor_parallel.choice": ("apply_tensor_parallelism", "register_tp_plan"),
     "tensor_parallel.hf_plan": ("get_hf_tp_shard_plan",),
     "tensor_parallel.hf_styles": ("translate_to_torch_parallel_style",),
-    "tensor_parallel.local_styles": ("ReplicatedWithGradAllreduce",),
+    "styles.local_styles": ("ReplicatedWithGradAllreduce",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,11 +12,11 @@ from .models.checkpointing import apply_activation_checkpointing
 from .models.import_paths import import_class_from_path, import_classes_from_paths
 from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
 from .strategies.fsdp2_sharding import apply_fsdp_sharding_recursively
+from .styles.local_styles import ReplicatedWithGradAllreduce
 from .tensor_parallel.apply import apply_tp_plan
 from .tensor_parallel.choice import apply_tensor_parallelism, register_tp_plan
 from .tensor_parallel.hf_plan import get_hf_tp_shard_plan
 from .tensor_parallel.hf_styles import translate_to_torch_parallel_style
-from .tensor_parallel.local_styles import ReplicatedWithGradAllreduce
 
 __all__ = [
     "ReplicatedWithGradAllreduce",

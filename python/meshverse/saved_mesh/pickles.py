@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.mesh.base import MeshBase
@@ -17,6 +18,8 @@ from meshverse.universe.universe import Universe
 from .state import MeshState, SavedMesh, SavedState, read_state
 
 __all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
+
+_NO_RANK = -1  # c10d's own word for it
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
@@ -29,7 +32,8 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
     ranks = universe.rank_map
     state = {
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
-        "rank": universe.rank,
+        # torch's caches know a mesh that a graph takes by its pickle. A graph for all has no rank.
+        "rank": _NO_RANK if compat.is_one_graph_compiled() else universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
         "mesh": mesh_fields(mesh),

@@ -27,7 +27,7 @@ from meshverse.groups.creation import needs_all_ranks
 from meshverse.groups.request import GroupRequest
 from meshverse.world.world import World, WorldState
 
-__all__ = ["CHECK_VARIABLE", "ConsistencyCheck", "RootOrders", "check_by_default"]
+__all__ = ["ConsistencyCheck", "RootOrders", "check_by_default"]
 
 CHECK_VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 """Environment variable: "0" turns the comparison off where a mesh does not say otherwise."""
@@ -95,9 +95,11 @@ class ConsistencyCheck:
         self._world = world
         self._compares = compares and position is not None
         self.ranks = rank_map.sorted().fingerprint
+        # The first call of a universe is one of all universes of these ranks; it gives this one its
+        # number. Later calls are counted within this universe, for each set of ranks by itself.
         self._roots = world.state(RootOrders).of(self.ranks)
-        self._scope = ""  # of this universe, once it has a number
-        self._orders: dict[str, CallOrder] = {}  # of parts of this universe
+        self._scope = ""  # begins the keys of the later calls: which universe they are of
+        self._orders: dict[str, CallOrder] = {}  # of the later calls, by the ranks they concern
         self._keys_written: list[str] = []
         self._use = use
         self.number: int | None = None
@@ -149,7 +151,8 @@ class ConsistencyCheck:
             and not is_whole
             and not any(needs_all_ranks(one, self._world) for one in requests)
         ):
-            # The same for all ranks of this copy of the mesh, and for no other rank.
+            # The same text for all ranks of this copy of the mesh, and for no other rank. Example:
+            # 8 ranks in pipeline stages of 4. The calls of ranks 4 to 7 are those of "4:1@4".
             part = f"{layout.collapse().sorted()}@{layout.base(position)}"
         return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
 

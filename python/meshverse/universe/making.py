@@ -85,6 +85,7 @@ class GroupMaker:
         self.requests = Requests(rank_map, position, world, defaults)
         self.pending = self._lazy_groups.pending
         self._cache = GroupCache()
+        self._keys: dict[str, OptionsKey] = {}  # of the groups in the cache, by digest
         self._given: list[Group] = []
         self.has_own = False
         self._leftovers: list[Callable[[], None]] = []  # of universes of these ranks before
@@ -112,9 +113,20 @@ class GroupMaker:
         either = (axis, axis.sorted())
         return [group for group in self if group.request.axis in either]
 
+    def known(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
+        """The group of an axis with this options key, if there is one already."""
+        key = self._keys.get(key_digest or "")
+        if key is not None:
+            group: Group | None = self._cache.get(axis, key) or self._cache.get(axis.sorted(), key)
+            if group is not None:
+                return group
+        given = (one for one in self._given if one.request.axis in (axis, axis.sorted()))
+        return next((one for one in given if one.request.options.key.digest == key_digest), None)
+
     # --- making them ----------------------------------------------------------------------------
 
     def _make(self, request: GroupRequest, call: Call | None) -> Group:
+        self._keys[request.options.key.digest] = request.options.key
         if self._share_world and is_made_by_members(request, self._world):
             return self._share(request, call)
         return self._make_own(request, call)
@@ -132,7 +144,8 @@ class GroupMaker:
         return group
 
     def _share(self, request: GroupRequest, call: Call | None) -> Group:
-        # Positions and layouts mean something within one universe only, ranks everywhere.
+        # A layout means something within one universe only, ranks mean the same everywhere: so the
+        # group is looked up by its ranks. The mesh over ranks 4-7 finds what one over 0-7 has made.
         name = None
         while name is None:
             shared: Group = self._users.shared.get_or_create(

@@ -112,9 +112,8 @@ class GroupOwner:
         return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes, asleep)
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
-        """The group of an axis with this options key, if there is one already. O(groups)."""
-        along = self._groups.along(axis) if self._groups is not None else ()
-        return next((g for g in along if g.request.options.key.digest == key_digest), None)
+        """The group of an axis with this options key, if there is one already."""
+        return None if self._groups is None else self._groups.known(axis, key_digest)
 
     def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
         """The group of an axis of which only the name is known; None if there is none. O(groups).

@@ -3,6 +3,10 @@
 torch keeps flattened meshes by name, at the root of the mesh they were flattened from. Meshes under
 other isolation tags than the universe's first mesh must not find its flattened meshes, so they have
 a root of their own: the first mesh under their tags. Its groups are made when they are used.
+
+Example: a program flattens `mesh["dp", "cp"]` to "dp_cp", and again inside `isolate("a")`. Both
+flattened meshes have that name. `mesh.get_group("dp_cp")` finds the first one at the root `mesh`. A
+mesh under the tag "a" finds the second one, at the root that stands for `mesh` under "a".
 """
 
 from __future__ import annotations
@@ -72,6 +76,11 @@ class Roots(Generic[_Mesh]):
 
     @staticmethod
     def _tags_of_root(first: RootedMesh, mesh: RootedMesh) -> tuple[str, ...]:
+        """The tags of a mesh's root: those of the mesh for axes it has, all of its for the others.
+
+        Example: the first mesh has axes pp, dp and tp without tags. A mesh of dp alone, under "a",
+        has the root whose axes are all under "a".
+        """
         own, tags = first.description.axis_tags, mesh.description.axis_tags
         axes = list(zip(first.description.labels, first.layout, strict=True))
         known = dict(zip(zip(mesh.description.labels, mesh.layout, strict=True), tags, strict=True))

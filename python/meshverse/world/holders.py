@@ -9,7 +9,7 @@ from meshverse import _torch_compat as compat
 from .weak_registry import WeakRegistry
 from .world import WorldState
 
-__all__ = ["Holder", "Holders"]
+__all__ = ["Holders"]
 
 
 class Holder(Protocol):

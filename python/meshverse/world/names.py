@@ -15,6 +15,9 @@ class Names(WorldState):
     A name says what the group is, and how often this very group was made before. All members of the
     group, and nobody else, have exactly that in common. So they agree on the name, whatever other
     groups each of them made before.
+
+    Example: rank 0 has made three groups, rank 1 only one. torch counts the groups of a process, so
+    the two would call their next group by different numbers, and wait for each other for ever.
     """
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
@@ -28,11 +29,44 @@ _FEATURES = {
 }
 
 
+@overload
+def create_device_meshes(
+    strategy_config: FSDP2Config,
+    parallelism: ParallelismSizes,
+    *,
+    world_size: int | None = None,
+    timeout_minutes: float | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[DeviceMesh, DeviceMesh | None]: ...
+
+
+@overload
+def create_device_meshes(
+    strategy_config: MegatronFSDPConfig,
+    parallelism: ParallelismSizes,
+    *,
+    world_size: int | None = None,
+    timeout_minutes: float | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[DeviceMesh, None]: ...
+
+
+@overload
+def create_device_meshes(
+    strategy_config: DDPConfig,
+    parallelism: ParallelismSizes,
+    *,
+    world_size: int | None = None,
+    timeout_minutes: float | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[None, None]: ...
+
+
 def create_device_meshes(
     strategy_config: StrategyConfig,
     parallelism: ParallelismSizes,
     *,
-    world_size: int,
+    world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -73,7 +107,7 @@ def _check_supported(config: StrategyConfig, parallelism: ParallelismSizes) -> N
     strategies = {FSDP2Config: "FSDP2", MegatronFSDPConfig: "Megatron-FSDP", DDPConfig: "DDP"}
     known = (name for kind, name in strategies.items() if isinstance(config, kind))
     strategy = next(known, type(config).__name__)
-    replicas = degree(parallelism.dp_replicate_size)
+    replicas = degree(parallelism.dp_replicate_size, "dp_replicate_size")
     if replicas > 1 and strategy != "FSDP2":
         raise ValueError(
             f"{strategy} does not support replicas of shards: dp_replicate_size={replicas}. Use "
@@ -84,7 +118,7 @@ def _check_supported(config: StrategyConfig, parallelism: ParallelismSizes) -> N
         raise ValueError(f"Unknown strategy config {strategy}: expected one of {expected}.")
     unsupported = {"Megatron-FSDP": ("pp_size", "ep_size"), "DDP": tuple(_FEATURES)}
     for name in unsupported.get(strategy, ()):
-        size = degree(getattr(parallelism, name))
+        size = degree(getattr(parallelism, name), name)
         if size > 1:
             raise ValueError(
                 f"{strategy} does not support {_FEATURES[name]}: {name}={size}. Set it to 1, or "

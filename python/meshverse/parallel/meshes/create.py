@@ -25,6 +25,7 @@ from .degrees import (
     degree,
     is_degree,
     rank_count,
+    world_ranks,
 )
 from .spec import MeshSpec, validate_mesh_spec
 from .submesh import register_flattened_axes
@@ -35,7 +36,7 @@ __all__ = ["create_fsdp2_device_mesh", "create_megatron_fsdp_device_mesh", "crea
 def create_fsdp2_device_mesh(
     parallelism: ParallelismSizes,
     *,
-    world_size: int,
+    world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -46,7 +47,7 @@ def create_fsdp2_device_mesh(
 
     Args:
         parallelism: the degrees.
-        world_size: number of ranks.
+        world_size: number of ranks; by default those of the default process group.
         timeout_minutes: as for `create_device_meshes`.
         ranks: as for `create_device_meshes`.
 
@@ -57,11 +58,12 @@ def create_fsdp2_device_mesh(
         ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
             the process group.
     """
-    tp, pp = degree(parallelism.tp_size), degree(parallelism.pp_size)
-    cp, ep = degree(parallelism.cp_size), degree(parallelism.ep_size)
+    tp, pp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.pp_size, "pp_size")
+    cp, ep = degree(parallelism.cp_size, "cp_size"), degree(parallelism.ep_size, "ep_size")
+    world_size = world_ranks(world_size)
     count = rank_count(world_size, ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
-    replicas = degree(parallelism.dp_replicate_size)
+    replicas = degree(parallelism.dp_replicate_size, "dp_replicate_size")
     check_replicas(dp, replicas)
     if dp * cp * tp % ep:
         raise ValueError(
@@ -114,7 +116,7 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
 def create_megatron_fsdp_device_mesh(
     parallelism: ParallelismSizes,
     *,
-    world_size: int,
+    world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
 ) -> DeviceMesh:
@@ -122,7 +124,7 @@ def create_megatron_fsdp_device_mesh(
 
     Args:
         parallelism: the degrees; pp, ep and dp_replicate are not read.
-        world_size: number of ranks.
+        world_size: number of ranks; by default those of the default process group.
         timeout_minutes: as for `create_device_meshes`.
         ranks: as for `create_device_meshes`.
 
@@ -130,7 +132,8 @@ def create_megatron_fsdp_device_mesh(
         ValueError: the degrees do not multiply out to the ranks, or world_size is not that of the
             process group.
     """
-    tp, cp = degree(parallelism.tp_size), degree(parallelism.cp_size)
+    tp, cp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.cp_size, "cp_size")
+    world_size = world_ranks(world_size)
     count = rank_count(world_size, ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
     flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}

@@ -3,8 +3,8 @@
 Example:
     >>> data_parallel_size(None, 64, tp_size=8, cp_size=2)
     4
-    >>> degree(None), degree(-1), degree(8)
-    (1, 1, 8)
+    >>> degree(None, "tp_size"), degree(8, "tp_size")
+    (1, 8)
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+import torch.distributed as dist
 
 __all__ = [
     "ParallelismSizes",
@@ -22,38 +24,80 @@ __all__ = [
     "degree",
     "is_degree",
     "rank_count",
+    "world_ranks",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSizes:
-    """How many ways each parallelism splits the work; what is no int above 0 counts as unset.
+    """How many ways each parallelism splits the work.
 
     Attributes:
-        dp_size: data parallelism, replicas times shards; unset: what is left of the ranks.
-        dp_replicate_size: replicas within data parallelism; unset: 1, all of it shards.
-        tp_size: tensor parallelism.
+        dp_size: data parallelism, replicas times shards; None or -1: what is left of the ranks.
+        dp_replicate_size: replicas within data parallelism; None: 1, all of it shards.
+        tp_size: tensor parallelism; for this and the others None is 1.
         pp_size: pipeline parallelism.
         cp_size: context parallelism.
         ep_size: expert parallelism, over the ranks of a pipeline stage.
+
+    Raises:
+        ValueError: a degree is neither an int above 0 nor None, nor -1 for dp_size.
     """
 
     dp_size: int | None = None
     dp_replicate_size: int | None = None
-    tp_size: int = 1
-    pp_size: int = 1
-    cp_size: int = 1
-    ep_size: int = 1
+    tp_size: int | None = 1
+    pp_size: int | None = 1
+    cp_size: int | None = 1
+    ep_size: int | None = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (field.name == "dp_size" and _is_inferred(value)):
+                degree(value, field.name)
 
 
 def is_degree(value: Any) -> bool:
-    """Whether a value is set to a degree: an int above 0."""
-    return isinstance(value, int) and value > 0
+    """Whether a value is a degree: an int above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def degree(value: Any) -> int:
-    """A degree as it is set; what is no int above 0 counts as 1."""
-    return int(value) if is_degree(value) else 1
+def _is_inferred(value: Any) -> bool:
+    return value is None or (value == -1 and type(value) is int)
+
+
+def degree(value: Any, name: str) -> int:
+    """A degree as it is set; None is 1.
+
+    Raises:
+        ValueError: the value is neither None nor an int above 0.
+    """
+    if value is None:
+        return 1
+    if not is_degree(value):
+        inferred = ", or -1 to infer it from the ranks" if name == "dp_size" else ""
+        raise ValueError(
+            f"{name}={value!r} of type {type(value).__name__} is no degree: give an int above 0"
+            f"{inferred}, or None to leave it unset."
+        )
+    return int(value)
+
+
+def world_ranks(world_size: int | None) -> int:
+    """Number of ranks of the world, given or that of the default process group.
+
+    Raises:
+        ValueError: none is given, and there is no process group.
+    """
+    if world_size is not None:
+        return world_size
+    if not dist.is_initialized():
+        raise ValueError(
+            "world_size=None, and there is no process group to ask. Call init_process_group first, "
+            "or give world_size."
+        )
+    return dist.get_world_size()
 
 
 def rank_count(world_size: int, ranks: Sequence[int] | None) -> int:
@@ -83,22 +127,23 @@ def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> i
     """Data parallelism as it is set, or what the other degrees leave of the ranks.
 
     Args:
-        dp_size: as set; unset if it is no degree.
+        dp_size: as set; None or -1 to infer it.
         count: number of ranks.
         other_sizes: the other degrees by name, for messages too.
 
     Raises:
-        ValueError: the product of all is not the number of ranks.
+        ValueError: the product of all is not the number of ranks, or dp_size is no degree.
     """
     product = math.prod(other_sizes.values())
     factors = " * ".join(f"{name}={size}" for name, size in other_sizes.items())
-    if dp_size is None or not is_degree(dp_size):
+    if _is_inferred(dp_size):
         if count < 1 or count % product:
             raise ValueError(
                 f"{count} ranks are no multiple of {factors} = {product}, so there is no dp_size. "
                 "Choose degrees whose product divides the number of ranks."
             )
         return count // product
+    dp_size = degree(dp_size, "dp_size")
     if dp_size * product != count:
         raise ValueError(
             f"dp_size={dp_size} * {factors} = {dp_size * product}, but there are {count} ranks. "

@@ -27,11 +27,14 @@ from torch.distributed.fsdp import (
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import TPPlan, check_checkpointing, default_mixed_precision
+from meshverse.parallel.experts.choice import apply_expert_parallelism, check_experts
+from meshverse.parallel.experts.sharding import check_moe_mesh, shard_experts
 from meshverse.parallel.meshes.submesh import get_flat_mesh, get_fsdp_dp_mesh
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
+from .other_degrees import refuse_pipeline, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -42,6 +45,7 @@ def fsdp2_strategy_parallelize(
     model: _Model,
     device_mesh: DeviceMesh,
     *,
+    moe_mesh: DeviceMesh | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -63,7 +67,10 @@ def fsdp2_strategy_parallelize(
 
     Args:
         model: on one device, the same on all ranks.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
+        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it; of one
+            pipeline stage.
+        moe_mesh: with the axes (ep_shard, ep) over the same ranks, as `create_fsdp2_device_mesh`
+            makes it: experts are handed out over ep, and sharded over ep_shard.
         param_dtype: of parameters and outputs, where mp_policy is not given.
         mp_policy: of parameters, gradients and outputs; by default gradients are reduced in fp32.
         offload_policy: where sharded parameters live.
@@ -92,27 +99,51 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: heads do not divide by the size of tensor parallelism, the plan does not fit the
-            model, the model is sharded already, a setting of activation checkpointing is unknown,
-            or both cpu_offload and another offload_policy are asked for. The model is as it was
-            after any of these.
+        ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
+            parallelism, there are no experts to hand out or their number does not divide, the plan
+            does not fit the model, the model is sharded already, a setting of
+            activation checkpointing is unknown, or both cpu_offload and another offload_policy are
+            asked for. The model is as it was after any of these.
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
-    get_flat_mesh(device_mesh, dp_cp_mesh_name)
+    data_mesh = get_flat_mesh(device_mesh, dp_cp_mesh_name)
     offload = _offload_policy(offload_policy, cpu_offload, device_mesh.device_type)
     mode = "full" if activation_checkpointing is True else activation_checkpointing
     check_checkpointing(mode, activation_checkpointing_scope)
     check_not_sharded(model)
+    refuse_pipeline(model, device_mesh)
+    tell_of_context(device_mesh)
 
+    ep_mesh, experts = _experts_of(model, device_mesh, moe_mesh)
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
-        apply_tensor_parallelism(model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel)
+        apply_tensor_parallelism(
+            model,
+            tp_mesh,
+            tp_shard_plan,
+            sequence_parallel=sequence_parallel,
+            handed_out=experts,
+        )
+    if moe_mesh is not None and ep_mesh is not None:
+        # FSDP2 averages their gradients over ep_shard. The rest has averages over the ranks with
+        # tokens of their own, and so must these be.
+        scale = moe_mesh.size(0) / data_mesh.size()
+        apply_expert_parallelism(model, ep_mesh, same_tokens=tp_mesh, gradient_scale=scale)
     if mode:
         apply_activation_checkpointing(model, mode, activation_checkpointing_scope)
     precision = mp_policy or replace(
         default_mixed_precision(), param_dtype=param_dtype, output_dtype=param_dtype
     )
+    if moe_mesh is not None:
+        shard_experts(
+            model,
+            experts,
+            moe_mesh,
+            precision=precision,
+            offload=offload,
+            reshard_after_forward=reshard_after_forward is not False,
+        )
     prefetch = (fsdp2_backward_prefetch_depth, fsdp2_forward_prefetch_depth)
     apply_fsdp_sharding_recursively(
         model,
@@ -126,6 +157,17 @@ def fsdp2_strategy_parallelize(
     # The root's parameters are needed first in backward: gathering them again would be for nothing.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False, **sharding)
     return model
+
+
+def _experts_of(
+    model: nn.Module, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None
+) -> tuple[DeviceMesh | None, list[str]]:
+    """The mesh to hand out experts over, and the modules that have them; checked."""
+    if moe_mesh is None:
+        return None, []
+    check_moe_mesh(moe_mesh, device_mesh)
+    ep_mesh = moe_mesh["ep"]
+    return ep_mesh, check_experts(model, ep_mesh.size())
 
 
 def _offload_policy(

@@ -43,7 +43,7 @@ class FSDP2Manager:
     Args:
         config: the settings.
         device_mesh: as `create_device_meshes` makes it; None for one process.
-        moe_mesh: the experts' mesh, kept for models that split their experts.
+        moe_mesh: the experts' mesh, where experts are handed out to ranks; None where they are not.
         packed_sequences: whether sequences are packed in training, so that transformers' check for
             them must stay whatever the config says.
 
@@ -94,6 +94,7 @@ class FSDP2Manager:
         fsdp2_strategy_parallelize(
             model,
             self.device_mesh,
+            moe_mesh=self.moe_mesh,
             mp_policy=config.mp_policy,
             offload_policy=config.offload_policy,
             sequence_parallel=config.sequence_parallel,

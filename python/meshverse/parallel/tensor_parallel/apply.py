@@ -22,9 +22,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.models.module_names import matching_modules, nearest_name, parent_name
+from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
+
 from .hf_plan_gaps import has_local_output
-from .local_styles import CheckedStyle, LocalParameters
-from .module_names import matching_modules, parent_name
 
 __all__ = ["apply_tp_plan"]
 
@@ -42,7 +43,13 @@ _HEAD_COUNTS = (
 )
 
 
-def apply_tp_plan(model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+def apply_tp_plan(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    strict: bool = True,
+) -> None:
     """Split a model in place over a mesh, as `parallelize_module` does, and keep it consistent.
 
     Beyond it, nothing is changed if anything in the plan does not fit the model; modules that keep
@@ -52,16 +59,18 @@ def apply_tp_plan(model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, Para
     Args:
         model: whose parameters are whole; they become DTensors where the plan names them.
         tp_mesh: 1-D.
-        plan: by module name, in which wildcards stand for one step; later entries win. Names
-            of modules that the model has not are left out, with a warning.
+        plan: by module name, in which wildcards stand for one step; later entries win.
+        strict: whether an entry for modules that the model has not is an error; else it is left
+            out, with a warning.
 
     Raises:
         TypeError: a value of the plan is no parallel style.
-        ValueError: a style does not fit its module, sizes or heads do not divide by the number of
-            ranks, or only some of the parameters that are one object would be split.
+        ValueError: an entry means no module, a style does not fit its module, sizes or heads do
+            not divide by the number of ranks, or only some of the parameters that are one object
+            would be split.
     """
     _check_styles(plan)
-    styles = _styles_by_module(model, plan)
+    styles = _styles_by_module(model, plan, strict)
     for name, style in styles.items():
         _check(name, model.get_submodule(name), style, tp_mesh.size())
     shared = list(_shared_parameters(model))
@@ -89,10 +98,17 @@ def _check_styles(plan: Mapping[str, Any]) -> None:
 
 
 def _styles_by_module(
-    model: nn.Module, plan: Mapping[str, ParallelStyle]
+    model: nn.Module, plan: Mapping[str, ParallelStyle], strict: bool
 ) -> dict[str, ParallelStyle]:
     names = {key: matching_modules(model, key) for key in plan}
     absent = [key for key, found in names.items() if not found]
+    if absent and strict:
+        nearest = {key: nearest_name(model, key) for key in absent}
+        raise ValueError(
+            f"{type(model).__name__} has no modules {absent}, which the plan names. "
+            f"Nearest are {nearest}. Correct these entries or take them out; strict=False leaves "
+            "them out with a warning."
+        )
     if absent:
         _logger.warning(
             "%s has no modules %s: the entries of the tensor-parallel plan are left out.",

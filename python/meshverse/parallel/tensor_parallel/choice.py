@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshverse.parallel.config import TPPlan
+from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
+from meshverse.parallel.experts.features import ExpertFeaturesParallel
 from meshverse.parallel.models.import_paths import import_class_from_path
+from meshverse.parallel.models.module_names import is_present, matching_modules
 
 from .apply import apply_tp_plan
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
-from .module_names import is_present
 
 __all__ = ["apply_tensor_parallelism", "check_heads", "llama_tp_plan", "register_tp_plan"]
 
@@ -55,6 +57,7 @@ def apply_tensor_parallelism(
     tp_shard_plan: TPPlan | None = None,
     *,
     sequence_parallel: bool = False,
+    handed_out: Collection[str] = (),
 ) -> None:
     """Split a model in place by the plan that is given, or chosen for it.
 
@@ -65,12 +68,21 @@ def apply_tensor_parallelism(
             sequence_parallel, that gives it. None for the one registered for the model's
             class, else the model's own, else that of a Llama, with a warning.
         sequence_parallel: whether what is between the split layers is split by tokens.
+        handed_out: names of modules whose experts are, or will be, handed out whole to ranks of an
+            expert mesh. A plan's styles of experts leave these alone.
 
     Raises:
         TypeError: the plan is none of these.
         ValueError: the plan does not fit the model, or does not know of sequence parallelism.
     """
     plan = _choose(model, tp_shard_plan, sequence_parallel)
+    if handed_out:
+        plan = {
+            key: style
+            for key, style in plan.items()
+            if not isinstance(style, ExpertFeaturesParallel | SameTokensExpertParallel)
+            or not set(matching_modules(model, key)) <= set(handed_out)
+        }
     apply_tp_plan(model, tp_mesh, plan)
 
 

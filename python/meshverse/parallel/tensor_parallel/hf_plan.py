@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
+from meshverse.parallel.experts.hf_experts import take_experts
+from meshverse.parallel.models.module_names import is_present, matching_modules, parameter_of
+from meshverse.parallel.styles.local_styles import LocalParameters, SharedKeyGradAllreduce
+
 from .hf_plan_gaps import fill_gaps
 from .hf_styles import EXPERT_STYLES, translate_to_torch_parallel_style
-from .local_styles import LocalParameters, SharedKeyGradAllreduce
-from .module_names import is_present, parameter_of
 
 __all__ = ["get_hf_tp_shard_plan", "has_hf_plan"]
 
@@ -56,10 +58,10 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             f"{type(model).__name__} has no tensor-parallel plan: neither it nor its inner model "
             "has a _tp_plan that names its modules. Give a plan as tp_shard_plan."
         )
-    _check_expressible(model, names)
     present = {key: style for key, style in names.items() if is_present(model, key)}
+    plan, present = take_experts(model, present)
+    _check_expressible(model, names, present)
     _complete_embedding(model, present)
-    plan: dict[str, ParallelStyle] = {}
     for key, style in present.items():
         if parameter_of(model, key) is None:
             plan[key] = _style(model, key, style)
@@ -88,21 +90,25 @@ def _inner_model(model: nn.Module) -> tuple[str, nn.Module]:
     return (prefix, inner) if isinstance(inner, nn.Module) else ("", model)
 
 
-def _check_expressible(model: nn.Module, names: dict[str, str]) -> None:
-    """Refuse entries that split the experts of this model; warn of such for layers it has not."""
-    experts = {key: style for key, style in names.items() if style in EXPERT_STYLES}
-    needed = {key: style for key, style in experts.items() if is_present(model, key)}
+def _check_expressible(model: nn.Module, names: dict[str, str], left: dict[str, str]) -> None:
+    """Refuse entries that no style stands for; warn of such for layers that the model has not."""
+    needed = {key: style for key, style in left.items() if style in EXPERT_STYLES}
     if needed:
         raise ValueError(
-            f"The plan of {type(model).__name__} splits experts, which tensor parallelism cannot: "
-            f"{needed}. Give a plan without these entries as tp_shard_plan, which leaves the "
-            "experts whole on every rank, or use expert parallelism."
+            f"The plan of {type(model).__name__} splits experts in a way that is not known for "
+            f"these modules: {needed}. Give a plan without these entries as tp_shard_plan, which "
+            "leaves the experts whole on every rank."
         )
-    if experts:
+    absent = {
+        key: style
+        for key, style in names.items()
+        if style in EXPERT_STYLES and not is_present(model, key)
+    }
+    if absent:
         _logger.warning(
             "Left out of the plan of %s, for experts that it has not: %s.",
             type(model).__name__,
-            experts,
+            absent,
         )
 
 
@@ -113,6 +119,12 @@ def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
     if key is None or not isinstance(embedding, nn.Embedding):
         return
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    whole = names.get(key) == "replicate" or any(embedding.children())  # (a norm inside)
+    if whole:
+        names.pop(key, None)
+        if tied:
+            names.pop(head_key or "", None)
+        return
     if tied and head_key not in names:
         names.pop(key, None)  # the head would get a weight in part
     elif key not in names:
@@ -143,20 +155,30 @@ def _text_config(model: nn.Module) -> Any:
 def _place_parameters(
     model: nn.Module, names: dict[str, str], plan: dict[str, ParallelStyle]
 ) -> None:
-    """Bring entries that name a parameter to the module that has it."""
+    """Bring entries that name a parameter to the modules that have it."""
     for key, style in names.items():
         parameter = parameter_of(model, key)
         placement = None if parameter is None else _placement(parameter, style)
         if placement is None:
             continue
-        owner, _, name = key.rpartition(".")
-        local = plan.setdefault(owner, LocalParameters({}))
-        if not isinstance(local, LocalParameters):
-            raise ValueError(
-                f"The plan of {type(model).__name__} has {key!r}: {style!r} beside {owner!r}: "
-                f"{local}. Give a plan as tp_shard_plan with one style for the module."
-            )
-        local.placements[name] = placement
+        pattern, _, name = key.rpartition(".")
+        for owner in _owners(model, pattern, name):
+            local = plan.setdefault(owner, LocalParameters({}))
+            if not isinstance(local, LocalParameters):
+                raise ValueError(
+                    f"The plan of {type(model).__name__} has {key!r}: {style!r} beside {owner!r}: "
+                    f"{local}. Give a plan as tp_shard_plan with one style for the module."
+                )
+            local.placements[name] = placement
+
+
+def _owners(model: nn.Module, pattern: str, name: str) -> list[str]:
+    """The pattern, if all modules it means have the parameter; else those that have it."""
+    modules = matching_modules(model, pattern)
+    having = [
+        each for each in modules if model.get_submodule(each)._parameters.get(name) is not None
+    ]
+    return [pattern] if len(having) == len(modules) else having
 
 
 def _placement(parameter: nn.Parameter, style: str) -> Placement | None:

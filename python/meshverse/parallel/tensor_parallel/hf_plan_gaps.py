@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from .local_styles import (
+from meshverse.parallel.models.module_names import matching_modules, parent_name
+from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
 )
-from .module_names import matching_modules, parent_name
 
 __all__ = ["fill_gaps", "has_local_output"]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .local_styles import (
+from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
@@ -67,7 +67,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": lambda: LocalParameters({}),
 }
 
-# Ways to split experts among ranks, which tensor parallelism has no counterpart of.
+# Said of the modules of experts and what is around them: hf_experts.py makes a style of them all.
 EXPERT_STYLES = frozenset(
     {
         "ep_dispatch_experts",
@@ -99,7 +99,12 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
             f"{type(style).__name__}. Give one of {sorted(_STYLES)}."
         )
     if style not in _STYLES:
-        experts = " splits experts: use expert parallelism for it" if style in EXPERT_STYLES else ""
+        experts = (
+            " splits experts, of which the module has one style: ExpertFeaturesParallel, or, with "
+            "tokens that change ranks, ExpertParallel"
+            if style in EXPERT_STYLES
+            else ""
+        )
         raise ValueError(
             f"Parallel style {style!r}{experts or ' is unknown'}. Known styles of tensor "
             f"parallelism: {sorted(_STYLES)}."

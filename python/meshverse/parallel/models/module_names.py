@@ -8,11 +8,13 @@ Example:
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["is_present", "matching_modules", "parameter_of", "parent_name"]
+__all__ = ["is_present", "matching_modules", "nearest_name", "parameter_of", "parent_name"]
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
@@ -38,6 +40,14 @@ def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:
         if parameter is not None:
             return parameter
     return None
+
+
+def nearest_name(model: nn.Module, pattern: str) -> str | None:
+    """The module's name that is spelled most like a plan's key, with `*` for numbers of layers."""
+    names = dict.fromkeys(
+        re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in model.named_modules()
+    )
+    return next(iter(get_close_matches(pattern, names, n=1, cutoff=0.0)), None)
 
 
 def is_present(model: nn.Module, pattern: str) -> bool:

@@ -1,0 +1,52 @@
+"""Degrees that a strategy cannot apply by itself: refused, or said what is left to do.
+
+Example:
+    >>> refuse_pipeline(model, mesh)  # doctest: +SKIP
+    ValueError: pp=2: Llama would be whole on each of the 2 stages. ...
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["refuse_pipeline", "tell_of_context"]
+
+_logger = logging.getLogger(__name__)
+_PP, _CP = "pp", "cp"
+
+
+def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a mesh of several pipeline stages: nothing here splits a model into stages.
+
+    Raises:
+        ValueError: the mesh has an axis pp of more than one stage.
+    """
+    axes = mesh.mesh_dim_names or ()
+    if _size_of(mesh, _PP) > 1:
+        others = ", ".join(f'"{axis}"' for axis in axes if axis != _PP)
+        raise ValueError(
+            f"pp={_size_of(mesh, _PP)}: {type(model).__name__} would be whole on each of the "
+            f"{_size_of(mesh, _PP)} stages. Split it into stages first, for instance with "
+            "torch.distributed.pipelining, and parallelize this rank's stage on the mesh of its "
+            f"stage: device_mesh[{others}]."
+        )
+
+
+def tell_of_context(mesh: DeviceMesh) -> None:
+    """Say what context parallelism leaves to the training loop: to split the sequences."""
+    if _size_of(mesh, _CP) > 1:
+        _logger.warning(
+            "cp=%d: parameters are sharded over cp, and its ranks count as data-parallel ones. "
+            "Sequences are not split here: run forward and backward within "
+            "torch.distributed.tensor.experimental.context_parallel(mesh['cp'], buffers=...), or "
+            "give each of these ranks sequences of its own.",
+            _size_of(mesh, _CP),
+        )
+
+
+def _size_of(mesh: DeviceMesh, axis: str) -> int:
+    axes = mesh.mesh_dim_names or ()
+    return mesh.size(axes.index(axis)) if axis in axes else 1

@@ -1,0 +1,1 @@
+"""Parallel styles that work on plain local tensors, and what they check."""
