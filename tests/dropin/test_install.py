@@ -294,9 +294,11 @@ def test_nothing_of_torch_is_replaced() -> None:
 
 
 _IMPORTING = """
-import sys, torch, torch.distributed as dist
+import contextlib, sys, torch, torch.distributed as dist
 from torch.distributed import device_mesh
 import torch.distributed.tensor, torch._dynamo.variables.distributed as compiler
+with contextlib.suppress(ImportError):  # not in 2.11; an import puts a module into its package
+    import torch.distributed._ops.device_mesh
 def seen():
     places = [device_mesh.DeviceMesh, type(device_mesh.DeviceMesh), device_mesh, dist, compiler]
     places += [dist.tensor, dist.distributed_c10d, torch, torch._tensor]
