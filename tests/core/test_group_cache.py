@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from meshverse._core import AxisLayout, GroupCache, OptionsKey
+from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey
 
 AXIS, OTHER_AXIS = AxisLayout(4), AxisLayout(4, 2)
 GLOO, NCCL = OptionsKey.of("gloo"), OptionsKey.of("nccl")
@@ -45,6 +45,19 @@ def test_an_entry_is_made_once_for_every_pair():
     assert all(cache.get(*pair) is entry for pair, entry in zip(pairs, made, strict=True))
     assert cache.entries() == [(*pair, entry) for pair, entry in zip(pairs, made, strict=True)]
     assert (cache.requests, cache.hits, cache.created, cache.failures) == (12, 6, 6, 0)
+
+
+def test_several_entries_are_found_together_or_not_at_all():
+    cache, key = GroupCache(), OptionsKey.of("gloo")
+    axes = Layout([AxisLayout(2, 4), AxisLayout((2, 2), (1, 2))])
+    assert cache.find(axes, key) is None
+    cache.get_or_create(axes[0], key, lambda: "first")
+    assert cache.find(axes, key) is None
+    cache.get_or_create(axes[1].sorted(), key, lambda: "second")  # the same ranks, ascending
+    assert axes[1] != axes[1].sorted()
+    assert cache.find(axes, key) == ["first", "second"]
+    assert cache.find(axes, OptionsKey.of("nccl")) is None
+    assert cache.find(Layout([]), key) == []
 
 
 def test_none_is_an_entry_like_any_other():

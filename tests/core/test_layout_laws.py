@@ -67,6 +67,21 @@ def test_composition_goes_axis_by_axis(outer_modes, inner_axes):
     ]
 
 
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_unflattening_replaces_an_axis_by_row_major_ones(sizes, data):
+    outer = data.draw(st.lists(st.integers(1, 4), max_size=2))
+    index = data.draw(st.integers(0, len(outer)))
+    layout = Layout.from_shape((*outer[:index], math.prod(sizes), *outer[index:]))
+    split = layout.unflatten(index, sizes)
+    assert split == layout.unflatten(index - len(layout), sizes)
+    assert split.shape == (*outer[:index], *sizes, *outer[index:])
+    assert split.collapse() == layout.collapse()
+    with pytest.raises(ValueError, match="indices are not"):
+        layout.unflatten(index, [*sizes, 2])
+    with pytest.raises(IndexError):
+        layout.unflatten(len(layout), sizes)
+
+
 @given(oracle.digits(), st.data())
 def test_selecting_whole_digits_always_composes(modes, data):
     sizes, strides = modes
