@@ -42,6 +42,16 @@ Integers order_by_rank(const Integers& ranks) {
   return order;
 }
 
+std::string first_ranks(const Integers& ranks) {
+  constexpr std::size_t kShown = 8;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(kShown, ranks.size()); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return ranks.size() > kShown ? text + ", ..." : text;
+}
+
 struct FingerprintHash {
   std::size_t operator()(const Fingerprint& f) const { return static_cast<std::size_t>(f.low); }
 };
@@ -186,13 +196,14 @@ RankArray RankMap::ranks() const {
 
 std::string RankMap::to_string() const {
   if (is_identity()) return "identity of " + std::to_string(size_);
-  constexpr std::size_t kShown = 8;
-  std::string text = std::to_string(size_) + (size_ == 1 ? " rank: " : " ranks: ");
-  for (std::size_t i = 0; i < std::min(kShown, ranks_.size()); ++i) {
-    if (i > 0) text += ", ";
-    text += std::to_string(ranks_[i]);
-  }
-  return ranks_.size() > kShown ? text + ", ..." : text;
+  return std::to_string(size_) + (size_ == 1 ? " rank: " : " ranks: ") + first_ranks(ranks_);
+}
+
+std::string RankMap::in_words() const {
+  if (size_ == 1) return "rank " + std::to_string(rank_at(0));
+  if (is_identity()) return "ranks 0 to " + std::to_string(size_ - 1);
+  return "ranks " + first_ranks(ranks_) +
+         (size_ > 8 ? " (" + std::to_string(size_) + " in all)" : "");
 }
 
 }  // namespace meshverse

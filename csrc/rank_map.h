@@ -50,6 +50,8 @@ class RankMap {
 
   // "identity of 8", "4 ranks: 0, 2, 4, 6"; long ones are shortened.
   std::string to_string() const;
+  // The same for sentences: "ranks 0 to 7", "ranks 0, 2, 4, 6".
+  std::string in_words() const;
 
  private:
   friend class RankMapTable;

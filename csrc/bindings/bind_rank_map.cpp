@@ -174,6 +174,7 @@ Raises:
       .def("__hash__",
            [](const RankMap& self) { return static_cast<py::ssize_t>(self.fingerprint().low); })
       .def("__repr__", [](const RankMap& self) { return "RankMap(" + self.to_string() + ")"; })
+      .def("__str__", &RankMap::in_words)
       .def("__reduce__", &reduce);
   // torch.load(weights_only=True) restores objects only by calling their class. The class gives the
   // interned map then; pybind11 leaves objects that are initialised already as they are.

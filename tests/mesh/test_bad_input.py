@@ -182,10 +182,10 @@ def test_new_mesh_that_stock_lets_through_or_refuses_late(case: str) -> None:
     ("build", "message"),
     [
         (lambda u: init_device_mesh("cpu", (4,), universe=u), r"\(4,\) has 4 ranks.*has 8"),
-        (lambda u: DeviceMesh("cpu", [4, 5], universe=u), "4, 5.*identity of 8"),
+        (lambda u: DeviceMesh("cpu", [4, 5], universe=u), "4, 5.*ranks 0 to 7"),
         (
             lambda u: DeviceMesh("cpu", [1, 0, 2, 3, 4, 5, 6, 7], universe=u),
-            "1, 0, 2.*identity of 8",
+            "1, 0, 2.*ranks 0 to 7",
         ),
     ],
     ids=["shape", "ranks", "order"],
@@ -291,7 +291,7 @@ def test_derived_mesh_that_stock_lets_through_or_refuses_late(derive, error, mes
 def test_concatenating_meshes_over_other_ranks() -> None:
     mesh = _init(OURS)
     other = DeviceMesh("cpu", [[4, 5], [6, 7]], mesh_dim_names=_NAMES)
-    with pytest.raises(RuntimeError, match=r"different device meshs.*identity of 8.*4, 5, 6, 7"):
+    with pytest.raises(RuntimeError, match=r"different device meshs.*ranks 0 to 7.*4, 5, 6, 7"):
         DeviceMesh.concatenate([mesh["dp"], other["tp"]])
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -58,22 +61,65 @@ def test_slicing_asks_for_no_group(mesh) -> None:
 
 def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
     mesh.flatten("world")
-    head, titles, *rows = str(mesh.universe.explain()).splitlines()
-    assert "identity of 8" in head
-    assert "seen by rank 5" in head
-    assert "4 groups asked for, 3 created, 1 shared" in head
-    assert titles.split() == ["axes", "layout", "my", "ranks", "options", "how"]
-    assert len(rows) == 4
-    assert rows[1].split()[:4] == ["dp", "x1", "2:4", "1,"]
-    assert rows[3].startswith("  world x1  8:1     0, 1, 2, 3, 4, 5, 6, 7")
-    assert rows[3].endswith("the default group")
+    head, titles, *rows, foot = str(mesh.universe.explain()).splitlines()
+    assert "of ranks 0 to 7, seen by rank 5" in head
+    assert "Asked for 4 process groups: 3 made, 1 reused. Not made: 0" in head
+    assert re.split("  +", titles.strip()) == [
+        *("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group"),
+    ]
+    assert [re.split("  +", row.strip())[:6] for row in rows] == [
+        ["pp", "1 time", "1:0", "1", "5", "fake"],
+        ["dp", "1 time", "2:4", "2", "1, 5", "fake"],
+        ["tp", "1 time", "4:1", "4", "4, 5, 6, 7", "fake"],
+        ["world", "1 time", "8:1", "8", "0, 1, 2, 3, 4, 5, 6, 7", "fake"],
+    ]
+    assert rows[3].endswith("timeout=1800s  the default group")
+    assert foot.startswith("Reused: ")
+
+
+def test_text_says_how_often_a_group_was_asked_for(mesh) -> None:
+    mesh.unflatten("tp", (4, 1), ("a", "b")).unflatten("dp", (2,), ("tp",))
+    rows = str(mesh.universe.explain()).splitlines()[2:-1]
+    assert [re.split("  +", row.strip())[:2] for row in rows] == [
+        ["pp, b", "2 times"],
+        ["dp, tp", "2 times"],
+        ["tp, a", "2 times"],
+    ]
+
+
+def test_backends_that_nobody_named_are_told_by_their_names() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WITHOUT_A_BACKEND], stdout=subprocess.PIPE, text=True
+    ) as child:
+        told = json.loads(child.communicate(timeout=60)[0])
+    assert "undefined" not in told["text"]
+    assert "gloo" in told["backend"]
+    assert told["saved_bytes"] > 0
+
+
+_WITHOUT_A_BACKEND = """
+import json
+import re
+import subprocess
+import sys
+import torch.distributed as dist
+from meshverse import init_device_mesh
+
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), isolate="own")
+told = mesh.universe.explain()
+from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+(group, *_) = told.groups
+saved = estimate_bytes(group.backend, 2, dict.fromkeys(COMMUNICATOR_BYTES, 7))
+print(json.dumps({"text": str(told), "backend": group.backend, "saved_bytes": saved}))
+"""
 
 
 def test_text_stays_short_for_large_groups() -> None:
     with fake_world(4096, 17):
         mesh = init_device_mesh("cpu", (4, 1024), mesh_dim_names=("dp", "tp"))
-        row = str(mesh.universe.explain()).splitlines()[-1]
-    assert "0, 1, 2, 3, 4, 5, ... 1023 (1024)" in row
+        row = str(mesh.universe.explain()).splitlines()[-2]
+    assert "1,024  0, 1, 2, 3, 4, 5, ... 1023  fake" in row
     assert len(row) < 200
 
 
@@ -133,7 +179,6 @@ def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
     assert mesh.universe.explain().avoided == 2
     assert mesh.universe.explain().saved_bytes == 0  # the fake backend has no buffers
     assert mesh.universe.explain({"fake": 5 << 20}).saved_bytes == 5 << 20  # none for one rank
-    assert "1 shared" not in str(mesh.universe.explain({"fake": 5 << 20}))
     assert "(about 5 MiB of device memory)" in str(mesh.universe.explain({"fake": 5 << 20}))
 
 

@@ -146,7 +146,7 @@ def test_explain_shows_the_tag(mesh) -> None:
         mesh["dp"]
     told = mesh.universe.explain()
     assert [group.tag for group in told.groups] == ["", "", "reduce_scatter"]
-    assert "tag='reduce_scatter'" in str(told).splitlines()[-1]
+    assert "tag='reduce_scatter'" in str(told).splitlines()[-2]
 
 
 # --- threads, and what is no tag -----------------------------------------------------------------

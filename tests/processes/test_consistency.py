@@ -179,7 +179,7 @@ def test_all_ranks_of_a_call_are_told_who_differs(
         ranks, texts = zip(*_descriptions(after.message), strict=True)
         assert _ODD_RANK in ranks
         assert len(set(ranks)) == len(set(texts)) == len(texts) >= 2
-        assert all("over RankMap(" in text for text in texts)
+        assert all("over ranks " in text for text in texts)
         if rank not in told_late:
             assert ranks[0] == rank
             assert re.search(r"rank \d, which came (first|later): ", after.message)

@@ -243,15 +243,17 @@ def test_a_mesh_that_is_held_keeps_no_store(crew: Crew, tmp_path: Path) -> None:
 
 def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     timeout = timedelta(seconds=3)
-    _start_world(f"{folder}/first", rank, 3, timeout)
+    store = _start_world(f"{folder}/first", rank, 3, timedelta(seconds=60))
+    store.set(f"{rank} has started", "")
     if rank == 2:
+        store.wait(["0 has started", "1 has started"])  # they still connect to this rank
         kill = partial(os.kill, os.getpid(), signal.SIGKILL)
         kill() if when == "before" else threading.Timer(0.5, kill).start()
     elif when == "meanwhile":
         time.sleep(1.5)  # it has come, and is waiting for us
     start, message = time.monotonic(), "no error"
     try:
-        init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, isolate="not the default group")
+        init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, isolate="own", timeout=timeout)
     except RuntimeError as error:
         message = str(error)
     seconds = time.monotonic() - start
@@ -263,9 +265,10 @@ def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     dist.destroy_process_group()
 
 
-def _start_world(file: str, rank: int, size: int, timeout: timedelta) -> None:
+def _start_world(file: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
     store = dist.FileStore(file, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return store
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

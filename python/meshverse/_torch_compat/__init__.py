@@ -7,6 +7,7 @@ where it is used. Importing this checks that this torch has all that is listed i
 from __future__ import annotations
 
 from .backends import (
+    backend_in_words,
     bound_to_device,
     can_split,
     creation_blocks,
@@ -89,6 +90,7 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
+    "backend_in_words",
     "bound_to_device",
     "can_be_reconfigured",
     "can_meet_in_store",

@@ -53,6 +53,17 @@ def by_device(backend: str) -> Mapping[str, str]:
     return c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
+def backend_in_words(backend: str) -> str:
+    """The backend of a group as people know it.
+
+    "undefined", which c10d says after `init_process_group()` without a backend, becomes the
+    backends that it stands for, such as "cpu:gloo,cuda:nccl".
+    """
+    if backend != dist.Backend.UNDEFINED:
+        return backend
+    return ",".join(f"{device}:{name}" for device, name in by_device(backend).items())
+
+
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
     """The devices of each backend that is split off this default group to make one of `backend`.
 

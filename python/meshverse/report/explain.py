@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 from meshverse.groups.request import Group, Origin
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from .tables import aligned, in_bytes, shortened_ranks
 
 __all__ = ["Explanation", "GroupExplanation", "explain"]
-
-_SHOWN_RANKS = 8
 
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
@@ -109,24 +109,39 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
+        titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
+        rows = [_row(group) for group in self.groups]
         head = (
-            f"Universe of {self.rank_map}, seen by rank {self.rank}: {self.requested} groups asked "
-            f"for, {self.created} created, {self.shared} shared, {self.avoided} avoided"
+            f"Universe of {self.rank_map}, seen by rank {self.rank}. Asked for {self.requested} "
+            f"process groups: {self.created} made, {self.shared} reused. Not made: {self.avoided}"
         )
         if self.saved_bytes:
-            head += f" (about {self.saved_bytes / 2**20:,.0f} MiB of device memory)"
-        rows = [
-            (
-                " ".join(f"{axis} x{count}" for axis, count in group.requests.items()),
-                group.layout,
-                _shorten(group.ranks),
-                group.options,
-                group.how + ", suspended" * group.suspended,
-            )
-            for group in self.groups
-        ]
-        titles = ("axes", "layout", "my ranks", "options", "how")
-        return "\n".join([head, *_aligned([titles, *rows])])
+            head += f" (about {in_bytes(self.saved_bytes)} of device memory)"
+        foot = (
+            "Reused: asked for again, and answered with the group that was there. Not made: what "
+            "torch, which makes one each time, would have made besides."
+        )
+        return "\n".join([head, *aligned([titles, *rows], right=(3,)), foot])
+
+
+def _row(group: GroupExplanation) -> tuple[str, ...]:
+    times = sum(group.requests.values())
+    return (
+        ", ".join(group.requests),
+        f"{times} time{'s' * (times != 1)}",
+        group.layout,
+        f"{len(group.ranks):,}",
+        shortened_ranks(group.ranks),
+        group.backend,
+        _options_in_words(group),
+        group.how + ", suspended" * group.suspended,
+    )
+
+
+def _options_in_words(group: GroupExplanation) -> str:
+    # All but the backend, which has a column of its own.
+    _, _, rest = group.options.removesuffix(")").partition(", ")
+    return rest or "defaults"
 
 
 def explain(
@@ -160,14 +175,14 @@ def _explain_group(
         name=group.name,
         layout=str(request.axis),
         ranks=ranks,
-        backend=options.backend,
+        backend=compat.backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
         how=_in_words(group),
         created=group.created,
         requests=dict(group.requests),
         avoided=asked - group.created if is_mine else 0,
-        bytes_each=estimate_bytes(options.backend, len(ranks), figures),
+        bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.name in suspended,
     )
 
@@ -175,16 +190,3 @@ def _explain_group(
 def _in_words(group: Group) -> str:
     words = _WORDS[group.origin]
     return words if group.hazard is None else f"{words} ({group.hazard})"
-
-
-def _shorten(ranks: Sequence[int]) -> str:
-    """Ranks in one short line: all of a few, else the first ones, the last and how many."""
-    if len(ranks) <= _SHOWN_RANKS:
-        return ", ".join(map(str, ranks)) or "none"
-    return f"{', '.join(map(str, ranks[: _SHOWN_RANKS - 2]))}, ... {ranks[-1]} ({len(ranks)})"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return [f"  {line}".rstrip() for line in lines]

@@ -30,7 +30,12 @@ from .degrees import (
 from .spec import MeshSpec, validate_mesh_spec
 from .submesh import register_flattened_axes
 
-__all__ = ["create_fsdp2_device_mesh", "create_megatron_fsdp_device_mesh", "create_moe_mesh"]
+__all__ = [
+    "create_fsdp2_device_mesh",
+    "create_megatron_fsdp_device_mesh",
+    "create_moe_mesh",
+    "fsdp2_specs",
+]
 
 
 def create_fsdp2_device_mesh(
@@ -58,10 +63,25 @@ def create_fsdp2_device_mesh(
         ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
             the process group.
     """
+    world_size = world_ranks(world_size)
+    spec, *_ = fsdp2_specs(parallelism, rank_count(world_size, ranks))
+    mesh = _build(spec, world_size, timeout_minutes, ranks)
+    ep = degree(parallelism.ep_size, "ep_size")
+    return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
+
+
+def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
+    """What `create_fsdp2_device_mesh` makes: its root mesh, and that of the experts if ep > 1.
+
+    Args:
+        parallelism: the degrees.
+        count: number of ranks.
+
+    Raises:
+        ValueError: the degrees do not fit the ranks or each other.
+    """
     tp, pp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.pp_size, "pp_size")
     cp, ep = degree(parallelism.cp_size, "cp_size"), degree(parallelism.ep_size, "ep_size")
-    world_size = world_ranks(world_size)
-    count = rank_count(world_size, ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
     replicas = degree(parallelism.dp_replicate_size, "dp_replicate_size")
     check_replicas(dp, replicas)
@@ -79,8 +99,13 @@ def create_fsdp2_device_mesh(
             "dp_cp": ("dp_replicate", "dp_shard", "cp"),
         },
     )
-    mesh = _build(spec, world_size, timeout_minutes, ranks)
-    return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
+    if ep == 1:
+        return [spec]
+    return [spec, _moe_spec(pp, dp * cp * tp, ep)]
+
+
+def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
+    return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
 
 
 def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
@@ -97,18 +122,16 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
     if not is_degree(ep_size):
         raise ValueError(f"ep_size={ep_size!r}: expected an int above 0.")
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
-    stage_size, remainder = divmod(mesh.size() // stages, ep_size)
-    if remainder or mesh.size() != mesh.universe.size:
+    stage_size = mesh.size() // stages
+    if stage_size % ep_size or mesh.size() != mesh.universe.size:
         raise ValueError(
-            f"ep_size={ep_size} must divide the {mesh.size() // stages} ranks of a pipeline stage, "
+            f"ep_size={ep_size} must divide the {stage_size} ranks of a pipeline stage, "
             f"and the mesh of {mesh.size()} ranks must be the root of its universe of "
             f"{mesh.universe.size} ranks."
         )
+    spec = _moe_spec(stages, stage_size, ep_size)
     experts = init_device_mesh(
-        mesh.device_type,
-        (stages, stage_size, ep_size),
-        mesh_dim_names=("pp", "ep_shard", "ep"),
-        universe=mesh.universe,
+        mesh.device_type, spec.shape, mesh_dim_names=spec.axes, universe=mesh.universe
     )
     return experts["ep_shard", "ep"]
 

@@ -1,0 +1,10 @@
+"""`python -m meshverse`: the same as the command `meshverse`."""
+
+from __future__ import annotations
+
+import sys
+
+from meshverse.commands.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

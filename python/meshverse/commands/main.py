@@ -1,0 +1,53 @@
+"""Which command is called."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import meshverse
+
+from .plan_command import add_plan
+from .versions import environment_report
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: by default those of the process.
+
+    Returns:
+        The exit status: 0; 1 where a check failed; 2 where what was asked for cannot be done.
+    """
+    parser = argparse.ArgumentParser(
+        prog="meshverse",
+        description="Process meshes: see them before they run, check them where they run.",
+    )
+    parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
+    commands = parser.add_subparsers(metavar="command")
+    add_plan(commands)
+    commands.add_parser(
+        "versions", help="what this environment is made of, for reports of defects"
+    ).set_defaults(run=_print_versions)
+    given = parser.parse_args(arguments)
+    if not hasattr(given, "run"):
+        parser.print_help()
+        return 2
+    try:
+        status: int = given.run(given)
+    except (ValueError, OSError) as error:
+        print(f"meshverse: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return status
+
+
+def _print_versions(_: argparse.Namespace) -> int:
+    report = environment_report()
+    width = max(map(len, report))
+    for name, value in report.items():
+        print(f"{name.ljust(width)}  {value}")  # noqa: T201
+    return 0

@@ -1,0 +1,98 @@
+"""`meshverse plan`: the process groups of a job, before there is one."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from meshverse.parallel.meshes.degrees import ParallelismSizes
+from meshverse.planner import View, plan, trainer_views
+
+__all__ = ["add_plan"]
+
+_EXAMPLES = """\
+examples:
+  meshverse plan pp=8,dp=160,tp=8 --node-size 8
+  meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
+  meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
+"""
+
+_DEGREES = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="which process groups a job makes, without the job",
+        description="Which process groups the views of a world make: how many, how large, what "
+        "they cross, and what torch would make instead. Starts no process and needs no GPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "mesh",
+        nargs="?",
+        help="the world's axes in order, the last varying fastest: pp=8,dp=160,tp=8. "
+        "loss=pp*dp adds an axis that is flattened of others",
+    )
+    parser.add_argument("--view", action="append", default=[], help="another view of the world")
+    parser.add_argument(
+        "--degrees", help=f"a trainer's degrees instead, of {', '.join(_DEGREES)}: tp=8,dp_shard=40"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks; by default those of the first view")
+    parser.add_argument("--node-size", type=int, help="ranks on each node")
+    parser.add_argument("--domain-size", type=int, help="ranks in each NVLink domain")
+    parser.add_argument("--backend", default="nccl", help="of all groups (default: nccl)")
+    parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    views: list[View | str] = []
+    if arguments.mesh is not None:
+        views.append(arguments.mesh)
+    if arguments.degrees is not None:
+        views += _views_of_degrees(arguments.degrees, arguments.world_size)
+    planned = plan(
+        [*views, *arguments.view],
+        world_size=arguments.world_size,
+        backend=arguments.backend,
+        rank=arguments.rank,
+        node_size=arguments.node_size,
+        domain_size=arguments.domain_size,
+    )
+    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
+    return 0
+
+
+def _views_of_degrees(text: str, world_size: int | None) -> list[View]:
+    degrees: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in _DEGREES or not re.fullmatch(r"[0-9]+", value) or name in degrees:
+            raise ValueError(
+                f"{part!r} in --degrees {text}: write each degree once as name=size, of the names "
+                f"{', '.join(_DEGREES)}."
+            )
+        degrees[name] = int(value)
+    if "dp" in degrees and "dp_shard" in degrees:
+        raise ValueError(
+            f"--degrees {text} has dp and dp_shard. dp is dp_replicate times dp_shard: leave one "
+            "of them out."
+        )
+    replicas = degrees.get("dp_replicate", 1)
+    dp: int | None = degrees.get("dp", replicas * degrees.get("dp_shard", 1))
+    if world_size is None:
+        world_size = dp or 1
+        for name in ("cp", "tp", "pp"):
+            world_size *= degrees.get(name, 1)
+    elif "dp" not in degrees and "dp_shard" not in degrees:
+        dp = None  # what the others leave of the world
+    sizes = ParallelismSizes(
+        dp_size=dp,
+        dp_replicate_size=replicas,
+        **{f"{name}_size": degrees.get(name, 1) for name in ("tp", "pp", "cp", "ep")},
+    )
+    return trainer_views(sizes, world_size)

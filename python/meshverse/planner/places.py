@@ -1,0 +1,43 @@
+"""Which part of a cluster each rank is on: its node, its NVLink domain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Places"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks of a world are, at one level of the cluster.
+
+    Attributes:
+        level: what the parts are called, such as "node".
+        of_rank: the part that each rank is on: an int64 tensor of shape (world size,).
+    """
+
+    level: str
+    of_rank: torch.Tensor
+
+    @staticmethod
+    def in_blocks(level: str, world_size: int, block_size: int) -> Places:
+        """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
+
+        Args:
+            level: what the parts are called.
+            world_size: number of ranks.
+            block_size: ranks a part. The last part may have fewer.
+
+        Raises:
+            ValueError: a part of less than one rank.
+        """
+        if block_size < 1:
+            raise ValueError(f"{block_size} ranks on each {level}: give an int above 0.")
+        return Places(level, torch.arange(world_size) // block_size)
+
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        return int(self.of_rank.max()) + 1

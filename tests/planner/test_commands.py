@@ -1,0 +1,68 @@
+"""`meshverse` on the command line: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import meshverse
+from meshverse.commands.main import main
+
+
+def test_a_plan_is_printed(capsys) -> None:
+    assert main(["plan", "dp=4,tp=8", "--view", "a=2,b=2,tp=8", "--node-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "World of 32 ranks, backend nccl, 2 views:\n  dp=4,tp=8\n  a=2,b=2,tp=8\n"
+    )
+
+
+def test_a_plan_as_data(capsys) -> None:
+    degrees = "dp_replicate=4,dp_shard=40,cp=1,tp=8,pp=8,ep=8"
+    assert main(["plan", "--degrees", degrees, "--json", "--rank", "777"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["world"], data["mine"]["rank"], len(data["views"])) == (10_240, 777, 2)
+
+
+def test_degrees_fill_the_world_that_is_given(capsys) -> None:
+    assert main(["plan", "--degrees", "tp=8", "--world-size", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["views"][0].startswith(
+        "pp=1,dp_replicate=1,dp_shard=8,cp=1,tp=8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan"], "There is no view to plan"),
+        (["plan", "dp=4", "--view", "dp=5"], "The nearest that do: dp=4"),
+        (["plan", "--degrees", "tp=8,sp=2"], "'sp=2' in --degrees"),
+        (["plan", "--degrees", "tp=x"], "'tp=x' in --degrees"),
+        (["plan", "--degrees", "tp=2,tp=2"], "write each degree once"),
+        (["plan", "--degrees", "dp=2,dp_shard=2"], "leave one of them out"),
+        (["plan", "--degrees", "dp=3,dp_replicate=2"], "dp_replicate"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2(arguments, said: str, capsys) -> None:
+    assert main(arguments) == 2
+    caught = capsys.readouterr()
+    assert said in caught.err
+    assert caught.out == ""
+
+
+def test_python_m_meshverse_is_the_same_command() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "meshverse", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    told = run("plan", "dp=2")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert run("--version").stdout.strip() == f"meshverse {meshverse.__version__}"
+    report = run("versions").stdout
+    assert "torch " in report
+    assert "gloo" in report
+    assert run("plan", "dp=x*y").returncode == 2
+    assert run().returncode == 2

@@ -1,0 +1,178 @@
+"""A plan says what the job would: the same groups as `explain()`, and what they cross."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshverse
+from helpers.observation import STOCK
+from helpers.worlds import fake_world, live_groups
+from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
+from meshverse.planner import Places, View, plan, trainer_views
+from meshverse.report.communicator_memory import COMMUNICATOR_BYTES
+
+VIEWS = ("pp=8,dp=160,tp=8,loss=pp*dp", "pp=8,replicate=4,shard=40,tp=8", "world=10240")
+
+
+def _make(view: View, universe: meshverse.Universe | None) -> meshverse.DeviceMesh:
+    mesh = meshverse.init_device_mesh(
+        "cpu", tuple(view.sizes.values()), mesh_dim_names=tuple(view.sizes), universe=universe
+    )
+    for name, parts in view.flattened.items():
+        mesh[parts].flatten(name)
+    return mesh
+
+
+@pytest.mark.parametrize("rank", [0, 777, 5_121, 10_239])
+def test_the_counts_are_those_of_explain(rank: int) -> None:
+    planned = plan(VIEWS, backend="fake", rank=rank)
+    with fake_world(10_240, rank):
+        universe = None
+        for view in planned.views:
+            universe = _make(view, universe).universe
+        assert universe is not None
+        told = universe.explain()
+    mine = planned.mine
+    assert (mine.requested, mine.created) == (told.requested, told.created)
+    assert mine.stock_created == told.created + told.avoided
+    assert mine.groups == tuple(group.ranks for group in told.groups)
+    assert [group.layout for group in planned.groups] == [group.layout for group in told.groups]
+    assert [group.asked for group in planned.groups] == [group.requests for group in told.groups]
+    assert [group.created for group in planned.groups] == [group.created for group in told.groups]
+
+
+def test_a_trainers_counts_are_those_of_explain() -> None:
+    sizes = ParallelismSizes(
+        dp_size=8, dp_replicate_size=2, tp_size=2, cp_size=2, pp_size=2, ep_size=4
+    )
+    planned = plan(trainer_views(sizes, 64), backend="fake", rank=37)
+    with fake_world(64, 37):
+        mesh, _ = create_fsdp2_device_mesh(sizes, world_size=64)
+        for name in planned.views[0].flattened:
+            get_flat_mesh(mesh, name)
+        told = mesh.universe.explain()
+    assert planned.mine.groups == tuple(group.ranks for group in told.groups)
+    assert (planned.mine.requested, planned.mine.created) == (told.requested, told.created)
+
+
+def test_stock_makes_as_many_as_planned(world) -> None:
+    planned = plan(["dp=2,tp=4,all=dp*tp", "a=2,b=2,c=2,bc=b*c"], backend="fake", rank=5)
+    before = len(live_groups())
+    dp_tp = STOCK.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    dp_tp._flatten("all")
+    abc = STOCK.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    abc["b", "c"]._flatten("bc")
+    assert len(live_groups()) - before == planned.mine.stock_created == 6
+
+
+def test_memory_is_that_of_the_communicators_made() -> None:
+    planned = plan(["pp=2,one=1,tp=4", "a=2,b=4"], rank=3)
+    each = COMMUNICATOR_BYTES["nccl"]
+    assert (planned.mine.bytes, planned.mine.stock_bytes) == (2 * each, 4 * each)
+    assert (planned.bytes, planned.stock_bytes) == (8 * 2 * each, 8 * 4 * each)
+    assert plan(["a=2,b=4"], communicator_bytes={"nccl": 7}).mine.bytes == 14
+    assert "is unknown" in str(plan(["a=2,b=4"], backend="ring"))
+
+
+def _slow_crossing(ranks: list[list[int]], part_of: list[int]) -> tuple[int, int, int, float]:
+    spans = [len({part_of[rank] for rank in group}) for group in ranks]
+    steps = dict.fromkeys(part_of, 0)
+    for group in ranks:
+        for here, there in zip(group, group[1:] + group[:1], strict=True):
+            steps[part_of[here]] += part_of[here] != part_of[there]
+    return min(spans), max(spans), max(steps.values()), sum(steps.values()) / len(steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 9), st.randoms())
+def test_what_groups_cross_equals_counting(shape: list[int], node_size: int, random) -> None:
+    sizes = {f"a{index}": size for index, size in enumerate(shape)}
+    world = math.prod(shape)
+    parts = [rank // node_size for rank in range(world)]
+    random.shuffle(parts)
+    planned = plan([sizes], node_size=node_size, places=[Places("switch", torch.tensor(parts))])
+    grid = torch.arange(world).view(shape)
+    for name, group in zip(sizes, plan([sizes]).groups, strict=False):
+        assert name in sizes
+        assert group.crossings == ()
+    seen = {}
+    for index, name in enumerate(sizes):
+        ranks = grid.movedim(index, -1).reshape(-1, shape[index]).tolist()
+        seen[name] = (ranks, shape[index])
+    for group in planned.groups:
+        ranks, _ = seen[group.axes[0]]
+        switch, node = group.crossings
+        for crossing, of in ((switch, parts), (node, [rank // node_size for rank in range(world)])):
+            found = (crossing.min, crossing.max, crossing.busiest, crossing.mean)
+            assert found == pytest.approx(_slow_crossing(ranks, of))
+
+
+def test_data_is_plain_and_has_the_documented_keys() -> None:
+    data = json.loads(plan(VIEWS, node_size=8, domain_size=64, rank=777).to_json())
+    assert data["world"] == 10_240
+    dp = next(group for group in data["groups"] if group["axes"] == ["dp"])
+    assert (dp["layout"], dp["size"], dp["count"], dp["stock_copies"]) == ("160:8", 160, 64, 1)
+    assert (dp["nodes"]["min"], dp["nodes"]["max"], dp["domains"]["max"]) == (160, 160, 20)
+    assert data["mine"]["rank"] == 777
+    assert data["mine"]["groups"][0] == list(range(777, 10_240, 1_280))
+    world = next(group for group in data["groups"] if group["axes"] == ["world"])
+    assert (world["created"], world["stock_copies"], world["count"]) == (False, 0, 1)
+
+
+def test_what_to_mind_is_said() -> None:
+    notes = plan(["dp=3,tp=8"], node_size=8).warnings
+    assert notes == ()
+    notes = plan(["tp=8,dp=3"], node_size=8).warnings
+    assert any(
+        "Axis tp leaves its node: a group of 8 ranks spans up to 3 nodes" in n for n in notes
+    )
+    (note,) = plan(["dp=4,tp=8", "fsdp=4,tp=8"], node_size=8).warnings
+    assert "Axes dp, fsdp share one process group" in note
+    notes = plan(["dp=10"], node_size=4).warnings
+    assert any("The nodes are uneven: they have 2 to 4 ranks" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("views", "options", "said"),
+    [
+        ([], {}, "There is no view to plan"),
+        (["dp=2,tp=4", "a=3"], {}, "has 3 ranks, but the world has 8"),
+        (["dp=2"], {"rank": 2}, "rank=2 is outside the world: give one of 0 to 1"),
+        (["dp=2"], {"rank": -1}, "rank=-1 is outside"),
+        (["dp=2"], {"node_size": 0}, "0 ranks on each node"),
+        (["dp=2"], {"places": [Places("node", torch.zeros(3))]}, "of 3 ranks are given"),
+        (["dp=2"], {"world_size": 4}, "The nearest that do: dp=4"),
+        ([{"dp": -1}], {}, "dp=-1"),
+        ([{"dp": True}], {}, "dp=True"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(views, options, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan(views, **options)
+
+
+def test_the_table_names_every_group_once() -> None:
+    lines = str(plan(VIEWS, node_size=8, rank=777)).splitlines()
+    titles = next(
+        index for index, line in enumerate(lines) if line.split()[:2] == ["axes", "layout"]
+    )
+    rows = list(itertools.takewhile(bool, lines[titles + 1 :]))
+    assert [row.split()[0] for row in rows] == [
+        "pp",
+        "dp",
+        "tp",
+        "loss",
+        "replicate",
+        "shard",
+        "world",
+    ]
+    assert rows[-1].split()[:5] == ["world", "10240:1", "10,240", "1", "none"]
+    assert any(line.startswith("Rank 777 asks for 9 process groups: 6 are made") for line in lines)

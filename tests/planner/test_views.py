@@ -1,0 +1,79 @@
+"""Views are read as they are written, and what does not fit is told with what would."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshverse.parallel.meshes.degrees import ParallelismSizes
+from meshverse.planner.views import View, check_fits, nearest, read_view, trainer_views
+
+
+def test_a_view_is_read_as_it_is_written() -> None:
+    view = read_view("pp=8, dp=160,cp=1,tp=8,loss=dp*cp")
+    assert view == View({"pp": 8, "dp": 160, "cp": 1, "tp": 8}, {"loss": ("dp", "cp")})
+    assert str(view) == "pp=8,dp=160,cp=1,tp=8,loss=dp*cp"
+    assert view.size == 10_240
+    layouts = {name: str(axis) for name, axis in view.axis_layouts().items()}
+    assert layouts == {"pp": "8:1280", "dp": "160:8", "cp": "1:0", "tp": "8:1", "loss": "160:8"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no axis: write each as name=size"),
+        ("dp", "'dp' in the view 'dp' is no axis"),
+        ("dp=", "is no axis"),
+        ("=8", "is no axis"),
+        ("dp=2,,tp=4", "'' in the view"),
+        ("dp=0", "dp=0 in the view 'dp=0' is no size"),
+        ("dp=-1", "dp=-1 in the view 'dp=-1' is no size"),
+        ("dp=2.0", "dp=2.0 in the view 'dp=2.0' is no size"),
+        ("dp=2,dp=4", "has the axis 'dp' twice"),
+        ("dp=2,tp=4,dp=dp*tp", "has the axis 'dp' twice"),
+        ("all=dp*tp", "has no axis with a size"),
+        ("dp=2,all=dp*tp", "no axis 'tp'. The axes are dp"),
+        ("dp=2,all=dp*dp", "names one of them twice"),
+        ("dp=2,tp=4,all=tp*dp", "write all=dp*tp"),
+    ],
+)
+def test_what_is_no_view_is_told(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_view(text)
+
+
+def test_a_view_that_does_not_cover_the_world_is_told_with_the_nearest_that_do() -> None:
+    with pytest.raises(ValueError, match="has 10,496 ranks, but the world has 10,240") as caught:
+        check_fits(read_view("pp=8,replicate=4,shard=41,tp=8"), 10_240)
+    assert str(caught.value).endswith("The nearest that do: pp=8,replicate=4,shard=40,tp=8.")
+    check_fits(read_view("pp=8,replicate=4,shard=40,tp=8"), 10_240)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 40), min_size=1),
+    st.integers(1, 5_000),
+)
+def test_the_nearest_views_cover_the_world(sizes: dict[str, int], world: int) -> None:
+    found = nearest(sizes, world)
+    assert 1 <= len(found) <= 3
+    assert all(math.prod(view.values()) == world and list(view) == list(sizes) for view in found)
+    assert len({tuple(view.items()) for view in found}) == len(found)
+
+
+def test_one_size_is_changed_where_that_suffices() -> None:
+    assert nearest({"dp": 3, "tp": 8}, 32)[0] == {"dp": 4, "tp": 8}
+    assert nearest({"dp": 3, "tp": 5}, 16)[0] in ({"dp": 4, "tp": 4},)
+
+
+def test_a_trainers_degrees_become_its_views() -> None:
+    sizes = ParallelismSizes(dp_size=160, dp_replicate_size=4, tp_size=8, pp_size=8, ep_size=8)
+    dense, experts = trainer_views(sizes, 10_240)
+    assert dense.sizes == {"pp": 8, "dp_replicate": 4, "dp_shard": 40, "cp": 1, "tp": 8}
+    assert dense.flattened["dp_cp"] == ("dp_replicate", "dp_shard", "cp")
+    assert experts.sizes == {"pp": 8, "ep_shard": 160, "ep": 8}
+    with pytest.raises(ValueError, match="ep_size=7 does not divide"):
+        trainer_views(ParallelismSizes(dp_size=2, ep_size=7), 2)
