@@ -2,5 +2,5 @@
 
 - `main`: which command is called.
 - `plan_command`: `meshverse plan`.
-- `versions`: `meshverse --version`, and the report of an environment.
+- `doctor_command`: `meshverse doctor`.
 """

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import meshverse
+from meshverse.report.environment import environment_report
 
+from .doctor_command import add_doctor
 from .plan_command import add_plan
-from .versions import environment_report
 
 __all__ = ["main"]
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
     commands = parser.add_subparsers(metavar="command")
     add_plan(commands)
+    add_doctor(commands)
     commands.add_parser(
         "versions", help="what this environment is made of, for reports of defects"
     ).set_defaults(run=_print_versions)

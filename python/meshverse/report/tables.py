@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["aligned", "in_bytes", "shortened_ranks"]
+__all__ = ["aligned", "in_bytes", "in_seconds", "shortened_ranks"]
 
 _SHOWN_RANKS = 8
 
@@ -42,3 +42,11 @@ def in_bytes(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:,.0f} {unit}" if size >= 100 or size == int(size) else f"{size:,.1f} {unit}"
+
+
+def in_seconds(seconds: float) -> str:
+    """A time with its unit, such as "12.3 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-import meshverse
+from meshverse._core import __version__
 
 __all__ = ["environment_report"]
 
@@ -22,7 +22,7 @@ def environment_report() -> dict[str, str]:
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _is_there(name)]
     cuda = torch.version.cuda or "none"
     report = {
-        "meshverse": meshverse.__version__,
+        "meshverse": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -30,7 +30,7 @@ def environment_report() -> dict[str, str]:
         "cuda": f"{cuda}, {torch.cuda.device_count()} devices",
     }
     if dist.is_nccl_available():
-        report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        report["nccl"] = _nccl_version()
     report |= {package: _version_of(package) for package in _PACKAGES}
     shown = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     return {**report, **dict(sorted(shown.items()))}
@@ -41,6 +41,11 @@ def _version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _nccl_version() -> str:
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
 def _is_there(backend: str) -> bool:

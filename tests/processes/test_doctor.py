@@ -1,0 +1,169 @@
+"""`meshverse doctor` on real processes: what is well, what is not, and who does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+_DOCTOR = [sys.executable, "-m", "meshverse", "doctor"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(
+    ranks: Sequence[int],
+    world_size: int,
+    *arguments: str,
+    port: int | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[subprocess.Popen[str]]:
+    """The doctor on some ranks of a world, as srun would start it."""
+    common = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or _free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        subprocess.Popen(
+            [*_DOCTOR, *arguments],
+            env={**os.environ, **common, "RANK": str(rank), **(own or {}).get(rank, {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+
+
+def _ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    seen = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        seen.append((process.returncode, out, err))
+    return seen
+
+
+def test_a_job_that_is_well() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    arguments = ["dp=2,tp=2,all=dp*tp", "--view", "a=4,b=1", "--megabytes", "1", "--json"]
+    done = subprocess.run(
+        [*torchrun, *_DOCTOR[1:], *arguments], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # by rank 0 alone
+    assert (told["is_well"], told["problems"], told["world"]) == (True, [], 4)
+    assert told["hosts"] == [socket.gethostname()] * 4
+    axes = {" ".join(axis["axes"]): axis for axis in told["axes"]}
+    sizes = {name: (axis["size"], axis["count"]) for name, axis in axes.items()}
+    assert sizes == {"dp": (2, 2), "tp": (2, 2), "all a": (4, 1), "b": (1, 4)}
+    assert all(axis["is_right"] for axis in axes.values())
+    assert all(axes[name]["bytes_per_second"] > 0 for name in ("dp", "tp", "all a"))
+    assert axes["b"]["bytes_per_second"] is None
+    assert axes["dp"]["large_bytes"] == 2**20
+    assert {(axis["nodes"], axis["planned_nodes"]) for axis in axes.values()} == {(1, 1)}
+
+
+def test_tables_are_for_people() -> None:
+    (zero, one) = _ends(_start([0, 1], 2, "dp=2", "--megabytes", "0.1"))
+    assert (zero[0], one) == (0, (0, "", ""))
+    assert "2 on 1 hosts, backend gloo" in zero[1]
+    assert "bandwidth" in zero[1]
+    assert zero[1].rstrip().endswith("All is well.")
+
+
+def test_ranks_that_differ_are_told_with_what() -> None:
+    own = {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}
+    ends = _ends(_start([0, 1, 2], 3, "dp=3", "--json", "--megabytes", "0.1", own=own))
+    assert [status for status, _, _ in ends] == [1, 1, 1]  # on all ranks
+    (problem,) = json.loads(ends[0][1])["problems"]
+    assert problem == (
+        "TORCH_DISTRIBUTED_DEBUG is not the same on all ranks: not set on ranks 0, 2; INFO on "
+        "rank 1."
+    )
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
+    store = None if missing else dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = _free_port() if store is None else store.port
+    start = time.monotonic()
+    here = [rank for rank in range(3) if rank != missing]
+    ends = _ends(_start(here, 3, "dp=3", "--timeout", "4", port=port))
+    assert time.monotonic() - start < 60
+    for status, out, err in ends:
+        assert (status, out) == (1, "")
+        assert "Traceback" not in err
+    told = [err for _, _, err in ends if f"rank {missing} has not started" in err]
+    assert told, ends
+
+
+def test_a_rank_that_stops_in_the_middle_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    ranks = _start([0, 1, 2], 3, "dp=3", "--timeout", "5", "--megabytes", "64", port=port)
+    note = None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and "all-reduces" not in (note or ""):
+        note = _note_of(2, port)
+    os.kill(ranks[2].pid, signal.SIGSTOP)
+    try:
+        ends = _ends(ranks[:2])
+    finally:
+        ranks[2].kill()
+        ranks[2].communicate(timeout=30)
+    assert [status for status, _, _ in ends] == [1, 1]
+    name = f"rank 2 on {socket.gethostname()}"
+    assert any(
+        name in err and ("no sign of life" in err or "still in" in err) for _, _, err in ends
+    )
+    assert all("the all-reduces of axis dp" in err for _, _, err in ends), ends
+
+
+def _note_of(rank: int, port: int) -> str | None:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+        notes = dist.PrefixStore("meshverse doctor 0", store)
+        return notes.get(f"note {rank}").decode() if notes.check([f"note {rank}"]) else None
+    except dist.DistError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["dp=3"], "has 3 ranks, but the world has 2"),
+        (["dp=2", "--timeout", "0"], "--timeout 0.0: give a number above 0"),
+        (["dp=2", "--megabytes", "-1"], "give a number above 0"),
+    ],
+)
+def test_what_cannot_be_asked_ends_with_2(arguments: list[str], said: str) -> None:
+    for status, _, err in _ends(_start([0, 1], 2, *arguments)):
+        assert status == 2
+        assert said in err
+
+
+def test_without_a_launcher_it_says_how_to_start() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [*_DOCTOR, "dp=2"], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 2
+    assert "torchrun --nproc-per-node 4 -m meshverse doctor dp=2,tp=2" in done.stderr
