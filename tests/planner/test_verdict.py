@@ -73,8 +73,8 @@ def test_ranks_that_are_not_in_blocks_are_told() -> None:
         each["host"] = f"n{rank % 2}"
     found = judge(PLAN, measured)
     assert found.notes == [
-        f"A group of axis {axis} spans up to {real} hosts. With ranks in blocks of LOCAL_WORLD_SIZE "
-        f"it would be {meant}."
+        f"A group of axis {axis} spans up to {real} hosts. With ranks in blocks of "
+        f"LOCAL_WORLD_SIZE it would be {meant}."
         for axis, real, meant in (("dp", 1, 2), ("tp", 2, 1))
     ]
     assert found.is_well
