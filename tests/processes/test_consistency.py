@@ -182,7 +182,15 @@ def test_all_ranks_of_a_call_are_told_who_differs(
         assert all("over ranks " in text for text in texts)
         if rank not in told_late:
             assert ranks[0] == rank
+            assert _differences(after.message), after.message
+            assert all(re.search(r" at .*test_consistency.py:\d+: ", text) for text in texts)
             assert re.search(r"rank \d, which came (first|later): ", after.message)
+
+
+def _differences(message: str) -> list[str]:
+    """The lines that say what differs, which come first."""
+    before, _, _ = message.partition("Who builds what:")
+    return re.findall(r"^  [a-z].*: .* on ranks? \d.*$", before, re.MULTILINE)
 
 
 def _descriptions(message: str) -> list[tuple[int, str]]:

@@ -8,8 +8,8 @@ ranks differ, and raises an error. Ranks that come later read that and raise too
 before and wait for other ranks look at the text once a second, and raise too. A rank that came
 before and does not wait is told at its next call.
 
-Example: rank 0 comes first and writes "0 a1b2 init_device_mesh (dp=2, tp=2)": its rank, a digest
-and a text for people. Rank 3 comes later with (dp=4, tp=1). It writes "!", the line of rank 0 and
+Example: rank 0 comes first and writes its rank, a digest, and for people "init_device_mesh (dp=2,
+tp=2)". Rank 3 comes later with (dp=4, tp=1). It writes "!", the line of rank 0 and
 its own line in its place.
 
 After that the ranks can try again. A key has two numbers: how many calls succeeded on this rank,
@@ -22,9 +22,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from .board import Board
+from .claims import Claim, Statement, differences
 
 __all__ = ["Call", "CallOrder", "RanksDifferError", "first_keys", "next_keys"]
 
@@ -113,28 +113,6 @@ class CallOrder:
         return not self._why_stopped
 
 
-class _Claim(NamedTuple):
-    """What one rank says it is about to make.
-
-    Attributes:
-        rank: whose.
-        digest: equal if and only if the ranks agree.
-        text: for people, one line.
-    """
-
-    rank: int
-    digest: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.rank} {self.digest} {self.text}"
-
-    @classmethod
-    def read(cls, line: str) -> _Claim:
-        rank, digest, text = line.split(" ", 2)
-        return cls(int(rank), digest, text)
-
-
 class Call:
     """One call that is compared, seen from one rank.
 
@@ -142,7 +120,7 @@ class Call:
         board: of the run.
         order: that the call is the next of.
         digest: of what this rank is about to make.
-        text: the same for people.
+        statement: the same for people.
 
     Attributes:
         differences: how many times the ranks had differed before this call.
@@ -150,9 +128,9 @@ class Call:
         keys_written: by this rank, to be removed later.
     """
 
-    def __init__(self, board: Board, order: CallOrder, digest: str, text: str) -> None:
+    def __init__(self, board: Board, order: CallOrder, digest: str, statement: Statement) -> None:
         self._board, self._order = board, order
-        self._mine = _Claim(board.rank, digest, " ".join(text.splitlines()))
+        self._mine = Claim(board.rank, digest, statement)
         self._key = f"calls/{order.scope}/{order.label}"
         self.differences, self.is_compared = order.differences, order.is_compared()
         self.keys_written: list[str] = []
@@ -169,7 +147,7 @@ class Call:
         """
         if not self.is_compared:
             return
-        mine, found = str(self._mine), ""
+        mine, found = self._mine.to_line(), ""
         while not _is_difference(found):
             first_line = self._board.put_first(self._key, mine)
             if first_line == mine:
@@ -177,10 +155,10 @@ class Call:
                 return
             found = first_line
             if not _is_difference(found):
-                first = _Claim.read(first_line)
+                first = Claim.read(first_line)
                 if first.digest == self._mine.digest:
                     return
-                difference = f"{_DIFFERENCE}{first}\n{self._mine}"
+                difference = f"{_DIFFERENCE}{first_line}\n{mine}"
                 # If the first rank's call failed meanwhile, its text is gone: then compare anew.
                 found = self._board.replace(self._key, first_line, difference)
                 if found == difference:
@@ -230,18 +208,20 @@ class Call:
     def _difference(self, found: str) -> RanksDifferError:
         is_earlier = found.startswith(_EARLIER)
         claims = found.removeprefix(_EARLIER).removeprefix(_DIFFERENCE).split("\n")
-        first, later = map(_Claim.read, claims[:2])
-        lines = [] if is_earlier else [f"  rank {self._mine.rank}: {self._mine.text}"]
-        for claim, came in ((first, "first"), (later, "later")):
+        first, later = map(Claim.read, claims[:2])
+        told = [] if is_earlier else [(self._mine, "")]
+        for claim, came in ((first, ", which came first"), (later, ", which came later")):
             if is_earlier or claim.digest != self._mine.digest:
-                lines.append(f"  rank {claim.rank}, which came {came}: {claim.text}")
+                told.append((claim, came))
         if is_earlier:
             self._order.note_missed(scope=claims[2])
             begin = "Ranks were building different meshes in an earlier call:"
         else:
             self._order.differences += 1
             begin = "Ranks are building different meshes:"
-        return RanksDifferError("\n".join([begin, *lines, _CURE]))
+        differ = [f"  {line}" for line in differences([first, later])]
+        who = [f"  rank {claim.rank}{came}: {claim.statement}" for claim, came in told]
+        return RanksDifferError("\n".join([begin, *differ, "Who builds what:", *who, _CURE]))
 
 
 def next_keys(order: CallOrder) -> Iterator[str]:

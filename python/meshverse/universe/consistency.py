@@ -22,7 +22,16 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from meshverse._core import Layout, RankMap
-from meshverse.agreement import BoardUse, Call, CallOrder, RanksDifferError, first_keys, next_keys
+from meshverse.agreement import (
+    BoardUse,
+    Call,
+    CallOrder,
+    RanksDifferError,
+    Statement,
+    first_keys,
+    next_keys,
+    users_line,
+)
 from meshverse.groups.creation import needs_all_ranks
 from meshverse.groups.request import GroupRequest
 from meshverse.world.world import World, WorldState
@@ -163,7 +172,7 @@ class ConsistencyCheck:
         if not self._is_main_thread():
             order.stop_comparing("a thread beside the main one made process groups")
         self._use.begin()
-        return Call(board, order, self._digest(requests), self._text(name, requests))
+        return Call(board, order, self._digest(requests), self._statement(name, requests))
 
     def remove_from_store(self) -> None:
         """Remove this rank's texts. Call it when all ranks of the universe are done with it."""
@@ -189,11 +198,15 @@ class ConsistencyCheck:
             digest.update(f"{request.axis_name}={request.axis} {key.digest}\n".encode())
         return digest.hexdigest()
 
-    def _text(self, call: str, requests: Sequence[GroupRequest]) -> str:
-        sizes = ", ".join(f"{request.axis_name}={request.axis.size}" for request in requests)
-        layouts = ", ".join(str(request.axis) for request in requests)
-        options = " ".join(dict.fromkeys(str(request.options.key) for request in requests))
-        return f"{call} ({sizes}), {self._how}, over {self._rank_map}, layout {layouts}, {options}"
+    def _statement(self, call: str, requests: Sequence[GroupRequest]) -> Statement:
+        facts = {
+            "made": self._how,
+            "over": str(self._rank_map),
+            "layout": ", ".join(str(request.axis) for request in requests),
+            "options": " ".join(dict.fromkeys(str(request.options.key) for request in requests)),
+        }
+        sizes = {request.axis_name: request.axis.size for request in requests}
+        return Statement(call, sizes, facts, users_line())
 
 
 class _Making:
