@@ -93,5 +93,5 @@ def _find_digits(ranks: list[int]) -> RankDigits | None:
     layout = AxisLayout(sizes, strides)
     if not layout.is_orthogonal():
         return None
-    is_all = all(first + p == r for p, r in zip(layout.positions().tolist(), ranks, strict=True))
+    is_all = all(first + layout(position) == rank for position, rank in enumerate(ranks))
     return RankDigits(first, layout) if is_all else None
