@@ -7,7 +7,6 @@ where it is used. Importing this checks that this torch has all that is listed i
 from __future__ import annotations
 
 from .backends import (
-    bound_to_device,
     can_split,
     creation_blocks,
     members_only_hazard,
@@ -89,7 +88,6 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
-    "bound_to_device",
     "can_be_reconfigured",
     "can_meet_in_store",
     "can_split",

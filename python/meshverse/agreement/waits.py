@@ -26,7 +26,7 @@ from typing import NamedTuple
 from .board import Board
 from .ranks_text import shortened
 
-__all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members", "sample"]
+__all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members"]
 
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read to find one cycle
@@ -122,7 +122,7 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
 
     def follow(members: Sequence[int]) -> list[Step]:
         nonlocal notes_left
-        for rank in sample(members):
+        for rank in _sample(members):
             if not notes_left:
                 break
             notes_left -= 1
@@ -145,7 +145,7 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
     return follow(ranks)
 
 
-def sample(ranks: Sequence[int]) -> Sequence[int]:
+def _sample(ranks: Sequence[int]) -> Sequence[int]:
     """The ranks, or of many some at random."""
     return random.sample(ranks, _SAMPLE) if len(ranks) > _SAMPLE else ranks
 

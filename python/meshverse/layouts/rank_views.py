@@ -13,7 +13,7 @@ from meshverse._core import RankMap
 
 from .computed import computed
 
-__all__ = ["RankTuple", "RankViews", "rank_views"]
+__all__ = ["RankViews", "rank_views"]
 
 
 class RankTuple(tuple[int, ...]):
