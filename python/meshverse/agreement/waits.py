@@ -12,7 +12,8 @@ Why that is proof: a rank that has come to a meeting leaves it only when the mee
 none of the meetings in the cycle is over after all the notes were read, all these ranks wait at
 that moment. Each of them would have to come to the meeting before it in the cycle, and cannot.
 
-Another thread of such a rank could come. So a rank writes no notes once a second thread has waited.
+That holds if a rank waits in its main thread only: otherwise another thread of it could come. So a
+rank writes no notes once another thread of it has waited.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class OwnWaits:
         self._may_be_noted = True  # only the main thread has waited so far
 
     def note_thread(self) -> None:
-        """Take into account that this thread is about to wait."""
+        """Note which thread is about to wait: no notes are written once another one has."""
         if threading.current_thread() is not threading.main_thread():
             self._may_be_noted = False
 
