@@ -45,12 +45,13 @@ std::vector<Mode> by_ascending_stride(std::vector<Mode> modes) {
   return modes;
 }
 
-void check_domain(const AxisLayout& outer, const std::string& inner, std::int64_t inner_cosize) {
-  if (inner_cosize <= outer.size()) return;
-  throw std::invalid_argument(
-      "compose " + outer.to_string() + " with " + inner + ": the inner layout reaches index " +
-      std::to_string(inner_cosize - 1) + ", but the outer one has only " +
-      std::to_string(outer.size()) + " indices; choose an inner layout that stays below that");
+void check_domain(const AxisLayout& outer, const Layout& inner) {
+  if (inner.cosize() <= outer.size()) return;
+  throw std::invalid_argument("compose " + outer.to_string() + " with " + inner.to_string() +
+                              ": the inner layout reaches index " +
+                              std::to_string(inner.cosize() - 1) + ", but the outer one has only " +
+                              std::to_string(outer.size()) +
+                              " indices; choose an inner layout that stays below that");
 }
 
 // Composes the modes of one or more inner layouts with one outer layout, digit by digit.
@@ -148,13 +149,8 @@ Integers AxisLayout::positions() const {
   return positions;
 }
 
-AxisLayout AxisLayout::compose(const AxisLayout& inner) const {
-  check_domain(*this, inner.to_string(), inner.cosize());
-  return Composer(*this).compose(inner);
-}
-
 Layout AxisLayout::compose(const Layout& inner) const {
-  check_domain(*this, inner.to_string(), inner.cosize());
+  check_domain(*this, inner);
   Composer composer(*this);
   std::vector<AxisLayout> axes;
   axes.reserve(inner.axes().size());

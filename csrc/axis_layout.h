@@ -44,12 +44,10 @@ class AxisLayout {
   // The position at every index, in order of index. O(size).
   std::vector<std::int64_t> positions() const;
 
-  // compose(inner)(i) == self(inner(i)) for every i.
+  // self after each axis of `inner`: compose(inner).axis(k)(i) == self(inner.axis(k)(i)), and
+  // compose(inner).collapse()(i) == self(inner.collapse()(i)).
   // Throws std::invalid_argument where `inner` leaves the domain of self, or steps across digits
   // of self in a way that no choice of modes expresses digit by digit.
-  AxisLayout compose(const AxisLayout& inner) const;
-
-  // The same for every axis: compose(inner).collapse()(i) == self(inner.collapse()(i)).
   Layout compose(const Layout& inner) const;
 
   // {self(i) + complement(n)(j)} is 0..n-1, each exactly once; the complement is ascending.

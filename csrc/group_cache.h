@@ -5,7 +5,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -35,16 +34,6 @@ struct GroupKeyHash {
   }
 };
 
-// How often the cache was asked, and how it answered. Once all callers have returned,
-// hits + created + failures == requests, but for calls that were refused because they could never
-// end, or that gave up waiting.
-struct GroupCacheCounts {
-  std::int64_t requests = 0;
-  std::int64_t hits = 0;
-  std::int64_t created = 0;
-  std::int64_t failures = 0;
-};
-
 // Nothing is ever evicted: making a group is collective, so a rank that forgot one by itself would
 // make it again alone and hang. Entries go only when they are told to (`remove`, `clear`). Nothing
 // is kept of a failure, for the same reason.
@@ -69,19 +58,15 @@ class GroupCache {
   // a wait could never end.
   template <class Make>
   Entry get_or_create(const GroupKey& key, Make&& make) {
-    for (bool retry = false;; retry = true) {
+    while (true) {
       std::shared_ptr<Slot> slot;
       bool mine = false;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (!retry) ++counts_.requests;
         mine = slots_.find(key) == slots_.end();
         if (mine) slots_[key] = std::make_shared<Slot>(key);
         slot = slots_[key];
-        if (slot->state == State::kReady) {
-          ++counts_.hits;
-          return slot->entry;
-        }
+        if (slot->state == State::kReady) return slot->entry;
       }
       if (mine) return fill(slot, std::forward<Make>(make));
       wait_for(*slot);
@@ -139,11 +124,6 @@ class GroupCache {
     created.swap(created_);
   }
 
-  GroupCacheCounts counts() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return counts_;
-  }
-
  private:
   enum class State { kMaking, kReady, kFailed };
 
@@ -178,10 +158,8 @@ class GroupCache {
     if (state == State::kReady) {
       if (still_wanted) created_.push_back(slot);
       slot->entry = entry;
-      ++counts_.created;
-    } else {
-      if (still_wanted) slots_.erase(found);
-      ++counts_.failures;
+    } else if (still_wanted) {
+      slots_.erase(found);
     }
     slot->state = state;
     settled_.notify_all();
@@ -256,7 +234,6 @@ class GroupCache {
   Slots slots_;
   std::vector<std::shared_ptr<Slot>> created_;  // the ready slots, in order of creation
   std::unordered_map<std::thread::id, const Slot*> waiting_for_;
-  GroupCacheCounts counts_;
 };
 
 }  // namespace meshverse

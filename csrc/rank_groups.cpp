@@ -1,36 +1,9 @@
 #include "rank_groups.h"
 
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
 namespace meshverse {
-namespace {
-
-template <class Rank>
-Rank narrow(std::int64_t rank) {
-  if (rank > std::numeric_limits<Rank>::max()) {
-    throw std::invalid_argument("all groups as int32: rank " + std::to_string(rank) +
-                                " is not below 2**31; ask for int64");
-  }
-  return static_cast<Rank>(rank);
-}
-
-template <class Rank>
-std::vector<Rank> ranks_of_all_groups(const RankGroups& groups) {
-  const std::vector<std::int64_t> within = groups.axis().positions();
-  std::vector<Rank> ranks;
-  ranks.reserve(static_cast<std::size_t>(groups.rank_map()->size()));
-  for (const std::int64_t offset : groups.offsets().positions()) {
-    for (const std::int64_t position : within) {
-      ranks.push_back(narrow<Rank>(groups.rank_map()->rank_at(offset + position)));
-    }
-  }
-  return ranks;
-}
-
-}  // namespace
-
 RankGroups::RankGroups(AxisLayout axis, RankMap::Ptr rank_map)
     : axis_(std::move(axis)),
       rank_map_(std::move(rank_map)),
@@ -60,11 +33,15 @@ Fingerprint RankGroups::fingerprint_of(std::int64_t position, std::string_view s
   return builder.finish();
 }
 
-RankArray RankGroups::all(RankType type) const {
-  if (type == RankType::kInt32) {
-    return RankArray(n_groups(), group_size(), ranks_of_all_groups<std::int32_t>(*this));
+RankArray RankGroups::all() const {
+  const std::vector<std::int64_t> within = axis_.positions();
+  std::vector<std::int64_t> ranks;
+  ranks.reserve(static_cast<std::size_t>(rank_map_->size()));
+  for (const std::int64_t offset : offsets_.positions()) {
+    for (const std::int64_t position : within)
+      ranks.push_back(rank_map_->rank_at(offset + position));
   }
-  return RankArray(n_groups(), group_size(), ranks_of_all_groups<std::int64_t>(*this));
+  return RankArray(n_groups(), group_size(), std::move(ranks));
 }
 
 void RankGroups::check_position(std::int64_t position) const {

@@ -13,8 +13,6 @@
 
 namespace meshverse {
 
-enum class RankType { kInt32, kInt64 };
-
 // The groups of `axis` partition the positions of a rank map. Immutable.
 //
 // Group g holds the positions offsets()(g) + axis()(i) for i in 0..group_size-1.
@@ -41,9 +39,8 @@ class RankGroups {
   // axis and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
-  // The global ranks of every group, shape (n_groups, group_size). O(world).
-  // std::invalid_argument where a rank does not fit the type asked for.
-  RankArray all(RankType type) const;
+  // The global ranks of every group, as int64 of shape (n_groups, group_size). O(world).
+  RankArray all() const;
 
  private:
   void check_position(std::int64_t position) const;

@@ -49,7 +49,13 @@ def run(run: Run) -> Outcome:
     return outcome
 
 
-_OPERATIONS = ["coalesce", "compose", "complement", "all groups of an axis", "my group of an axis"]
+_OPERATIONS = [
+    "coalesce",
+    "unflatten",
+    "complement",
+    "all groups of an axis",
+    "my group of an axis",
+]
 
 
 def _repetition(size: int, repetition: int) -> list[tuple[str, str, float]]:
@@ -76,23 +82,22 @@ def _strides(size: int) -> tuple[int, ...]:
 
 def _with_ours(size: int) -> Scenario:
     shape, strides = _SHAPES[size], _strides(size)
-    _, dp, cp, tp = shape
     identity = _core.RankMap.identity(size)
     names = {
         "AxisLayout": _core.AxisLayout,
         "RankGroups": _core.RankGroups,
         "shape": shape[1:3],
         "strides": strides[1:3],
-        "whole": _core.AxisLayout(size, 1),
-        "inner": _core.Layout.from_shape((dp, cp), (tp * cp, tp)),
-        "axis": _core.AxisLayout(dp, strides[1]),
+        "world": _core.Layout.from_shape((size,)),
+        "sizes": shape,
+        "axis": _core.AxisLayout(shape[1], strides[1]),
         "size": size,
         "ranks": identity,
     }
     yield Action("coalesce", "AxisLayout(shape, strides)", names, _modes, repeatable=True)
     yield Action(
-        "compose",
-        "whole.compose(inner)",
+        "unflatten",
+        "world.unflatten(0, sizes)",
         names,
         lambda layout: [_modes(axis) for axis in layout],
         repeatable=True,
@@ -120,18 +125,24 @@ def _modes(axis: Any) -> tuple[tuple[int, int], ...]:
 
 def _with_torch(size: int) -> Scenario:
     shape, strides = _SHAPES[size], _strides(size)
-    _, dp, cp, tp = shape
     names = {
         "axis_layout": _torch_axis,
         "shape": shape[1:3],
         "strides": strides[1:3],
-        "whole": _torch_axis((size,), (1,)),
-        "inner": _torch_layout((dp, cp), (tp * cp, tp)),
-        "axis": _torch_axis((dp,), (strides[1],)),
+        "world": _torch_layout((size,), (1,)),
+        "inner": _torch_layout(shape, strides),
+        "axis": _torch_axis((shape[1],), (strides[1],)),
         "size": size,
     }
     yield Action("coalesce", "axis_layout(shape, strides)", names, _torch_modes, repeatable=True)
-    yield Action("compose", "whole.composition(inner)", names, _torch_axes_modes, repeatable=True)
+    # What `_unflatten` of a mesh does, with the layout of the new axes at hand.
+    yield Action(
+        "unflatten",
+        "world.splice(0, 1, world[0].composition(inner))",
+        names,
+        _torch_axes_modes,
+        repeatable=True,
+    )
     yield Action("complement", "axis.complement(size)", names, _torch_modes, repeatable=True)
     yield Action("all groups of an axis", "axis.global_ranks(size)", names, list, repeatable=True)
     yield Action("my group of an axis", "axis.all_ranks_from_zero()", names, list, repeatable=True)
@@ -181,7 +192,7 @@ def _checks(outcome: Outcome, sizes: list[int]) -> list[Check]:
         samples = outcome.of("all groups of an axis", 1_048_576).samples
         claim = "all groups of an axis, 1,048,576 ranks: of a copy of as many bytes"
         checks.append(Check.within(claim, 3, samples[_FLOOR], samples[OURS]))
-        for operation in ("coalesce", "compose", "complement"):
+        for operation in ("coalesce", "unflatten", "complement"):
             small, large = (outcome.of(operation, size).samples for size in (1_024, 1_048_576))
             claim = f"{operation}, 1,048,576 ranks: of its time at 1,024"
             checks.append(Check.within(claim, 1.5, small[OURS], large[OURS]))

@@ -82,10 +82,6 @@ void support_garbage_collection(PyHeapTypeObject* heap_type) {
   heap_type->ht_type.tp_clear = &clear;
 }
 
-auto counter(std::int64_t GroupCacheCounts::* count) {
-  return [count](const PyGroupCache& self) { return self.counts().*count; };
-}
-
 }  // namespace
 
 void bind_group_cache(py::module_& module) {
@@ -135,15 +131,7 @@ An axis that is not ascending stands for the same ranks in ascending order.
           "axis"_a, "key"_a,
           "Forget the entry of ``(axis, key)``; False where there is none that is finished.")
       .def("clear", &PyGroupCache::clear, "Forget every entry.")
-      .def("__len__", &PyGroupCache::size)
-      .def_property_readonly("requests", counter(&GroupCacheCounts::requests),
-                             "Number of calls of ``get_or_create``.")
-      .def_property_readonly("hits", counter(&GroupCacheCounts::hits),
-                             "Number of calls that an entry already there answered.")
-      .def_property_readonly("created", counter(&GroupCacheCounts::created),
-                             "Number of calls of ``make`` that succeeded.")
-      .def_property_readonly("failures", counter(&GroupCacheCounts::failures),
-                             "Number of calls of ``make`` that raised.");
+      .def("__len__", &PyGroupCache::size);
 }
 
 }  // namespace meshverse::bindings

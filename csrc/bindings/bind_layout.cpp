@@ -5,7 +5,6 @@
 
 #include "bindings.h"
 #include "layout.h"
-#include "rank_array.h"
 
 namespace meshverse::bindings {
 namespace {
@@ -76,7 +75,6 @@ void bind_axis_layout(py::class_<AxisLayout>& axis_layout) {
       .def_property_readonly("sizes", &sizes_of, "Size of every mode, slowest first.")
       .def_property_readonly("strides", &strides_of, "Stride of every mode, slowest first.")
       .def_property_readonly("size", &AxisLayout::size, "Number of indices.")
-      .def_property_readonly("cosize", &AxisLayout::cosize, "The largest position + 1.")
       .def("__call__", &AxisLayout::operator(), "index"_a,
            R"(Position at ``index``.
 
@@ -86,25 +84,6 @@ Raises:
 >>> AxisLayout((2, 4), (8, 1))(5)
 9
 )")
-      .def(
-          "positions", [](const AxisLayout& self) { return RankArray(self.positions()); },
-          R"(Position at every index, as int64 of shape ``(size,)``.
-
->>> AxisLayout((2, 2), (4, 1)).positions().tolist()
-[0, 1, 4, 5]
-)")
-      .def(
-          "compose", py::overload_cast<const AxisLayout&>(&AxisLayout::compose, py::const_),
-          "inner"_a,
-          R"(``compose(inner)(i) == self(inner(i))`` for every index, axis by axis for a ``Layout``.
-
-Raises:
-    ValueError: ``inner`` leaves the indices of this layout, or steps across its modes unevenly.
-
->>> AxisLayout((2, 4), (8, 1)).compose(AxisLayout(4, 2))
-AxisLayout((2, 2):(8, 2))
-)")
-      .def("compose", py::overload_cast<const Layout&>(&AxisLayout::compose, py::const_), "inner"_a)
       .def("complement", &AxisLayout::complement, "n"_a,
            R"(The ascending layout that, with this one, covers ``0..n-1`` exactly once.
 
@@ -162,15 +141,6 @@ Layout(2:4, 4:1)
 
 >>> Layout.from_shape((2, 4)).collapse()
 AxisLayout((8,):(1,))
-)")
-      .def("splice", &Layout::splice, "start"_a, "stop"_a, "layout"_a,
-           R"(This layout with the axes ``start:stop`` replaced by those of ``layout``.
-
-Raises:
-    IndexError: Not ``0 <= start <= stop <= len(self)``.
-
->>> Layout.from_shape((2, 4)).splice(1, 2, Layout.from_shape((2, 2)))
-Layout(2:4, 2:2, 2:1)
 )")
       .def(
           "unflatten",

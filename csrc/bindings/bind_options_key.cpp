@@ -45,12 +45,6 @@ OptionsKey make_key(std::string backend, const py::object& options, const py::ob
   return key;
 }
 
-py::dict shown_fields(const OptionsKey& key) {
-  py::dict fields;
-  for (const auto& [name, value] : key.fields) fields[py::str(name)] = to_string(value);
-  return fields;
-}
-
 }  // namespace
 
 void bind_options_key(py::module_& module) {
@@ -86,16 +80,7 @@ Args:
 Raises:
     TypeError: ``options`` is no options object, or a field of it cannot be read or compared.
 )")
-      .def_readonly("backend", &OptionsKey::backend, "Name of the backend.")
-      .def_property_readonly(
-          "timeout",
-          [](const OptionsKey& self) -> py::object {
-            return self.timeout_us ? to_timedelta(*self.timeout_us) : py::none();
-          },
-          "Timeout of the group, None where the backend's own holds.")
       .def_readonly("tag", &OptionsKey::tag, "Isolation tag, empty for none.")
-      .def_property_readonly("fields", &shown_fields,
-                             "Fields that differ from the defaults, by dotted name, as text.")
       .def_property_readonly(
           "digest", [](const OptionsKey& self) { return self.digest().hex(); },
           "32 hexadecimal digits, the same in every process; objects without fields count by type.")

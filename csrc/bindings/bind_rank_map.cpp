@@ -46,14 +46,10 @@ void bind_rank_array(py::module_& module) {
 
 Supports the buffer protocol: ``numpy.asarray`` and ``torch.frombuffer`` view it without a copy.
 
->>> memoryview(AxisLayout(4).positions()).tolist()
+>>> memoryview(RankMap.identity(4).ranks()).tolist()
 [0, 1, 2, 3]
 )")
-      .def(no_constructor<RankArray>("a RankArray is what positions(), ranks() and all() return"))
-      .def_property_readonly(
-          "shape", [](const RankArray& self) { return to_tuple(self.shape); },
-          "Number of values in every dimension.")
-      .def("__len__", [](const RankArray& self) { return self.shape.front(); })
+      .def(no_constructor<RankArray>("a RankArray is what ranks() and all() return"))
       .def("tolist", &to_list, "The values as a list, of lists where there are two dimensions.")
       .def("__repr__",
            [](const RankArray& self) {
@@ -141,7 +137,6 @@ Args:
 Raises:
     ValueError: A rank is negative or repeats, or there is none.
 )")
-      .def("__len__", &RankMap::size)
       .def_property_readonly("size", &RankMap::size, "Number of ranks.")
       .def_property_readonly("is_identity", &RankMap::is_identity,
                              "Whether every position holds the rank of the same number.")
@@ -153,13 +148,13 @@ Raises:
 )")
       .def("position_of", &RankMap::position_of, "rank"_a,
            "Position that holds the global ``rank``, or None where none does.")
-      .def(
-          "__contains__",
-          [](const RankMap& self, std::int64_t rank) { return self.position_of(rank).has_value(); },
-          "rank"_a)
       .def("is_sorted", &RankMap::is_sorted, "Whether the ranks ascend.")
       .def("sorted", &RankMap::sorted,
-           "The map of the same ranks in ascending order: equal for maps over one set of ranks.")
+           R"(The map of the same ranks in ascending order: equal for maps over one set of ranks.
+
+>>> RankMap.from_ranks([6, 0, 4, 2]).sorted()
+RankMap(4 ranks: 0, 2, 4, 6)
+)")
       .def("ranks", &RankMap::ranks,
            R"(Global rank at every position, as int32 of shape ``(size,)``.
 

@@ -240,9 +240,4 @@ std::int64_t to_microseconds(py::handle timedelta) {
   return checked_add(day, rest, "a timeout");
 }
 
-py::object to_timedelta(std::int64_t microseconds) {
-  using namespace py::literals;
-  return python_types().timedelta("microseconds"_a = microseconds);
-}
-
 }  // namespace meshverse::bindings

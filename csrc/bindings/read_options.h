@@ -34,6 +34,5 @@ bool has_fields(py::handle object);
 py::object fresh_like(const py::object& options);
 
 std::int64_t to_microseconds(py::handle timedelta);
-py::object to_timedelta(std::int64_t microseconds);
 
 }  // namespace meshverse::bindings

@@ -1,7 +1,8 @@
-"""The hooks on torch: which class `DeviceMesh(...)` builds when torch's own code says so.
+"""The hooks on torch: which class `torch.distributed.DeviceMesh(...)` builds.
 
-Importing Meshverse sets them, so that what torch derives from one of our meshes (FSDP2 concatenates
-by the stock name) is ours too. `install()` widens that to every mesh built afterwards.
+Importing Meshverse sets them, so that what torch derives from one of our meshes is ours too: FSDP2,
+for example, calls `torch.distributed.DeviceMesh._concatenate`. With `install()`, every mesh that is
+built afterwards is ours.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     root = kwargs.get("_root_mesh")
     if root is not None:  # torch derives a mesh: it stays with its root's class
         return isinstance(root, DeviceMesh)
-    # Without arguments it is no construction: copy or pickle fills in a stock mesh by itself.
+    # copy and pickle call this without arguments, and fill in a stock mesh by themselves.
     return bool(args or kwargs) and _is_installed()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from meshverse._core import AxisLayout
+
 
 def positions(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Position of every index; the rightmost mode varies fastest."""
@@ -18,6 +20,11 @@ def positions(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 def row_major(sizes: Sequence[int]) -> list[int]:
     """Strides at which index i is at position i."""
     return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def positions_of(axis: AxisLayout) -> list[int]:
+    """Position at every index of a compiled axis, asked one by one."""
+    return [axis(index) for index in range(axis.size)]
 
 
 def tile(block: Sequence[int], n: int) -> list[int] | None:
@@ -32,6 +39,15 @@ def tile(block: Sequence[int], n: int) -> list[int] | None:
         offsets.append(place)
         covered |= copy
     return offsets
+
+
+def divide_evenly(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether digits of these sizes and of the others break up into the same smaller digits.
+
+    6 = (2, 3) and (6,) do; (2, 3) and (3, 2) do not: 2 indices are no whole number of threes.
+    """
+    ends = sorted({*row_major(sizes), *row_major(others), math.prod(sizes)})
+    return all(end % start == 0 for start, end in itertools.pairwise(ends))
 
 
 def groups(block: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
@@ -54,6 +70,16 @@ def some_axes(max_size: int) -> st.SearchStrategy[list[tuple[list[int], list[int
     return st.lists(any_modes, max_size=max_size).filter(
         lambda axes: math.prod(size for sizes, _ in axes for size in sizes) <= 2000
     )
+
+
+@st.composite
+def factors(draw: st.DrawFn, n: int) -> list[int]:
+    """Sizes that multiply out to n."""
+    sizes: list[int] = []
+    while n > 1 and len(sizes) < 4:
+        sizes.append(draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0])))
+        n //= sizes[-1]
+    return [*sizes, n]
 
 
 @st.composite

@@ -58,7 +58,6 @@ def test_text(layout, text, representation):
         (lambda: Layout.from_shape((2, 3))[2], IndexError, "axis 2 of layout .* it has 2 axes"),
         (lambda: Layout.from_shape((2, 3)).select((0, -3)), IndexError, "axis -3 of layout"),
         (lambda: Layout([]).select(0), TypeError, "indices must be a sequence of integers, got 0"),
-        (lambda: Layout([]).splice(0, 1, Layout([])), IndexError, "0 <= start <= stop <= 0"),
     ],
 )
 def test_errors_say_what_was_asked_and_the_rule(make, error, text):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-__all__ = ["C10D_FIELDS", "changed_nccl_options", "needs_nccl"]
+from meshverse._core import OptionsKey
+
+__all__ = ["C10D_FIELDS", "changed_nccl_options", "needs_nccl", "shown_fields"]
 
 # What c10d fills in for each group, or what is told beside the options.
 C10D_FIELDS = ("backend", "_timeout", "group_name", "global_ranks_in_group", "split_from")
@@ -28,6 +30,15 @@ def changed_nccl_options() -> Iterator[tuple[str, Any]]:
         options = new()
         setattr(options.config, name, _other_value(getattr(options.config, name)))
         yield f"config.{name}", options
+
+
+def shown_fields(key: OptionsKey) -> list[str]:
+    """The dotted names of the options in the text of a key.
+
+    Holds for a key whose values are shown without ", " and "=".
+    """
+    _, *fields = repr(key)[:-1].split(", ")
+    return [field.partition("=")[0] for field in fields]
 
 
 def _other_value(value: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from helpers.observation import OURS
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse._core import RankGroups, RankMap
 from meshverse.layouts.rank_views import RankViews
 from trainer_views import Degrees, five_views
 
@@ -42,8 +42,7 @@ def world_sized_work_refused() -> Iterator[None]:
     """Make the world-sized forms of ranks unreachable, and bound what Python allocates."""
     with pytest.MonkeyPatch.context() as patch:
         _refuse_if_large(patch, RankMap, "ranks", lambda rank_map: rank_map.size)
-        _refuse_if_large(patch, AxisLayout, "positions", lambda axis: axis.size)
-        _refuse_if_large(patch, RankGroups, "all", lambda g: g.n_groups * g.group_size)
+        _refuse_if_large(patch, RankGroups, "all", lambda _: _WORLD)  # each rank once
         _refuse_if_large(patch, RankViews, "__init__", lambda _, rank_map: rank_map.size)
         tracemalloc.start()
         try:

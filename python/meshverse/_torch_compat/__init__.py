@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from .backends import (
     backend_in_words,
-    bound_to_device,
     can_split,
     creation_blocks,
     members_only_hazard,
@@ -91,7 +90,6 @@ __all__ = [
     "TorchLayout",
     "abort_all",
     "backend_in_words",
-    "bound_to_device",
     "can_be_reconfigured",
     "can_meet_in_store",
     "can_split",

@@ -1,4 +1,4 @@
-"""How groups of a backend come to be: who takes part, who waits, what is split: by feature.
+"""How groups of a backend are made: by whom, whether ranks wait, and what is split.
 
 | what a backend or torch says | what follows |
 |---|---|
@@ -6,7 +6,7 @@
 | c10d's own way to make the group would split the default group | all ranks take part |
 | the backend is MPI, or the default group makes its own subgroups | all ranks take part |
 | torchcomms, where torch has it split the default group | all ranks take part |
-| nothing of these | the members make the group |
+| none of the above | the members make the group |
 | its creator is known to return at once, and nothing is connected for it | nobody waits |
 | nothing is known of its creator | members wait for each other, and meet first |
 """
@@ -27,8 +27,8 @@ from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 
 # 2.13 and newer split only the backends of some devices, if told so.
 _SPLITS_SOME_DEVICES = "device_types" in (dist.ProcessGroup.split_group.__doc__ or "")
-# 2.15 and newer give each backend of a group its own options where it is split; those before give
-# all of them those of one, which gloo warns of and does without, and others refuse.
+# When a group is split, 2.15 and newer give each of its backends its own options. Older versions
+# give all of them the options of one: gloo ignores them with a warning, other backends refuse.
 _SPLITS_OPTIONS_APART = hasattr(c10d_core.Backend, "split")
 # 2.15 and newer split the default group for its own backend only.
 _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_source).parameters
@@ -65,9 +65,9 @@ def backend_in_words(backend: str) -> str:
 
 
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
-    """The devices of each backend that is split off this default group to make one of `backend`.
+    """The devices of each backend, if a group of `backend` is made by splitting the default group.
 
-    None if that is not the way. Stock asks less, and fails where a backend cannot be split.
+    None if it is made in another way. Stock checks less, and fails if a backend cannot be split.
     """
     bound = group.bound_device_id
     if bound is None or _uses_torchcomms(backend):
@@ -97,7 +97,7 @@ def split_options(group: ProcessGroup) -> BackendOptions | None:
     """The options that groups inherit which are split off this default group.
 
     They are those of the backend of the device it is bound to. Its other backends, if any, hand on
-    their own, of which nothing can be said for a group.
+    their own options, which cannot be set for a single group.
     """
     assert group.bound_device_id is not None  # it can be split
     return options_of(group._get_backend(group.bound_device_id))

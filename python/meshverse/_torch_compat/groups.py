@@ -1,4 +1,4 @@
-"""The default process group, and what process groups and their options say of themselves."""
+"""The default process group, its store and timeouts, and the end of process groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    # All backends of a group were given the same timeout; some keep no options to tell it.
+    # All backends of a group got the same timeout; some keep no options to read it from.
     backends = (group._get_backend(device) for device in group._device_types)
     timeouts = (options_timeout(options_of(backend)) for backend in backends)
     return next((timeout for timeout in timeouts if timeout is not None), None)
@@ -117,8 +117,9 @@ class _NoGroups(list[ProcessGroup]):
 def world_lifetime() -> object:
     """An object that c10d lets go of when the default group is destroyed or aborted.
 
-    The default group and its store may be held by others. This is the list of groups of a tag that
-    nobody uses, in a registry that c10d empties with the default group. 2.11-2.15.
+    The default group itself will not do, nor its store: others may hold them. This object is a list
+    in c10d's registry of groups by tag, under a tag that nobody uses. c10d empties that registry
+    with the default group. 2.11-2.15.
     """
     return c10d._world.tags_to_pg.setdefault("meshverse: no groups", _NoGroups())
 
@@ -140,11 +141,12 @@ _watches: dict[int, _Watch] = {}  # by id of what is watched
 
 
 def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *arguments: Any) -> None:
-    """Have this called when somebody destroys or aborts the group; once, the first that is given.
+    """Call a function once when somebody destroys or aborts the group.
 
-    c10d tells nobody. It lets go then of what it keeps for the group: among that the ranks of its
-    members, which nobody else holds. 2.11-2.15. O(group) for a group that `create_by_members` did
-    not make.
+    If this is called several times for a group, the first function counts. c10d has no such event.
+    But it keeps a dictionary of the members' ranks, which nobody else holds, and drops it then. So
+    a weak reference to that dictionary tells. 2.11-2.15. O(group) for a group that
+    `create_by_members` did not make.
     """
     kept = c10d._world.pg_group_ranks
     ranks = kept.get(group)
@@ -158,30 +160,30 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
         watch.key, watch.callback, watch.arguments = key, callback, arguments
 
 
-# With its dictionary as an argument, because a module's names may be gone when a process ends.
+# The dictionary is an argument, because the module's globals may be gone when a process ends.
 def _end_watch(watch: _Watch, watches: dict[int, _Watch] = _watches) -> None:
     watches.pop(watch.key, None)
     watch.callback(*watch.arguments)
 
 
 def shrunk_from(name: str) -> ProcessGroup | None:
-    """What `shrink_group` has made of the group of this name, which it ended, or None.
+    """The group that `shrink_group` made in place of the group of this name, or None.
 
-    c10d says so in the description of what it made. 2.11-2.15.
+    The new group's description names the old one. 2.11-2.15.
     """
     groups = list(c10d._world.pg_names)  # other threads may add some
     return next((group for group in groups if group.group_desc == f"{name}:shrunk"), None)
 
 
 def is_shrunk_default(group: ProcessGroup) -> bool:
-    """Whether `shrink_group` made this default group of another one, whose ranks were others."""
+    """Whether `shrink_group` made this default group. Its ranks are numbered anew."""
     return bool(group.group_desc == "default:shrunken")
 
 
 def can_be_reconfigured(group: ProcessGroup) -> bool:
-    """Whether a group was made to get other members, and this process another rank in it. 2.15.
+    """Whether a group's members, and this process's rank in it, can change. 2.15.
 
-    Its `supports_reconfigure` says that of every group of gloo's.
+    The group's own `supports_reconfigure` does not tell: it is true of every gloo group.
     """
     options = (options_of(group._get_backend(device)) for device in group._device_types)
     return any(getattr(one, "enable_reconfigure", False) for one in options)

@@ -14,15 +14,15 @@ from .tagged_layouts import MeshLayout as _MeshLayout
 
 # Before 2.13, a mesh made by flattening has another form, and is unequal to one made otherwise.
 FLATTENED_ARE_APART = _FlatLayout is None
-# What stock's `_create_flatten_mesh` gives to `_flatten`: the mesh in 2.11; nothing in 2.13, where
-# torch.compile refuses to go on with a mesh that it was given so.
+# Whether stock's `_create_flatten_mesh` returns the mesh: it does in 2.11. In 2.13 it returns None,
+# and torch.compile refuses a mesh that comes from there.
 FLATTENING_GIVES_MESH = inspect.signature(
     StockDeviceMesh._create_flatten_mesh
 ).return_annotation not in (None, "None")
 
 
 def _flat(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    # Ours are canonical already, so the constructor's own coalescing (10 us an axis) is skipped.
+    # Ours are canonical already, so the constructor's own coalescing (10 us per axis) is skipped.
     axis = object.__new__(_FlatLayout)
     object.__setattr__(axis, "shape", sizes)
     object.__setattr__(axis, "stride", strides)

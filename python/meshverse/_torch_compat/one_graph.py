@@ -65,8 +65,9 @@ def coordinate_symbol(size: int) -> torch.SymInt | None:
     symbol: torch.SymInt = shape_env.create_unbacked_symint()
     symbolic_shapes._constrain_range_for_size(symbol, min=0, max=size - 1)
     if torch.compiler.is_dynamo_compiling() or _is_dynamo_at_work():
-        # Dynamo keeps operations on DTensors whole. This symbol is inside of one, so that it is no
-        # number of Dynamo's graph; when the operation is taken apart there will be another.
+        # Dynamo keeps an operation on DTensors as one node. This symbol is made inside of one, so
+        # Dynamo's graph does not contain it. When the operation is traced in detail later, a new
+        # symbol is made.
         shape_env.ignorable_fresh_unbacked_symbols.append(symbol.node.expr)
     return symbol
 
@@ -77,12 +78,12 @@ def _is_dynamo_at_work() -> bool:
         return False
     try:
         return symbolic_convert.InstructionTranslator.current_tx() is not None
-    except AttributeError:  # how it says that there is none
+    except AttributeError:  # raised outside of tracing
         return False
 
 
 def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | None:
-    """What each rank has that LocalTensor mode simulates in this process; None outside the mode.
+    """A number of each rank that LocalTensor mode simulates here; None outside the mode.
 
     Args:
         value_of: the number that a global rank has.
@@ -100,8 +101,8 @@ def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | N
 def let_inductor_call(operator: Any) -> None:
     """For a fake kernel: have inductor, if it is at work, call an operator that takes no tensor.
 
-    Inductor looks for a device in the tensors of what it calls as it is, and fails where there are
-    none. An operator's fake kernel always runs before inductor gets to it. 2.11-2.15.
+    For an operator that it calls unchanged, inductor takes the device from the tensor arguments,
+    and fails if there are none. An operator's fake kernel always runs before that. 2.11-2.15.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is None or operator in lowering.lowerings:
@@ -120,11 +121,12 @@ def let_inductor_call(operator: Any) -> None:
 
 
 def find_in_graph(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """How a mesh that a graph uses is had from the graph's inputs, as torch calls it for our class.
+    """The function by which torch gets a mesh that a graph uses from the graph's inputs.
 
-    Stock's has two gaps. It does not look for the mesh itself: the root mesh becomes a constant, of
-    which inductor's cache gives None to the next process. And it calls an operator by its name, not
-    by its overload, which inductor refuses to compile. 2.12-2.15.
+    Stock's has two gaps, which this closes. It does not look whether the mesh itself is an input: a
+    root mesh becomes a constant, and inductor's cache gives the next process None in its place. And
+    it calls an operator by its name instead of an overload, which inductor refuses to compile.
+    2.12-2.15.
 
     Args:
         reconstruct: stock's, which derives a submesh in the graph; gives a proxy, or None.

@@ -56,10 +56,11 @@ def said_timeout(options: BackendOptions | None) -> timedelta | None:
 
 
 def new_like(value: Any) -> Any | None:
-    """A new object of the same type, none of whose Python code was run; so it has no attributes.
+    """A new object of the same type, made without running its Python constructor.
 
-    None where there is none to be had: the constructor of its C++ base needs arguments. That of
-    c10d's own base class of options takes a backend and a timeout (2.11-2.15).
+    So it has no Python attributes. None if the constructor of its C++ base class needs arguments
+    that are not known here. Known are those of c10d's base class of options: a backend and a
+    timeout (2.11-2.15).
     """
     kind = type(value)
     base: Any = next(

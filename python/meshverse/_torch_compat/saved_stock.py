@@ -1,4 +1,4 @@
-"""What a saved mesh of torch's own class says, and where torch takes it in."""
+"""Reading a saved mesh of torch's own class, and a hook on loading one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StockState(NamedTuple):
     Attributes:
         axes: sizes and strides of every axis, as `save_mesh` writes them.
         rank_map: tensor of global ranks.
-        group_names: c10d's in the program that saved it, one an axis.
+        group_names: the names its groups had in the program that saved it, one per axis.
         root: the mesh it was derived from, which may be yet to be loaded; None for a root.
         flattened: meshes that were flattened from it or its submeshes.
     """
@@ -61,10 +61,11 @@ def read_stock_state(state: Mapping[str, Any]) -> StockState:
 
 
 def hook_setstate(take_in: Callable[[StockDeviceMesh, dict[str, Any]], bool]) -> None:
-    """Have saved stock meshes shown to us when they are loaded or copied, before torch has them.
+    """Call a function for each stock mesh that is loaded or copied, before torch fills it in.
 
     Args:
-        take_in: gets the mesh, without attributes, and its saved ones; whether it made it a mesh.
+        take_in: gets the mesh, which has no attributes yet, and the saved attributes. Returns
+            whether it has filled in the mesh; if not, torch does.
     """
     stock = StockDeviceMesh.__setstate__
 
@@ -77,9 +78,10 @@ def hook_setstate(take_in: Callable[[StockDeviceMesh, dict[str, Any]], bool]) ->
 
 
 def is_made_by_stock(name: str, ranks: list[int]) -> bool:
-    """Whether a group of this name lives that torch's own mesh made, of these ranks in any order.
+    """Whether torch's own mesh made a live group of this name, with these ranks in any order.
 
-    Such a group is described as "mesh_" and the name of the axis, one of the program's own is not.
+    The description of such a group is "mesh_" and the name of the axis. Groups that a program makes
+    itself have other descriptions.
     """
     group = _live_group(name)
     if group is None or not group.group_desc.startswith("mesh_"):

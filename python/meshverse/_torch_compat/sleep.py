@@ -1,4 +1,4 @@
-"""Suspending the communicators of a process group. torch has it since 2.12, for a backend each."""
+"""Suspending the communicators of a process group. torch has this per backend, from 2.12 on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["memory_stats", "resume", "suspend"]
 
 
 def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
-    """What a group's backends say of their memory, summed up; None if none of them can tell.
+    """The memory counters of a group's backends, summed up; None if no backend has any.
 
-    Those that can tell can be suspended too: c10d asks both of the same communicators.
+    A backend with counters can be suspended too: c10d implements both for the same backends.
     """
     told = [stats for backend in _backends(group) if (stats := _stats(backend)) is not None]
     if not told:

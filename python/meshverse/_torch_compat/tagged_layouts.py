@@ -1,7 +1,7 @@
 """torch's layouts with isolation tags on their axes, so that all of torch tells them apart.
 
-torch finds flattened meshes by layout, sends layouts between pipeline stages and keeps meshes by
-them. So the tag of an axis is part of its layout there: it equals only one with the same tag.
+torch compares layouts to find flattened meshes, in pipeline stages, and in caches of meshes. So in
+torch's form, the tag of an axis is part of its layout: it is equal only to one with the same tag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _TaggedAxis(FlatLayout or object):  # type: ignore[misc]
 
 
 class _SlicedAxes(MeshLayout):  # type: ignore[misc]
-    """Axes that know the tag which they have when they are flattened: 2.13 and newer."""
+    """The axes of a slice, with the tag that they have once they are flattened: 2.13 and newer."""
 
     flattened_tag: str
 
@@ -44,11 +44,11 @@ class _SlicedAxes(MeshLayout):  # type: ignore[misc]
 
 
 class _TaggedLayout(MeshLayout):  # type: ignore[misc]
-    """A whole layout with its axes' tags: 2.11 and 2.12, which have no class of an axis.
+    """A layout with its axes' tags: 2.11 and 2.12, which have no class for a single axis.
 
     Attributes:
-        tags: one an axis.
-        flattened_tag: that they have when they are flattened.
+        tags: one per axis.
+        flattened_tag: the tag of the axis that they are flattened into.
     """
 
     tags: tuple[str, ...]
@@ -94,8 +94,8 @@ def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> 
 
     Args:
         layout: torch's.
-        tags: one an axis, "" for none.
-        flattened_tag: that the axes have when they are flattened together.
+        tags: one per axis, "" for none.
+        flattened_tag: the tag of the axis that they are flattened into.
     """
     if FlatLayout is None:
         return _tag_whole(layout, tuple(tags), flattened_tag)
@@ -103,12 +103,12 @@ def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> 
 
 
 def with_flattened_tag(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> TorchLayout:
-    """The layout of a slice, whose axes give this tag to a layout that torch collapses them into.
+    """The layout of a slice that gets this tag when torch flattens it.
 
     Args:
-        layout: torch's, of axes that have these tags already from 2.13 on.
-        tags: one an axis, "" for none.
-        flattened_tag: that the axes have when they are flattened together.
+        layout: torch's. From 2.13 on, its axes have their tags already.
+        tags: one per axis, "" for none.
+        flattened_tag: the tag of the axis that they are flattened into.
     """
     if FlatLayout is None:
         return _tag_whole(layout, tuple(tags), flattened_tag)

@@ -1,4 +1,4 @@
-"""torch.compile's and torch's own view of our meshes, and shelter from its modes."""
+"""How torch.compile and torch's functions treat our meshes, and how to work outside its modes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
         return
     stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
     known = opaque_object._OPAQUE_TYPES
-    # Operators that graphs call which torch's cache gives without tracing them. 4 ms.
+    # Registers operators that graphs from torch's cache call, without tracing them here. 4 ms.
     importlib.import_module("torch.distributed._ops.device_mesh")
     stock = known[StockDeviceMesh]
     reconstruct = stock.reconstruct_fn and find_in_graph(stock.reconstruct_fn)
@@ -85,7 +85,7 @@ def hook_from_group(
 ) -> None:
     """Have `DeviceMesh.from_group`, called by the stock name, use ours where meshes shall be ours.
 
-    Stock's would write the groups' names into the mesh, past its universe.
+    Stock's would write the groups' names into the mesh, and its universe would not know the groups.
     """
     stock = StockDeviceMesh.from_group
 
@@ -97,9 +97,9 @@ def hook_from_group(
 
 
 def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
-    """Warn as if a method of the stock mesh did: of one place, whoever called it.
+    """Warn as if a method of the stock mesh did, always from the same line of torch's file.
 
-    Python's default filter shows a warning once a place, and filters name a warning's module.
+    Python's default filter shows a warning once per line, and filters name a warning's module.
 
     Args:
         message: stock's own.
@@ -151,8 +151,8 @@ def untraced() -> Iterator[None]:
 
 @functools.cache
 def _ordinary_keys() -> frozenset[int]:
-    # Those that a tensor has whose values lie in memory as they are. Lazy, wrapped, sparse,
-    # quantized, meta and other tensors have one more, or another.
+    # The dispatch keys of a tensor whose memory holds its values as they are. Lazy, wrapped,
+    # sparse, quantized, meta and other tensors have other keys, or one more.
     with untraced():
         ordinary = torch.empty(0, device="cpu")
         with torch.inference_mode():
@@ -171,9 +171,9 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Whether torch would read a dense CPU tensor's values from where there are none.
+    """Whether a dense CPU tensor's memory is too small for its values.
 
-    Memory can be taken from under a tensor: `untyped_storage().resize_(0)`, as FSDP does.
+    It can be freed under a living tensor: FSDP does so, with `untyped_storage().resize_(0)`.
     """
     if not _is_ordinary(tensor) or tensor.numel() == 0:
         return False

@@ -24,8 +24,9 @@ __all__ = ["Board", "BoardUse", "Run"]
 # (benchmarks/results/store.md).
 _OPERATIONS_A_SECOND = 13_000
 
-# No text is this. Comparing with it reads a key, and changes nothing, in one operation that does
-# not wait for the key: `get` waits, and `check` before it would be a second operation.
+# No key ever has this text. `compare_set` with it changes nothing and gives the text that the key
+# has: a read in one operation that does not wait. (`get` waits until the key is there; `check`
+# before it would be a second operation.)
 _NEVER_WRITTEN = "?"
 
 
@@ -47,7 +48,7 @@ class Run:
         self.world_size = world_size
         self._mark = os.urandom(8).hex()  # tells this run's own count from that of an earlier run
         self._number: int | None = None
-        self._users = 0  # that may have texts on the board
+        self._users = 0  # universes that may have texts on the board
         self._lock = threading.Lock()  # protects the two above
 
     def number(self, store: Any) -> int:
@@ -76,14 +77,15 @@ class Run:
         return mine
 
     def add_user(self) -> None:
-        """Note that one more may put texts on the board."""
+        """Note that one more universe may have texts on the board."""
         with self._lock:
             self._users += 1
 
     def remove_user(self, store: Any) -> None:
-        """Note that one has taken its texts off; the last one takes the counts away too.
+        """Note that a universe has removed its texts. The last one removes the counts of runs too.
 
-        They stay if an earlier run may have left texts here: those must not be found again.
+        The counts stay if an earlier run may have left texts in this store. Without the counts, a
+        later run would begin at 1 again and find those texts.
         """
         with self._lock:
             self._users -= 1
@@ -141,7 +143,8 @@ def _restarts_on_this_store() -> int:
 class Board:
     """The texts of one run. One operation of the store each, unless said otherwise.
 
-    It is made when it is needed and not kept: a store that is held keeps its port.
+    Make one when it is needed, and do not keep it. It holds the store, and a TCPStore that somebody
+    holds keeps its port open.
 
     Args:
         store: the default group's.

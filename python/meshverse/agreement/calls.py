@@ -1,7 +1,7 @@
 """Ranks compare what they are about to make. If they differ, all of them are told.
 
 The first rank to come to a call writes what it is about to make. Every other rank gets that back
-from its own attempt to write: one operation of the store a rank and call, and no rank waits.
+from its own attempt to write: one operation of the store per rank and call, and no rank waits.
 
 A rank that is about to make something else writes, in place of the first rank's text, that the
 ranks differ, and raises an error. Ranks that come later read that and raise too. Ranks that came
@@ -90,8 +90,9 @@ class CallOrder:
     def note_missed(self, scope: str) -> None:
         """Note that the ranks differed in an earlier call of a scope, which succeeded here.
 
-        The other ranks may try that call again; this rank goes on to another one. So their calls
-        are no longer compared, but they still meet: they count the same differences.
+        The other ranks may try that call again, while this rank goes on to another one. So there is
+        nothing to compare any more. The ranks may still make groups together: the number of a
+        group's meeting contains `differences`, so this rank counts the difference as they do.
         """
         for order in (self, self._roots):
             if order is not None and order.scope == scope:
@@ -124,7 +125,7 @@ class Call:
 
     Attributes:
         differences: how many times the ranks had differed before this call.
-        is_compared: whether the order is compared at this call.
+        is_compared: whether this call is compared with those of other ranks.
         keys_written: by this rank, to be removed later.
     """
 
@@ -139,8 +140,9 @@ class Call:
         """Compare this call with that of the other ranks, if its order is compared.
 
         Args:
-            later: keys of the calls that may come later on a rank that saw no difference here, in
-                their order. Such a rank is told at the first one that no rank has made yet.
+            later: keys of calls that follow this one, in order, one iterator for each order of
+                calls. A rank that came before the difference and has left this call is told at a
+                later one: the difference is written under the first key that is still free.
 
         Raises:
             RanksDifferError: the ranks differ.
@@ -176,7 +178,10 @@ class Call:
                     break
 
     def check(self) -> None:
-        """Raise RanksDifferError if a rank has found one since; one operation of the store."""
+        """Raise RanksDifferError if another rank has found a difference since this rank came.
+
+        One operation of the store.
+        """
         found = self._board.read(self._key) if self.is_compared else ""
         if _is_difference(found):
             raise self._difference(found)

@@ -57,7 +57,7 @@ def meet(
 ) -> int:
     """Wait until all members of a group have come.
 
-    Four operations of the store, and some while it waits.
+    It takes four operations of the store, and more while this rank waits.
 
     Args:
         board: of the run; its rank is a member.
@@ -117,7 +117,7 @@ class _Meeting:
     def hold(
         self, timeout: timedelta | None, check: Callable[[], None] | None, first_in: set[str]
     ) -> None:
-        """Come, wait for the others, and go; see `meet`."""
+        """Count this rank in, wait for the other members, and leave; see `meet`."""
         try:
             place = self._board.count(f"{self._wait.meeting}/came")
             if place == 1:
@@ -192,7 +192,7 @@ class _Meeting:
         if not self._is_noted:
             self._is_noted = True
             self._board.pause()
-            if is_first:  # for all of them
+            if is_first:  # one member writes this for all of them
                 write_members(self._board, self._wait.meeting, self._ranks)
             self._waits.write(self._board, self._wait)
         cycle = find_cycle(self._wait.meeting, self._ranks, self._read) if is_first else []

@@ -12,7 +12,8 @@ Why that is proof: a rank that has come to a meeting leaves it only when the mee
 none of the meetings in the cycle is over after all the notes were read, all these ranks wait at
 that moment. Each of them would have to come to the meeting before it in the cycle, and cannot.
 
-Another thread of such a rank could come. So a rank writes no notes once a second thread has waited.
+That holds if a rank waits in its main thread only: otherwise another thread of it could come. So a
+rank writes no notes once another thread of it has waited.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from .board import Board
 from .ranks_text import shortened
 
-__all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members", "sample"]
+__all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members"]
 
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read to find one cycle
@@ -68,7 +69,7 @@ class OwnWaits:
         self._may_be_noted = True  # only the main thread has waited so far
 
     def note_thread(self) -> None:
-        """Take into account that this thread is about to wait."""
+        """Note which thread is about to wait: no notes are written once another one has."""
         if threading.current_thread() is not threading.main_thread():
             self._may_be_noted = False
 
@@ -122,7 +123,7 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
 
     def follow(members: Sequence[int]) -> list[Step]:
         nonlocal notes_left
-        for rank in sample(members):
+        for rank in _sample(members):
             if not notes_left:
                 break
             notes_left -= 1
@@ -145,7 +146,7 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
     return follow(ranks)
 
 
-def sample(ranks: Sequence[int]) -> Sequence[int]:
+def _sample(ranks: Sequence[int]) -> Sequence[int]:
     """The ranks, or of many some at random."""
     return random.sample(ranks, _SAMPLE) if len(ranks) > _SAMPLE else ranks
 

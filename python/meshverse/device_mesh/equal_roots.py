@@ -1,7 +1,7 @@
 """One line in the log where a program makes the same mesh twice, on other process groups.
 
-Equal meshes are one mesh to whatever keeps meshes by value, above all DTensor's caches. A program
-that makes one twice, for two models, may not know that.
+Code that looks meshes up by value, above all DTensor's caches, takes equal meshes for one another.
+A program that makes the same mesh twice, for two models, may not expect that.
 """
 
 from __future__ import annotations

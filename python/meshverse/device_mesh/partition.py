@@ -57,7 +57,7 @@ def init_mesh_partition(
         size = Layout.from_shape(tuple(part["mesh_shape"])).size
         given = part.get("ranks")
         following = range(first, first + size) if given is None else given
-        ranks[name] = read_rank_map(following).ranks().tolist()  # whatever lists them
+        ranks[name] = read_rank_map(following).ranks().tolist()  # a list, whatever was given
         first += size
     _check_disjoint(ranks)
     _check_world(ranks)

@@ -45,7 +45,7 @@ class SlicedMesh(PlacedMesh, CopyableMesh):
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
             try:
                 known = self._slices.get(mesh_dim_names)
-            except TypeError:  # nor has a tuple of lists, which names no axes
+            except TypeError:  # a tuple of lists has no hash either; `_slice` says what is wrong
                 known = None
             if known is not None:
                 return known  # type: ignore[return-value]
@@ -72,7 +72,7 @@ class SlicedMesh(PlacedMesh, CopyableMesh):
         return submesh
 
     def _slice_flattened(self, names: AxisNames) -> Self:
-        # A root mesh may also be sliced by the names of flattened meshes; torch is dropping that.
+        # As in torch, which deprecates it: slicing a root mesh by names of flattened meshes.
         root = self._root()
         flattened: Any = root._flatten_mapping if self == root else {}
         check_known_axes(self._description, names, flattened)

@@ -1,7 +1,8 @@
 """`torch.ops.meshverse.coordinate`: where the rank that runs a graph stands along an axis.
 
-A graph that one rank compiled for all knows the arithmetic of a mesh, and no rank. Importing
-Meshverse registers the operator, so a process that only runs such a graph imports it too.
+A graph that one rank compiles for all ranks contains the arithmetic of a mesh, but no rank. The
+rank that runs it asks for its coordinate by this operator. Importing Meshverse registers it, so a
+process that only runs such a graph must import Meshverse too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from meshverse import _torch_compat as compat
 
 __all__ = ["coordinate", "coordinate_of"]
 
-# Kept: it takes the operator with it when it goes.
+# Kept in a global: when the library object goes, the operator goes too.
 _library: Any = torch.library.Library("meshverse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "coordinate(int[] axis, int[] ranks, int first) -> SymInt", tags=torch.Tag.pt2_compliant_tag
@@ -30,9 +31,8 @@ def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: i
         rank: the global rank.
         axis: how the axis steps through positions: size and stride of each digit in turn, the
             rightmost fastest.
-        ranks: which global ranks stand at the positions 0, 1, ..., counted from `first`: digits as
-            of `axis`. Sorted by stride, each stride is a multiple of the size times the stride
-            before.
+        ranks: the global ranks at the positions 0, 1, ..., less `first`, as digits like those of
+            `axis`. Sorted by stride, each stride is a multiple of the one before times its size.
         first: the global rank at position 0.
 
     Raises:

@@ -43,7 +43,7 @@ def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt
         rank_map: of the axis's universe.
 
     Returns:
-        None where the ranks follow no arithmetic. A graph then needs a table of them.
+        None if the ranks follow no arithmetic, so that a graph needs a table of them.
     """
     arguments = coordinate_arguments(axis, rank_map)
     if arguments is None:
@@ -52,7 +52,7 @@ def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt
 
 
 def coordinate_arguments(axis: AxisLayout, rank_map: RankMap) -> CoordinateArguments | None:
-    """How a graph asks for the coordinate along an axis: some numbers, however many ranks."""
+    """The operator's arguments for an axis: a few numbers, however many ranks there are."""
     digits = rank_digits(rank_map)
     if digits is None:
         return None
@@ -69,8 +69,11 @@ _known: weakref.WeakKeyDictionary[RankMap, RankDigits | None] = weakref.WeakKeyD
 def rank_digits(rank_map: RankMap) -> RankDigits | None:
     """The arithmetic of a rank map, if it has one. O(ranks), once; O(1) for ranks 0, 1, 2, ...
 
-    It has where the ranks are `arange(...)`, sliced, reshaped and permuted: each digit of the
-    position is a digit of the rank.
+    It has one if the ranks are an `arange(...)` that was sliced, reshaped and permuted. Each digit
+    of the position is a digit of the rank then.
+
+    Example: of ranks 4, 6, 5, 7, the one at position `2 * i + j` is `4 + i + 2 * j`. So `first` is
+    4, and the layout has sizes (2, 2) and strides (1, 2).
     """
     if rank_map.is_identity:
         return RankDigits(0, AxisLayout(rank_map.size))
@@ -93,5 +96,5 @@ def _find_digits(ranks: list[int]) -> RankDigits | None:
     layout = AxisLayout(sizes, strides)
     if not layout.is_orthogonal():
         return None
-    is_all = all(first + p == r for p, r in zip(layout.positions().tolist(), ranks, strict=True))
+    is_all = all(first + layout(position) == rank for position, rank in enumerate(ranks))
     return RankDigits(first, layout) if is_all else None

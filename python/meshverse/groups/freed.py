@@ -1,8 +1,12 @@
 """Groups that somebody destroyed while meshes still have them: noticed, made again, explained.
 
-Axes that are the same have one process group here where torch has several. A program that destroys
-the group of one mesh means that one only; to the others it is given again, under its name, so that
-meshes, tensors and compiled graphs that know it find it.
+Several axes with the same ranks share one process group here, where torch makes one for each. A
+program that destroys the group of one mesh means that mesh only. So the other meshes get the group
+again. It is made under its old name, because meshes, tensors and compiled graphs find it by name.
+
+Example: `mesh["dp"]` and `other["data"]` share a group, and the program calls
+`destroy_process_group(mesh.get_group("dp"))`. When `other["data"]` is used next, its members make
+the group again.
 """
 
 from __future__ import annotations
@@ -59,10 +63,10 @@ def _let_go(name: str, world_reference: weakref.ref[World]) -> None:
 
 
 def is_for_others_too(group: Group, world: World) -> bool:
-    """Whether the members make a destroyed group again when it is used: if several axes have it.
+    """Whether the members of a destroyed group make it again when it is used.
 
-    In torch each of these has a group of its own, of which one was destroyed. What one axis alone
-    has is gone, there as here.
+    They do if several axes have it: in torch each axis has a group of its own, and only one of
+    these was destroyed. If one axis alone has the group, it is gone, as in torch.
     """
     assert group.name is not None
     is_shared = sum(group.requests.values()) > 1 or world.state(Users).are_several(group.name)

@@ -11,10 +11,11 @@ _T = TypeVar("_T")
 
 
 class computed(Generic[_T]):  # noqa: N801  # used as a decorator
-    """A method whose result becomes the attribute, of the object that it is first read of.
+    """A method that runs when the attribute is first read. Its result is kept as the attribute.
 
-    As `functools.cached_property`, but without asking for the object's `__dict__`: CPython reads
-    all attributes of an object slower once somebody did (by 30 ns, which doubles it).
+    As `functools.cached_property`, which writes to the object's `__dict__`. Once somebody has asked
+    for an object's `__dict__`, CPython reads all its attributes more slowly: by 30 ns, twice as
+    long. This one uses `setattr`.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

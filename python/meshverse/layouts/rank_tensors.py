@@ -25,7 +25,7 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
         ValueError: no ranks, or values that are no integers from 0 to `LARGEST_RANK`.
         RuntimeError: a tensor without values (fake, meta), or one whose values torch does not list
             (sparse, quantized, DTensor, most wrapper subclasses).
-        TypeError: nothing that `torch.tensor` takes.
+        TypeError: `torch.tensor` does not take it.
     """
     if isinstance(given, torch.Tensor):
         if given.is_meta or compat.has_no_values(given):
@@ -69,7 +69,7 @@ def _without_values(given: torch.Tensor) -> RuntimeError:
 
 
 def _told_by(given: torch.Tensor) -> torch.Tensor:
-    """What a tensor whose memory is not to be read says that its values are."""
+    """The values of a tensor whose memory cannot be read directly, as the tensor gives them."""
     if compat.lacks_memory(given):
         raise RuntimeError(_what_cannot_be_read(given, "its memory was taken away"))
     try:
@@ -78,14 +78,14 @@ def _told_by(given: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(_what_cannot_be_read(given, str(refusal))) from refusal
 
 
-# What tensors that are no array of numbers raise when they are asked for their values.
+# What tensors raise that have no one array of values to give.
 _REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def _as_told(given: torch.Tensor) -> torch.Tensor:
-    # Other tensors are asked for their values. A copy of one may lie in memory: asynchronous
-    # results are waited for, lazy ones computed. All others can be asked for a list; what means
-    # something else than one array refuses.
+    # First a copy: that waits for asynchronous results and computes lazy ones, and may then lie in
+    # memory. Every other tensor is asked for a list. Tensors that stand for something else than one
+    # array of values refuse that.
     copied = given.detach().clone()
     with compat.untraced():
         if compat.lies_in_memory(copied):
@@ -115,7 +115,8 @@ def _tensor_of(values: ArrayLike) -> torch.Tensor:
 
 
 def _are_whole(values: torch.Tensor, ranks: torch.Tensor) -> bool:
-    # Integers of other types fit, but for uint64's, which come out negative.
+    # All integer types fit int64 but uint64. Its large values come out negative, which `_in_range`
+    # refuses.
     if not values.is_floating_point() and not values.is_complex():
         return True
     return torch.equal(ranks.to(values.dtype), values)

@@ -13,7 +13,7 @@ from meshverse._core import RankMap
 
 from .computed import computed
 
-__all__ = ["RankTuple", "RankViews", "rank_views"]
+__all__ = ["RankViews", "rank_views"]
 
 
 class RankTuple(tuple[int, ...]):
@@ -37,7 +37,7 @@ class RankTuple(tuple[int, ...]):
         return self._hash
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankTuple:
-        return self  # as of any tuple of integers; torch.compile's guards hold on to such a copy
+        return self  # as for any tuple of integers; torch.compile's guards compare with this copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)

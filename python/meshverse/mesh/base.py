@@ -18,7 +18,7 @@ from .group_names import GroupNames, MissingGroups, PromisedGroups
 
 __all__ = ["ATTRIBUTES", "MeshBase"]
 
-# All that is set on a mesh here, for what tells it from what a subclass adds.
+# All attributes that this package sets on a mesh. Any other was set by a user or a subclass.
 ATTRIBUTES = frozenset(
     {
         "_coordinate_on_dim",
@@ -40,8 +40,8 @@ ATTRIBUTES = frozenset(
     }
 )
 
-# Up to here a mesh is hashed when it is made, as stock's is prepared for it: torch will ask, and it
-# takes microseconds. In larger worlds it would not, the first time.
+# A mesh over at most this many ranks is hashed when it is made: torch will ask for the hash, and it
+# takes microseconds. Over more ranks the first hash takes longer, and waits until it is asked for.
 _SMALL_WORLD = 1024
 
 
@@ -71,16 +71,16 @@ class MeshBase(StockDeviceMesh):
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
         position = universe.position
-        if universe.rank >= 0:  # else nobody knows, as of stock's mesh for XLA without a group
+        if universe.rank >= 0:  # -1 is unknown: stock sets no coordinate then either (XLA)
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
-        # Or that of my tags, when the universe takes me in.
+        # If this mesh has isolation tags, `Universe.intern` may give it another root.
         self.take_root(universe.roots.first)  # type: ignore[arg-type]  # which are meshes
         if universe.rank_map.size <= _SMALL_WORLD:
             hash(self)
 
     def take_root(self, root: StockDeviceMesh | None) -> None:
-        """Have this root; itself, or none yet, makes it a root."""
+        """Set the root of this mesh. None, or the mesh itself, makes it a root."""
         self._root_mesh = None if root is self else root
 
     @classmethod
@@ -100,7 +100,7 @@ class MeshBase(StockDeviceMesh):
         self._take_group_names(group_names)
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
-        """Have these process groups, one an axis; or none at all."""
+        """Use these process groups, one per axis; None for a mesh without process groups."""
         self._dim_group_names = (
             MissingGroups(len(self.layout), self._refuse_groups)
             if group_names is None
@@ -130,18 +130,21 @@ class MeshBase(StockDeviceMesh):
 
     @property
     def has_groups(self) -> bool:
-        """Whether process groups were made for this mesh; they are empty outside of it."""
+        """Whether process groups were made for this mesh, by its ranks; true on all ranks then."""
         return not isinstance(self._dim_group_names, MissingGroups)
 
     @property
     def group_names(self) -> tuple[str, ...] | None:
-        """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
+        """c10d names of my groups, one per axis; None without process groups.
+
+        Empty on a rank outside the mesh.
+        """
         names = self._dim_group_names
         return None if isinstance(names, MissingGroups) else tuple(names)
 
     @computed
     def key_digests(self) -> list[str | None]:
-        """Digests of the options keys of my groups, one an axis; none outside the mesh."""
+        """Digests of the options keys of my groups, one per axis; empty outside the mesh."""
         if isinstance(self._dim_group_names, PromisedGroups):
             return []
         pairs = zip(self.layout, self.group_names or (), strict=False)
@@ -149,9 +152,9 @@ class MeshBase(StockDeviceMesh):
 
     @property
     def intern_key(self) -> Hashable:
-        """What makes this mesh itself within its universe: description and process groups.
+        """What identifies this mesh within its universe: its description and its process groups.
 
-        One of a subclass is only itself: what it has besides, nobody knows.
+        A mesh of a user's subclass is identified by its id: it may have other attributes besides.
         """
         if type(self) is not self.class_of_derived:
             return id(self)  # the universe keeps it, so no other mesh there will have this id
@@ -175,13 +178,14 @@ class MeshBase(StockDeviceMesh):
         Args:
             name: its name.
             flattened: the mesh.
-            replace: in place of any of the same name, not only of one under fewer tags.
+            replace: replace one of the same name in any case, and not only one under fewer tags.
         """
         known = self.flattened.get(name)
         if known is None or replace or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
 
-    # Stock's are read off its own layout, whose form torch needs of few meshes.
+    # Stock's versions of these three read `_layout`, which is made only for meshes of which torch
+    # reads it.
     @property
     def ndim(self) -> int:
         """Number of axes."""

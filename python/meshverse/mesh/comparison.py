@@ -33,7 +33,8 @@ class ComparedMesh(MeshBase):
         mine, theirs = self._universe, other._universe
         if mine is theirs:
             return True
-        # What torch remembers of a mesh whose groups have ended must not be found for a new one.
+        # torch's caches are keyed by meshes. What they hold for a mesh whose groups have ended must
+        # not be found for a new mesh.
         if mine.is_over or theirs.is_over:
             return False
         return mine.world is theirs.world or self._may_be_of(theirs.world)
@@ -49,9 +50,9 @@ class ComparedMesh(MeshBase):
         return not is_apart and compat.equals_stock(self, stock)
 
     def _may_be_of(self, world: World | None) -> bool:
-        # What torch remembers of a mesh of an earlier world must not be found for one of this: its
-        # groups are gone. A mesh loaded without a world may be of any. Ranks that are threads have
-        # a world each.
+        # What torch's caches hold for a mesh of an earlier world must not be found for one of this
+        # world: the earlier groups are gone. A mesh that was loaded without a world may be of any.
+        # Under torch's threaded test backend, each thread is a rank and has a world of its own.
         mine = self._universe.world
         return mine is world or mine is None or world is None
 
@@ -61,12 +62,13 @@ class ComparedMesh(MeshBase):
         return self._hash or StockDeviceMesh.__hash__(self)  # type: ignore[no-untyped-call]
 
     def _stable_hash(self) -> str:
-        # torch looks for compiled graphs on disk by it, which ranks of a host share. A graph knows
-        # its rank's place and its groups' names, which stock's leaves out: it gives one rank the
-        # graph of another. Only a graph for all ranks knows neither.
+        # torch finds compiled graphs on disk by this hash, and the ranks of a host share the disk.
+        # A graph contains its rank's coordinate and the names of its groups. Stock's hash leaves
+        # both out, so one rank can get the graph of another. A graph that one rank compiles for
+        # all ranks contains neither.
         key = self._stable_key()
         if not compat.compiles_one_graph():
-            # No use of the groups: those that are left for later are not made.
+            # Copying the list does not count as use of the groups, so lazy groups stay lazy.
             key = *key, self._universe.rank, list.copy(self._dim_group_names)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 

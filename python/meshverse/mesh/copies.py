@@ -18,10 +18,11 @@ __all__ = ["CopyableMesh"]
 
 
 class CopyableMesh(MemberMesh):
-    """A mesh that is itself when it is copied, as all equal ones on its groups are.
+    """A mesh of which a copy is the same object, as a universe has each of its meshes once.
 
-    A mesh of a user's subclass is copied, with what the subclass or its user set on it, as in
-    stock. How a mesh is saved is in pickle's dispatch table, from `saved_mesh` on.
+    A mesh of a user's subclass is really copied, as in stock, with the attributes that the subclass
+    or its user set. Pickle finds how a mesh is saved in its dispatch table, where `saved_mesh` puts
+    it.
     """
 
     decouple_backend_at_save: ClassVar[bool] = False
@@ -48,7 +49,7 @@ class CopyableMesh(MemberMesh):
         if type(self) is self.class_of_derived:
             return self
         twin = self._made(self._universe, self._description, self.group_names)
-        if not twin.has_groups:  # bind() shall find it
+        if not twin.has_groups:  # so that bind() finds it
             self._universe.intern(twin)
         return twin
 
@@ -56,9 +57,9 @@ class CopyableMesh(MemberMesh):
         reduce: Any = copyreg.dispatch_table[self.class_of_derived]
         return reduce(self)
 
-    # Of subclasses only: pickle looks into its table first, for the very class.
+    # Called for subclasses only: pickle finds our class itself in its dispatch table.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self).__reduce__ is not object.__reduce__:  # the subclass knows better
+        if type(self).__reduce__ is not object.__reduce__:  # the subclass defines its own way
             return self.__reduce__()
         return self._reduced()
 

@@ -15,11 +15,13 @@ __all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
 
 
 class GroupNames(list[str]):
-    """c10d names of a mesh's groups, one an axis. Asking for one is its use; iterating is not.
+    """c10d names of a mesh's groups, one per axis.
+
+    Reading a name by its index counts as use of the group. Iterating over the names does not.
 
     Args:
         names: c10d names.
-        ready: of groups that need nothing before they are used.
+        ready: names of the groups that need nothing before they are used.
         before_use: called with any other name before it is given out; may raise. Not while
             torch.compile traces, which could not follow it.
     """
@@ -53,11 +55,13 @@ class MissingGroups(GroupNames):
 
 
 class PromisedGroups(GroupNames):
-    """The names of groups that are asked for when one of them is: of a root that others have.
+    """The names of groups that are not asked for yet: of a root that only stands for another mesh.
+
+    Nobody may ever use such a root. So its groups are asked for when a name is first read.
 
     Args:
         ndim: number of axes.
-        keep: asks for the groups, and gives their names.
+        keep: asks the universe for the groups, and gives their names.
     """
 
     def __init__(self, ndim: int, keep: Callable[[], list[str]]) -> None:

@@ -39,7 +39,10 @@ class MemberMesh(RequestingMesh):
         return cast("Self", universe.intern(mesh, key))
 
     def _derive(self, description: MeshDescription, group_names: Sequence[str] | None) -> Self:
-        """The mesh of my universe like this; where an `isolate` block is open, under its tag."""
+        """The mesh of my universe with this description and these groups.
+
+        Inside an `isolate` block it is that mesh under the block's tag.
+        """
         block = current_tag()
         if not block:
             return self._in_universe(self._universe, description, group_names)
@@ -49,7 +52,7 @@ class MemberMesh(RequestingMesh):
     def _derive_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> Self:
-        """The mesh of my universe like this, under these isolation tags."""
+        """The mesh of my universe with this description, but under these isolation tags."""
         group_names = self._group_names_under(tags, description, group_names)
         return self._in_universe(self._universe, description.with_tags(tags), group_names)
 
@@ -76,7 +79,7 @@ class MemberMesh(RequestingMesh):
         block = current_tag()
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
-        # What may have been read already, and depends on this process's rank, universe or tags.
+        # These may have been computed already, for another rank, universe or tags.
         for computed_before in ("mesh", "compile_guard", "key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
                 delattr(self, computed_before)

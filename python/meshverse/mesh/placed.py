@@ -80,8 +80,8 @@ class PlacedMesh(MemberMesh):
         Raises:
             As `get_group`.
         """
-        # Where ranks are simulated (LocalTensor mode), torch puts another method into its class,
-        # which answers for all of them. And stock's is what torch.compile may trace.
+        # While torch simulates ranks (LocalTensor mode), its class has another method here, which
+        # answers for all of them. And torch.compile can trace stock's method, but not this one.
         if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         if self._universe.pending_groups:
@@ -93,8 +93,8 @@ class PlacedMesh(MemberMesh):
         return self.get_group(mesh_dim).rank()
 
     def _sym_get_coordinate(self, index: int) -> Any:
-        # Stock's carries all ranks into a graph that all ranks shall run, and searches them there.
-        # Where ranks are simulated, torch puts another method in the place of stock's, as above.
+        # Into a graph that is compiled for all ranks, stock puts a table of the ranks to search.
+        # Ours computes the coordinate. While torch simulates ranks, its method is called, as above.
         if compat.is_stocks_own(StockDeviceMesh._sym_get_coordinate):
             if not compat.is_one_graph_traced():
                 coordinate = self._coordinate_on_dim
@@ -109,7 +109,7 @@ class PlacedMesh(MemberMesh):
     def _place_in_lazy_group(
         self, mesh_dim: int | str | None, pending: Mapping[str, Group]
     ) -> int | None:
-        """My rank in the group along an axis if that is still to be made, or else None."""
+        """My rank in the group along an axis if that group is not made yet; else None."""
         mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
             mesh_dim = 0
@@ -123,7 +123,7 @@ class PlacedMesh(MemberMesh):
         names = mesh._dim_group_names
         if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
             return None  # get_group says what is wrong
-        # Reading a name by `[]` would be the group's use.
+        # `names[mesh_dim]` would count as use of the group, and make it.
         group = pending.get(list.__getitem__(names, mesh_dim))
         if group is None:
             return None

@@ -28,8 +28,8 @@ class RequestingMesh(ViewedMesh):
     ) -> list[str]:
         """Names of my groups along these axes, made where needed; none outside the rank map.
 
-        `layout` is that of the mesh they are for. Overrides and tags are one an axis; either is
-        empty where no axis has one.
+        `layout` is that of the mesh they are for. Overrides and tags have one entry per axis, or
+        are empty if no axis has one.
         """
         if not (overrides or tags or self._preserve_rank_order):
             known = self._universe.known_names(axes, names)

@@ -17,7 +17,7 @@ __all__ = ["ViewedMesh"]
 class ViewedMesh(ComparedMesh):
     """A mesh with the attributes that torch reads, each computed when it is first read."""
 
-    # Class attributes of stock's that are annotated as writable; torch does not write these.
+    # Stock annotates these as attributes that can be written; torch does not write them.
     @computed
     def _layout(self) -> compat.TorchLayout:
         layout = compat.to_torch_layout(self.layout, flattened=self._description.flattened)
@@ -34,7 +34,7 @@ class ViewedMesh(ComparedMesh):
 
     @computed
     def mesh(self) -> torch.Tensor:
-        """Global ranks of this mesh: int32 CPU tensor with one dimension an axis.
+        """Global ranks of this mesh: int32 CPU tensor with one dimension per axis.
 
         A view of one tensor that the whole universe shares, so do not write to it.
 
@@ -58,7 +58,7 @@ class ViewedMesh(ComparedMesh):
             return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
-        # Which DTensor flattens, to look for a flattened mesh of that layout at the root.
+        # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.
         layout = StockDeviceMesh._get_slice_mesh_layout(self, mesh_dim_names)
         return self._sliced_layout(layout, mesh_dim_names) if self._description.tags else layout
 

@@ -1,7 +1,7 @@
 """What one process group shall be: its backend, options, timeout and isolation tag.
 
 - `isolation`: the tag of the `isolate` blocks around this code, and how tags add up.
-- `overrides`: what a user says of single axes, by name or index, as one value an axis.
+- `overrides`: what a user says of single axes, by name or index, as one value per axis.
 - `copies`: copies of options objects, so that later changes of the original reach nobody.
 - `group_options`: all of that with every default filled in, and the key that says which groups are
   the same.

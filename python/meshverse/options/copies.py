@@ -1,4 +1,4 @@
-"""Copies of options objects: their data is copied, the handles in it are handed on as they are."""
+"""Copies of options objects: data is copied; handles (locks, devices) are the same in the copy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from meshverse._core import has_fields, is_composite
 
 __all__ = ["copy_of"]
 
-# How a type may say that its objects can be copied.
+# Methods by which a type can define how its objects are copied, and what to call for each.
 _WAYS = (("__copy__", copy.copy), ("__setstate__", copy.copy), ("__deepcopy__", copy.deepcopy))
-# What a type's own way to copy its objects may raise where it does not serve.
+# What such a method may raise if an object cannot be copied after all.
 _CANNOT_COPY = (TypeError, RuntimeError, copy.Error, pickle.PicklingError)
 
 
 def copy_of(options: compat.BackendOptions | None) -> compat.BackendOptions | None:
-    """A copy whose data later changes of the original do not reach, nor changes of it the original.
+    """A copy that does not change with the original, nor the original with it.
 
-    Data is what an options key looks into; the rest are handles (locks, devices, connections,
-    whatever holds one), of which the copy has the very same. The original itself is given where no
-    other object of its type can be made, as of a C++ type whose constructor needs arguments, and
-    where it does something at its end (`__del__`), which must not be done twice.
+    Data is copied: all that an options key looks into. The rest are handles: locks, devices,
+    connections, and objects that hold one. The copy has the same handles as the original.
+
+    Two kinds of objects cannot be copied, and are given back themselves: those of which no second
+    one can be made (a C++ type whose constructor needs arguments), and those that clean up at their
+    end (`__del__`), which must not happen twice.
     """
     return options if options is None or not has_fields(options) else _Copier(options).copied()
 
@@ -35,7 +37,8 @@ class _Copier:
 
     def __init__(self, options: Any) -> None:
         self._options = options
-        # By id: the original, which thus keeps its id, and the copy.
+        # By id of the original: the original, which is kept so that its id stays its own, and the
+        # copy.
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def copied(self) -> Any:
@@ -89,10 +92,10 @@ class _Copier:
 
     def _copy_cpp_field(self, field: Any, original: Any, mine: Any) -> None:
         value = field.__get__(original)
-        if value is field.__get__(mine):  # not every None that is read can be written
+        if value is field.__get__(mine):  # above all None: some fields give it and do not take it
             return
         field.__set__(mine, value)
-        # C++ has copied it, unless it holds a pointer.
+        # Most C++ fields copy what they are given. One that holds a pointer gives the same object.
         if field.__get__(mine) is value and (own := self._of(value)) is not value:
             field.__set__(mine, own)
 
@@ -116,9 +119,9 @@ def _empty_like(value: Any) -> Any | None:
             mine = make(value)
         except _CANNOT_COPY:
             continue
-        if mine is value:  # the type says that there is but this one
+        if mine is value:  # the type allows no second object
             return None
-        if type(mine) is kind:  # a C++ base's copy is of the base
+        if type(mine) is kind:  # a C++ base class may copy only its own part
             return mine
     return compat.new_like(value)
 

@@ -141,17 +141,19 @@ class GroupOptions:
         return replace(self, key=key, name_key=name_key, tag=tag, keeps_order=keeps_order)
 
     def options_for_split(self, default_group: compat.ProcessGroup) -> compat.BackendOptions | None:
-        """As `backend_options_for_c10d`, for a split of the default group, whose own it may get.
+        """The options to give c10d for a split of the default group.
 
-        c10d writes to what it is given, and where that is nothing, to the default group's own.
+        Without options, c10d takes the default group's own object and writes to it. So a split gets
+        a copy of that object then.
         """
         mine = self.backend_options_for_c10d()
         return copy_of(compat.split_options(default_group)) if mine is None else mine
 
     def backend_options_for_c10d(self) -> compat.BackendOptions | None:
-        """A copy for c10d, which keeps what it is given and writes to it for each group.
+        """A copy of the options to give c10d, which keeps the object and writes to it.
 
-        It says the timeout that c10d is told beside it, or else c10d warns that they differ.
+        c10d takes the timeout as an argument too, and warns if the object has another one. So the
+        copy gets this timeout.
         """
         mine: Any = copy_of(self.backend_options)
         is_mine = mine is not self.backend_options  # not everything can be copied

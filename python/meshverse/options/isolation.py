@@ -20,12 +20,12 @@ __all__ = [
     "tag_parts",
 ]
 
-# Of each thread and asynchronous task its own: contexts are not handed to new threads (before
-# Python 3.14, and there only where asked for).
+# Each thread and asynchronous task has its own value. A new thread starts without a tag. (From
+# Python 3.14 on, a program can ask for threads that start with their maker's context.)
 _tag: ContextVar[str] = ContextVar("meshverse_isolation_tag", default="")
 
-# The tag of the `isolate` blocks around this code, outermost first; "" outside of any. Not a
-# function in Python: slicing a mesh asks each time.
+# The tag of the `isolate` blocks around this code, outermost first; "" outside of any. It is the C
+# method itself, and not a Python function that calls it, because every slice of a mesh calls it.
 current_tag = _tag.get
 
 
@@ -84,7 +84,13 @@ def check_tag(tag: str) -> str:
 
 
 def tag_inside(block: str, tag: str) -> str:
-    """The tag of an axis that has this one, for use inside a block: its own if it is of the block.
+    """The tag that an axis gets inside an `isolate` block.
+
+    The block's tag goes in front of the axis's tag, unless it is there already.
+
+    Args:
+        block: the block's tag; "" outside of any.
+        tag: the axis's tag before; "" for none.
 
     >>> tag_inside("a", "a/b"), tag_inside("a", "b"), tag_inside("a", ""), tag_inside("", "b")
     ('a/b', 'a/b', 'a', 'b')
@@ -98,9 +104,14 @@ def tag_inside(block: str, tag: str) -> str:
 
 
 def own_tag(tag: str, block: str, own: str) -> str:
-    """The tag of what is derived in a block, with a tag of its own, from an axis that has this one.
+    """The tag of an axis that is derived with `isolate=own`, maybe inside an `isolate` block.
 
-    An axis that is of its own tag already, in a block of this name or by itself, keeps its tag.
+    The new tag is added to the axis's tag inside the block, unless the axis has it already.
+
+    Args:
+        tag: of the axis it is derived from; "" for none.
+        block: the block's tag; "" outside of any.
+        own: what the call gives as `isolate=`.
 
     >>> own_tag("a", "", "b"), own_tag("", "a", "b"), own_tag("a/b", "", "b")
     ('a/b', 'a/b', 'a/b')
@@ -125,7 +136,7 @@ _AND = "; and "
 
 
 def merge_tags(tags: Iterable[str]) -> str:
-    """The tag of what is made of axes with these tags: each of them once, in whatever order.
+    """The tag of an axis that is made of axes with these tags: each tag once, sorted.
 
     >>> merge_tags(["b", "", "a", "b"]), merge_tags(["", ""])
     ('a; and b', '')

@@ -1,4 +1,4 @@
-"""What a user asks of single axes, by index or name, as one canonical value an axis."""
+"""What a user asks of single axes, by index or name, as one canonical value per axis."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def normalize_overrides(
     The caller's mapping is left as it is.
 
     Args:
-        overrides: by axis index or name; or one pair an axis; or None.
+        overrides: by axis index or name; or one pair per axis; or None.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
 
@@ -101,15 +101,16 @@ def normalize_tags(
     ndim: int,
     inside: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The isolation tag of every axis, in axis order: its own inside that of the `isolate` blocks.
+    """The isolation tag of every axis, in axis order; empty if no axis has one.
 
-    Empty where no axis has one.
+    A tag is made of up to three parts: that of the axis it is derived from, that of the `isolate`
+    blocks around the call, and what the call gives as `isolate=`.
 
     Args:
         isolate: one tag for all axes, or tags by axis index or name, or None.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
-        inside: tags of what the axes are made of, one an axis, which theirs are inside of.
+        inside: the tags of the axes they are derived from, one per new axis; empty for none.
 
     Raises:
         RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
@@ -138,7 +139,7 @@ def normalize_tags(
 def _by_axis(
     values: Mapping[int | str, Any], axis_names: Sequence[str] | None, ndim: int, *, argument: str
 ) -> list[Any]:
-    """One value an axis, None where the mapping says nothing of it. Messages as stock's."""
+    """One value per axis; None if the mapping has none for it. Errors have stock's words."""
     names = tuple(axis_names or ())
     invalid = [key for key in values if key not in names and key not in range(ndim)]
     if invalid:

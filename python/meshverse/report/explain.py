@@ -44,7 +44,7 @@ class GroupExplanation:
         how: how the group came to be.
         created: whether a new group was made for it.
         requests: how often it was asked for, by axis name.
-        avoided: groups that stock would have made for these requests beside what was created.
+        avoided: how many more groups stock would have made for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
     """
@@ -88,9 +88,10 @@ class Explanation:
 
     @property
     def avoided(self) -> int:
-        """Groups that stock would have made besides: it makes one for every request.
+        """Groups that stock would have made besides these: it makes one for every request.
 
-        Only not for an axis over the whole default group with nothing overridden, as here.
+        The exception is the same there and here: an axis over the whole default group, with nothing
+        overridden, uses the default group.
         """
         return sum(group.avoided for group in self.groups)
 

@@ -19,7 +19,7 @@ from .state import MeshState, SavedMesh, SavedState, read_state
 
 __all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
 
-_NO_RANK = -1  # c10d's own word for it
+_NO_RANK = -1  # as in c10d
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
@@ -32,7 +32,8 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
     ranks = universe.rank_map
     state = {
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
-        # torch's caches know a mesh that a graph takes by its pickle. A graph for all has no rank.
+        # If a mesh is an input of a graph, torch's caches find the graph by the mesh's pickle. So
+        # in a graph that is compiled for all ranks, the pickle is the same on all of them.
         "rank": _NO_RANK if compat.is_one_graph_compiled() else universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
@@ -64,7 +65,7 @@ def load_mesh(state: MeshState) -> DeviceMesh:
 def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     """A mesh of a subclass from its saved state, without what the subclass adds.
 
-    A new object each time, as in stock: what it has besides need not be what another one has.
+    A new object each time, as in stock, because the subclass may give each other attributes.
 
     Raises:
         TypeError: no subclass of our `DeviceMesh`.
@@ -76,7 +77,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     universe = universe_of(saved)
     names = _known_names(saved.mesh, universe)
     mesh = mesh_class._made(universe, saved.mesh.description, names)
-    if universe.root is None or not mesh.has_groups:  # bind() shall find it
+    if universe.root is None or not mesh.has_groups:  # so that bind() finds it
         universe.intern(mesh)
     return mesh
 
@@ -100,7 +101,8 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
     universe = Universe.find(saved.rank_map, saved.serial, _groups_of(saved))
     if universe is None and dist.is_initialized():
         return Universe(saved.rank_map)
-    # A process without process groups is no rank: it may load what several ranks have saved.
+    # A process without process groups has no rank of its own, and may load meshes that several
+    # ranks have saved. Each of these ranks gets a universe of its own here.
     is_of_rank = universe is not None and (
         universe.world is not None or universe.rank == saved.rank
     )
@@ -116,8 +118,8 @@ def _universe_apart_of(saved: SavedState) -> Universe:
     return universe
 
 
-# Universes without process groups that are alive, by what they were saved from: meshes that one
-# rank saved one by one from one universe are in one universe again.
+# The live universes without process groups, by the universe and rank they were saved from. So
+# meshes of one universe, saved one by one by one rank, come into one universe again.
 _apart: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
     weakref.WeakValueDictionary()
 )
@@ -160,7 +162,7 @@ def _reduce(mesh: DeviceMesh) -> tuple[Any, ...]:
     return load_mesh_as, (type(mesh), save_mesh(mesh)), mesh.__getstate__()
 
 
-# What files call these two: a name that stays, whichever file of this room they are in.
+# Pickles name these two functions by this module. That name stays, whichever file they are in.
 load_mesh.__module__ = load_mesh_as.__module__ = __package__
 copyreg.pickle(DeviceMesh, _reduce)
 torch.serialization.add_safe_globals([load_mesh, load_mesh_as])

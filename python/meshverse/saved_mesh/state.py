@@ -28,7 +28,7 @@ class SavedMesh(NamedTuple):
 
     Attributes:
         description: what the mesh is.
-        keys: digests of the options keys of its groups, one an axis; none where it had no groups.
+        keys: digests of the options keys of its groups, one per axis; empty if it had no groups.
     """
 
     description: MeshDescription

@@ -63,7 +63,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any], *, is_installed: bool)
     if found is None and (not is_installed or _are_default_groups(names, layout)):
         return False
     if found is None and _is_unread(told.root):
-        _leave_without_groups(mesh, state)  # until its root, which is loaded around it, is here
+        _leave_without_groups(mesh, state)  # for now: its root is still being loaded
         return True
     universe, group_names = found or (universe_of(saved), None)
     _become(mesh, universe, saved.mesh.description, group_names)
@@ -92,7 +92,10 @@ def _as_ours(told: compat.StockState) -> SavedState:
 
 
 def _is_unread(mesh: object) -> bool:
-    """Whether a mesh is still to get its attributes: it is loaded around the one it refers to."""
+    """Whether a mesh has no attributes yet, because the file's meshes refer to each other.
+
+    Pickle then makes both objects first, and gives them their attributes one after the other.
+    """
     return type(mesh) is StockDeviceMesh and not vars(mesh)
 
 
@@ -145,8 +148,8 @@ def _are_default_groups(names: list[str], layout: Layout) -> bool:
 def _groups_here(saved: SavedState) -> tuple[Universe, list[str]] | None:
     """The first live universe with a group for every axis, and their names.
 
-    Decided by what groups were made, in their order, which all ranks have in common; not by what
-    meshes there are, which each may have sliced as it liked.
+    It depends on the groups that were made and their order, which are the same on all ranks. It
+    does not depend on which meshes there are: each rank may have made other slices.
     """
     if not dist.is_initialized():
         return None
@@ -181,8 +184,8 @@ def _become(
     description: MeshDescription,
     group_names: list[str] | None,
 ) -> None:
-    # What is loaded refers to this very object, so it cannot be the live mesh itself, if there is
-    # one. It is equal to it, and on its groups.
+    # The objects that are being loaded refer to this very object. So it cannot be replaced by the
+    # live mesh, if there is one. It becomes equal to it, on the same groups.
     vars(mesh).clear()
     mesh.__class__ = DeviceMesh
     assert isinstance(mesh, DeviceMesh)

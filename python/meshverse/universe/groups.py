@@ -31,13 +31,14 @@ class UniverseGroups(GroupMaker):
         """My group along each axis: the known one, or a new one that its members make together.
 
         Args:
-            requests: one an axis.
+            requests: one per axis.
             call: what the user called, for messages.
             layout: of the mesh that the call makes: its ranks are compared with each other.
-            asked: whether somebody asked for these groups; slices need some, and ask for none.
+            asked: whether `explain()` counts these requests. Slices under a tag need groups too,
+                but stock makes none for a slice. So they count only where a group is new.
 
         Returns:
-            One group an axis. On a rank outside the rank map, groups without a name.
+            One group per axis. On a rank outside the rank map, groups without a name.
 
         Raises:
             RuntimeError: other ranks are building other meshes.
@@ -50,12 +51,13 @@ class UniverseGroups(GroupMaker):
                     pairs = zip(requests, known, strict=True)
                     groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
             except BaseException:
-                if self._calls.number is None:  # nobody will destroy this universe
+                if self._calls.number is None:  # its first call failed: nobody will destroy it
                     left = self._failed.by_ranks.setdefault(self._calls.ranks, [])
                     left.append(self._remove_from_store)
                 raise
             if self._calls.number is not None and self._failed.by_ranks:
-                # Its ranks made this universe, so none is in a call that failed before.
+                # All its ranks have made this universe now, so none of them is still in an earlier
+                # call that failed. What those calls left in the store goes with this universe.
                 self._leftovers += self._failed.by_ranks.pop(self._calls.ranks, [])
         for request, group in zip(requests, groups, strict=True):
             if asked or not group.requests:
@@ -98,8 +100,8 @@ class UniverseGroups(GroupMaker):
         return self.get_or_make(requests, "isolate", axes, asked=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
-        # A group without a name is that of a rank outside the rank map; one that is not known here
-        # is of a mesh concatenated from another universe.
+        # Without a group's name, this rank is outside the rank map. A name that is not known here
+        # belongs to a mesh that was concatenated from another universe.
         along = [group for group in self.along(axis) if group not in self._given]
         named = [group for group in along if group_name is None or group.name == group_name]
         if named:
@@ -149,7 +151,12 @@ class UniverseGroups(GroupMaker):
         return name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
-        """List groups of another universe too, by their names: of a mesh combined with one here."""
+        """List groups of another universe too: a mesh of it was concatenated with one of this.
+
+        Args:
+            other: the groups of that universe.
+            names: c10d names of those that are used here.
+        """
         known = {group.name for group in self}
         self._given.extend(
             Group(group.request, group.name, Origin.OTHER_UNIVERSE, created=False, borrowed=True)

@@ -42,7 +42,7 @@ class Ending(enum.Enum):
 
 
 class GroupOwner:
-    """A universe as the owner of process groups. It has no constructor, that is `Universe`'s."""
+    """A universe as the owner of process groups. `Universe` has the constructor."""
 
     rank_map: RankMap
     rank: int
@@ -67,7 +67,7 @@ class GroupOwner:
             )
         if self._ended is not None:
             raise RuntimeError(self._why_ended(self._ended))
-        _ = self.world.default_group  # raises if its life is over
+        _ = self.world.default_group  # raises if the world has ended
         if not self._ranks_checked:
             self._check_ranks(self.world.size)
         return self._groups
@@ -75,8 +75,8 @@ class GroupOwner:
     def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
         """c10d names of my groups along these axes, if all are there with the usual options.
 
-        A universe, world or process that has ended has none. The first thing that is asked when a
-        mesh is derived, so it takes few steps.
+        None too if the universe, its world or its process has ended. Every derived mesh asks this
+        first, so it is short.
         """
         groups = self._groups
         return None if groups is None else groups.known_names(axes, axis_names)
@@ -116,10 +116,10 @@ class GroupOwner:
         return None if self._groups is None else self._groups.known(axis, key_digest)
 
     def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> Group | None:
-        """The group of an axis of which only the name is known; None if there is none. O(groups).
+        """The group of an axis whose options are not known; None if there is none. O(groups).
 
-        One without a tag before one with, then one that was asked for by this name, then the one
-        that was made first: the same on all ranks.
+        If there are several, those without a tag come first, then those that were asked for under
+        this axis name, then the one that was made first. All ranks choose the same.
         """
         along = self._groups.along(axis) if self._groups is not None else []
         return min(
@@ -140,9 +140,9 @@ class GroupOwner:
     def destroy(self) -> None:
         """Free the process groups that were made here, and nothing else. All ranks call it.
 
-        No rank may, while others still communicate in the groups or make them: with gloo, have a
-        barrier before. The default group, groups the user gave, and groups that another universe
-        uses too stay. The meshes here can still be held, printed, sliced and compared; use of
+        Call it when no rank communicates in the groups any more, or makes one: with gloo, after a
+        barrier. These groups stay: the default group, groups the user gave, and groups that another
+        universe uses too. The meshes here can still be held, printed, sliced and compared; use of
         their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
         error is raised; a second call tries again what is left. After that, a call does nothing.
         """

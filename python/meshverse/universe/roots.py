@@ -58,7 +58,7 @@ class Roots(Generic[_Mesh]):
         self._flattened: dict[tuple[str, str], _Mesh] = {}  # by name and tag
 
     def of(self, mesh: _Mesh) -> _Mesh:
-        """The root of a mesh of this universe; the first one asked for is one."""
+        """The root of a mesh of this universe. The first mesh that comes is the first root."""
         first = self.first
         if first is None:
             self.first = mesh
@@ -76,7 +76,10 @@ class Roots(Generic[_Mesh]):
 
     @staticmethod
     def _tags_of_root(first: RootedMesh, mesh: RootedMesh) -> tuple[str, ...]:
-        """The tags of a mesh's root: those of the mesh for axes it has, all of its for the others.
+        """The tags of a mesh's root, one for each axis of the first mesh.
+
+        An axis that the mesh has too keeps its tag. Every other axis gets all tags of the mesh,
+        merged into one.
 
         Example: the first mesh has axes pp, dp and tp without tags. A mesh of dp alone, under "a",
         has the root whose axes are all under "a".

@@ -62,7 +62,7 @@ def suspend(groups: UniverseGroups, axis_names: Collection[str] | None, world: W
         )
     for name in able:
         if name not in asleep:
-            # First, so that no other thread begins to use it.
+            # Noted first, so that no other thread begins to use it.
             asleep.add(name)
             world.state(Holders).drop(name)
             compat.suspend(compat.resolve_group(name))
@@ -77,12 +77,12 @@ def resume(groups: UniverseGroups, axis_names: Collection[str] | None, world: Wo
         if name in asleep:
             compat.resume(compat.resolve_group(name))
             asleep.discard(name)
-            groups.before_use(name)  # which keeps it as before
+            groups.before_use(name)  # this universe holds the group object again
             _log.info("resumed %s", tuple(group.requests))
 
 
 def _made(groups: UniverseGroups, axis_names: Collection[str] | None) -> list[Group]:
-    """Those of these axes that are made; by default all that are not the user's nor c10d's."""
+    """The groups of these axes that exist. Without names, all groups that were made here."""
     return [
         group
         for group in in_one_order(groups, axis_names)

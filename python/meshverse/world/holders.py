@@ -1,4 +1,8 @@
-"""What keeps process groups alive: emptied when they end, so that meshes that live on keep none."""
+"""The objects that keep process groups alive, and how they let go of groups that end.
+
+A mesh can outlive its process groups. An ended group that is still held keeps its threads, file
+descriptors and memory. So whoever holds groups is listed here, and is told when they end.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +23,31 @@ class Holder(Protocol):
 
 
 class Holders(WorldState):
-    """What keeps process groups of one world alive. An ended group keeps its threads otherwise."""
+    """The objects that keep process groups of one world alive."""
 
     def __init__(self) -> None:
         self._holders: WeakRegistry[Holder] = WeakRegistry()
 
     def add(self, holder: Holder) -> None:
-        """Note what will keep process groups alive, for as long as it lives itself."""
+        """List an object that will hold process groups, for as long as it lives itself."""
         self._holders.add(holder)
 
     def discard(self, holder: Holder) -> None:
-        """Note that it keeps none any more."""
+        """Take an object off the list: it holds no process groups any more."""
         self._holders.discard(holder)
 
     def drop(self, group_name: str) -> None:
-        """Have nobody keep the group of this c10d name: it has ended."""
+        """Have all holders let go of the group of this c10d name: it has ended."""
         for holder in self._holders.alive():
             holder.process_groups.pop(group_name, None)
 
     def end(self) -> None:
-        """Have nobody keep any group."""
+        """Have all holders let go of all groups."""
         for holder in self._holders.alive():
             holder.process_groups.clear()
 
     def leave_to_parent(self) -> None:
-        """Have nobody use the groups of the process that this one is a fork of."""
+        """In a forked process: have all holders let go of the parent's groups, which live on."""
         for holder in self._holders.alive():
             # Ending a parent's group would wait for threads that this process has not.
             _of_parents.append(dict(holder.process_groups))

@@ -36,7 +36,7 @@ class Names(WorldState):
         return f"meshverse-{identity}-{times}"
 
     def take_back(self, name: str) -> None:
-        """Let the latest name of a group be new again: no member has made anything of it."""
+        """Have `new` give this name again: no member has made a group of it."""
         identity, _, times = name.removeprefix("meshverse-").rpartition("-")
         with self._lock:
             if self._times[identity] == int(times) + 1:

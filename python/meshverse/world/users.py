@@ -30,7 +30,11 @@ class Users(WorldState):
             self._n_users[group_name] += 1
 
     def add_to_shared(self, group_name: str) -> bool:
-        """The same of a group that others use too, if one of them still does."""
+        """Note one more user of a shared group, unless its last user has given it up.
+
+        Returns:
+            Whether the group can be used.
+        """
         with self._lock:
             if self._n_users[group_name] == 0:
                 return False
@@ -43,11 +47,14 @@ class Users(WorldState):
             return self._n_users[group_name] > 1
 
     def remove(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
-        """Note that one universe less uses a group; whether that was the last one.
+        """Note that a universe no longer uses a group.
 
         Args:
             group_name: c10d's.
-            shared_as: its key among the shared groups, of which the last user takes it out.
+            shared_as: the group's key in `shared`, from which the last user removes it.
+
+        Returns:
+            Whether that was the last user.
         """
         with self._lock:
             self._n_users[group_name] -= 1
@@ -59,11 +66,11 @@ class Users(WorldState):
             return True
 
     def unshare(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
-        """Take a group that was destroyed out of the shared ones, though others note it still."""
+        """Remove a destroyed group from `shared`, though other universes still count as users."""
         with self._lock:
             self._take_out(group_name, shared_as)
 
     def _take_out(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
         shared = self.shared.get(*shared_as)
-        if shared is not None and shared.name == group_name:  # and no newer one
+        if shared is not None and shared.name == group_name:  # a newer group may have its key
             self.shared.remove(*shared_as)
