@@ -66,6 +66,7 @@ wheel: dist/.wheel ## build the wheel into dist/
 develop: $(VENV)/.test $(VENV)/.build ## install in place instead: Python edits need no rebuild, C++ edits a small one
 	$(VENV)/bin/python $(PIP) install --no-deps --no-build-isolation -Cbuild-dir=build/develop --editable .
 	@rm -f $(VENV)/.wheel
+	@touch $(VENV)/.develop
 	@echo 'Now run $(VENV)/bin/python -m pytest; make test goes back to the wheel.'
 
 hooks: $(TOOLS)/.tools ## check each commit with pre-commit
@@ -102,5 +103,7 @@ dist/.wheel: $(SOURCES) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.wheel: dist/.wheel $(VENV)/.torch
+	@! test -f $(VENV)/.develop || echo 'The wheel takes the place of what make develop installed; make develop goes back to it.'
+	@rm -f $(VENV)/.develop
 	$(VENV)/bin/python $(PIP) install --no-deps --force-reinstall dist/*.whl
 	@touch $@

@@ -109,6 +109,8 @@ def run_suites(names: list[str], quick: bool, folder: Path, console: Console) ->
 
 def _verdict(report: Report) -> str:
     checks = report.outcome.checks
+    if not report.outcome.measurements:
+        return " ".join(report.outcome.notes) or "nothing measured"
     return f"{sum(check.is_met for check in checks)} of {len(checks)} reached" if checks else "done"
 
 

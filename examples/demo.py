@@ -10,6 +10,7 @@ Exits with 0 only if both sides of each part agree.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -202,6 +203,10 @@ def check_same_losses(losses: Sequence[float], expected: Sequence[float]) -> Non
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     start = time.perf_counter()
     try:
         show_views()

@@ -27,6 +27,11 @@ from .universe import Universe
 
 __version__ = _core.__version__
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 __all__ = [
     "DeviceMesh",
     "Explanation",

@@ -170,10 +170,11 @@ def test_the_layout_and_the_universe_of_derived_meshes() -> None:
     assert mesh.universe.rank == mesh.universe.position == 5
 
 
-def test_the_tensor_is_a_view_of_one_that_the_universe_shares() -> None:
+def test_the_tensor_is_made_once_for_each_mesh() -> None:
     mesh = _mesh()
     tensors = [mesh.mesh, mesh["dp"].mesh, mesh["cp", "tp"].mesh, mesh["dp", "cp"].flatten().mesh]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert mesh.mesh is tensors[0]
     assert mesh["dp"].mesh.dtype is torch.int32
 
 
@@ -186,3 +187,25 @@ def test_a_mesh_of_part_of_the_world_in_another_order(world: FakeWorld) -> None:
     assert_same(stock, ours)
     assert ours.universe.position == (1 if world.rank == 1 else None)
     assert observe(ours)["groups"][0].value == ([1, 7] if world.rank == 1 else None)
+
+
+def test_the_nearest_name_is_named(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(KeyError, match=r"Valid mesh_dim_names are .* Did you mean 'dp_shard'\?"):
+        mesh["dp_shrad"]
+    with pytest.raises(KeyError) as caught:
+        mesh["qqq"]
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_to_write_into_the_ranks_of_a_mesh_changes_no_other(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    view = mesh.unflatten("tp", (2, 2), ("a", "b"))
+    before = [view.mesh.clone(), mesh["tp"].mesh.clone(), mesh["dp"].mesh.clone()]
+    mesh.mesh.fill_(0)
+    mesh["tp"].mesh.fill_(0)
+    after = [view.mesh, mesh["dp", "tp"].unflatten("dp", (2, 1), ("x", "y")).mesh]
+    assert torch.equal(after[0], before[0])
+    assert after[1].flatten().tolist() == list(range(8))
+    assert torch.equal(mesh["dp"].mesh, before[2])
+    assert mesh.get_coordinate() == view.get_coordinate()[:1] + mesh["tp"].get_coordinate()

@@ -156,7 +156,7 @@ def test_all_ranks_of_a_call_are_told_who_differs(
         if rank not in told_late:
             assert ranks[0] == rank
             assert _differences(after.message), after.message
-            assert all(re.search(r" at .*test_consistency.py:\d+: ", text) for text in texts)
+            assert all(re.search(r" at .*\.py:\d+: ", text) for text in texts)
             assert re.search(r"rank \d, which came (first|later): ", after.message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from meshverse._core import Layout
@@ -31,6 +32,7 @@ def init_mesh_partition(
         common: arguments of `init_device_mesh` for all parts.
 
     Raises:
+        TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` has not.
         ValueError: two parts have a rank in common; `ranks` given for some parts only; and as
             `init_device_mesh`.
 
@@ -45,6 +47,8 @@ def init_mesh_partition(
         >>> meshes["reference"].mesh.tolist()  # doctest: +SKIP
         [8, 9, 10, 11]
     """
+    for name, part in parts.items():
+        _check_arguments(name, part)
     placed = [name for name, part in parts.items() if part.get("ranks") is not None]
     if placed and len(placed) < len(parts):
         raise ValueError(
@@ -68,6 +72,23 @@ def init_mesh_partition(
     for _, build in planned.values():
         build()
     return {name: mesh for name, (mesh, _) in planned.items()}
+
+
+def _check_arguments(name: str, part: Mapping[str, Any]) -> None:
+    known = list(MeshPart.__annotations__)
+    for argument in part:
+        if argument not in known:
+            near = get_close_matches(str(argument), known, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise TypeError(
+                f"Part {name!r} of a partition has {argument!r}, which is no argument of "
+                f"init_device_mesh. {hint}There are {', '.join(known)}."
+            )
+    if "mesh_shape" not in part:
+        raise TypeError(
+            f"Part {name!r} of a partition has no mesh_shape: give the sizes of its axes, such as "
+            '{"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")}.'
+        )
 
 
 def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout
@@ -83,8 +84,11 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
     """
     valid = [*(mesh.axis_names or ()), *flattened]
     if not all(name in valid for name in names):
+        unknown = next(name for name in names if name not in valid)
+        near = get_close_matches(str(unknown), valid, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise KeyError(
-            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}.{hint}"
         )
 
 

@@ -36,7 +36,7 @@ class ViewedMesh(ComparedMesh):
     def mesh(self) -> torch.Tensor:
         """Global ranks of this mesh: int32 CPU tensor with one dimension per axis.
 
-        A view of one tensor that the whole universe shares, so do not write to it.
+        A copy of this mesh's own: to write to it changes no other mesh.
 
         Raises:
             RuntimeError: a part of the universe, asked for on a rank outside the universe.
@@ -55,7 +55,8 @@ class ViewedMesh(ComparedMesh):
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
         with compat.untraced():
-            return self._rank_map.as_strided(sizes, strides, first).reshape(layout.shape)
+            ranks = self._rank_map.as_strided(sizes, strides, first)
+            return ranks.clone(memory_format=torch.contiguous_format).view(layout.shape)
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
         # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.
