@@ -56,8 +56,8 @@ def _compiled(wanted: World) -> dict[str, Any]:
         for name, program in _PROGRAMS.items():
             given = rows if name == "dtensor" else x
             torch.compiler.reset()
-            compiled = torch.compile(program, fullgraph=True)(given, mesh)
-            told[name] = [value.tolist() for value in (compiled, program(given, mesh))]
+            compiled = torch.compile(program, backend=place.compiler, fullgraph=True)
+            told[name] = [call(given, mesh).tolist() for call in (compiled, program)]
         return told
 
 

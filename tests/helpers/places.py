@@ -27,6 +27,7 @@ class Place(NamedTuple):
         device: type of the tensors that it reduces.
         bound: device that a default group can be bound to, if it can.
         slowness: how much longer than on the CPU everything may take.
+        compiler: backend of torch.compile.
     """
 
     backend: str
@@ -34,6 +35,7 @@ class Place(NamedTuple):
     device: str
     bound: str | None
     slowness: int = 1
+    compiler: str = "aot_eager"  # inductor takes minutes on a busy machine without a cache
 
 
 PLACES = {
@@ -46,7 +48,7 @@ PLACES = {
         f"{splitting.DEVICE}:0",
     ),
     # The ranks take turns on the GPU, some milliseconds each, and a collective needs all of them.
-    "nccl": Place("nccl", "cpu:gloo,cuda:nccl", "cuda", "cuda:0", slowness=6),
+    "nccl": Place("nccl", "cpu:gloo,cuda:nccl", "cuda", "cuda:0", 6, "inductor"),
 }
 
 
