@@ -59,6 +59,7 @@ class MemberMesh(RequestingMesh):
         mesh._describe(self._description.with_tags(tags))
         mesh._enter(self._universe)
         mesh.take_root(None)
+        self._universe.note(mesh)
         if self.group_names:
 
             def keep_promise() -> list[str]:
@@ -77,6 +78,7 @@ class MemberMesh(RequestingMesh):
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
         # What may have been read already, and depends on this process's rank, universe or tags.
+        self.forget_place()
         for computed_before in ("mesh", "compile_guard", "key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
                 delattr(self, computed_before)
