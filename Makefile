@@ -5,6 +5,10 @@ TORCH  ?= 2.13.0
 PYTHON ?= python3
 ARGS   ?=
 
+# What pip installs for TORCH=newest and TORCH=nightly; each time anew, as it changes.
+TORCH_newest  := --upgrade torch
+TORCH_nightly := --upgrade --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
+
 VENV  := .venv/torch-$(TORCH)
 TOOLS := .venv/tools
 PIP   := -m pip --quiet --disable-pip-version-check
@@ -17,11 +21,11 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test families demo bench lint format typecheck sanitize wheel develop hooks clean distclean
+.PHONY: help test families demo bench lint format typecheck sanitize wheel develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  TORCH=$(TORCH) PYTHON=$(PYTHON) ARGS=... (more arguments for pytest, the demo, the benchmarks)'
+	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -60,6 +64,18 @@ sanitize: $(TOOLS)/.tools ## run the C++ tests under address and undefined-behav
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --output-on-failure --no-tests=error
 
+# On a machine with a GPU and a torch of its own: nothing is installed, nothing comes from a network.
+# Gloo's own choice of a network needs a host name that resolves.
+gpu gpubench: export PYTHONPATH := $(CURDIR)/build/gpu
+gpu gpubench: export GLOO_SOCKET_IFNAME ?= lo
+gpu: ## run the tests that need a GPU, built from source beside the torch that PYTHON has
+	$(PYTHON) tools/build_beside_torch.py build/gpu
+	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+
+gpubench: ## measure NCCL communicators in the same way; results in benchmarks/results
+	$(PYTHON) tools/build_beside_torch.py build/gpu
+	$(PYTHON) benchmarks/run.py gpu $(ARGS)
+
 wheel: dist/.wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
@@ -89,8 +105,12 @@ $(TOOLS)/.tools: pyproject.toml | $(TOOLS)/bin/python
 	@touch $@
 
 $(VENV)/.torch: | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP) install torch==$(TORCH)
+	$(VENV)/bin/python $(PIP) install $(or $(TORCH_$(TORCH)),torch==$(TORCH))
 	@touch $@
+
+ifneq ($(TORCH_$(TORCH)),)
+.PHONY: $(VENV)/.torch
+endif
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*

@@ -1,6 +1,7 @@
 // A c10d backend for tests that splits, shrinks and sleeps, and is as strict about it as NCCL is:
 // all ranks of the parent take part in a split, in one order; members agree on the new group's
-// name; options are of its own type; nothing can be done with it while it sleeps.
+// name; options are of its own type; nothing can be done with it while it sleeps, or after an abort,
+// which leaves alone what was split off it.
 #pragma once
 
 #include <algorithm>
@@ -89,6 +90,8 @@ class SplittingBackend : public store_backend::StoreBackend {
     agree("resume", "", {});
   }
 
+  void abort() override { is_aborted_ = true; }
+
   std::unordered_map<std::string, std::uint64_t> getMemoryStats() {
     return {{"suspended", sleeps_ ? 1024 : 0}, {"total", sleeps_ ? 64 : 1088}};
   }
@@ -96,6 +99,7 @@ class SplittingBackend : public store_backend::StoreBackend {
  protected:
   std::vector<Bytes> exchange(const Bytes& mine) override {
     TORCH_CHECK(!sleeps_, "the backend \"splitting\" was used while it sleeps");
+    TORCH_CHECK(!is_aborted_, "the backend \"splitting\" was used after it was aborted");
     return StoreBackend::exchange(mine);
   }
 
@@ -128,6 +132,7 @@ class SplittingBackend : public store_backend::StoreBackend {
   std::int64_t memberless_splits_ = 0;
   bool is_connected_ = false;
   bool sleeps_ = false;
+  bool is_aborted_ = false;
 };
 
 inline void bind(py::module_& module) {

@@ -11,15 +11,15 @@ Reached = dict[str, list[int]]
 """Axis name -> for every global rank, how often an all-reduce along the axis counted it."""
 
 
-def reached_ranks(mesh: StockDeviceMesh) -> Reached:
-    """Along every axis of a mesh that I am in, who an all-reduce reaches."""
+def reached_ranks(mesh: StockDeviceMesh, device: str = "cpu") -> Reached:
+    """Along every axis of a mesh that I am in, who an all-reduce of such tensors reaches."""
     names = mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
-    return {name: reached_by(mesh.get_group(index)) for index, name in enumerate(names)}
+    return {name: reached_by(mesh.get_group(index), device) for index, name in enumerate(names)}
 
 
-def reached_by(group: dist.ProcessGroup) -> list[int]:
+def reached_by(group: dist.ProcessGroup, device: str = "cpu") -> list[int]:
     """For every global rank, how often an all-reduce of this group counted it."""
-    counts = torch.zeros(dist.get_world_size())
+    counts = torch.zeros(dist.get_world_size(), device=device)
     counts[dist.get_rank()] = 1
     dist.all_reduce(counts, group=group)
     return counts.int().tolist()

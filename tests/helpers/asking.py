@@ -90,6 +90,7 @@ OF_MESH: dict[str, Question] = {
     "description": lambda mesh: mesh.description,
     "device_type": lambda mesh: mesh.device_type,
     "flattened": lambda mesh: dict(mesh.flattened),
+    "forget_place": lambda mesh: (mesh.forget_place(), mesh.get_coordinate()),
     "get_coordinate": lambda mesh: mesh.get_coordinate(),
     "get_local_rank": _LOCAL_RANKS,
     "get_rank": lambda mesh: mesh.get_rank(),
@@ -140,7 +141,9 @@ OF_UNIVERSE: dict[str, Question] = {
     "find": lambda mesh: Universe.find(mesh.universe.rank_map, mesh.universe.serial),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
     "groups": lambda mesh: list(mesh.universe.groups),
+    "forget_places": lambda mesh: (mesh.universe.forget_places(), mesh.get_coordinate()),
     "intern": lambda mesh: mesh.universe.intern(mesh),
+    "note": lambda mesh: mesh.universe.note(mesh),
     "key_digest": lambda mesh: [
         mesh.universe.key_digest(axis, name)
         for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)

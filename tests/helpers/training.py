@@ -72,6 +72,7 @@ def train(
     *,
     forward: Callable[[Tensor], Tensor] | None = None,
     clip: bool = True,
+    device: str = "cpu",
 ) -> list[float]:
     """Train in place on the batches, on my share of each if there is a mesh to share them over.
 
@@ -80,6 +81,7 @@ def train(
         data: 1-D mesh of the ranks that have a share each.
         forward: what to call instead of the model.
         clip: whether to clip the norm of the gradients.
+        device: that the model is on.
 
     Returns:
         Loss over the whole batch of every step, then the norm of every step's gradients.
@@ -88,7 +90,7 @@ def train(
     losses, norms = [], []
     for step in range(STEPS):
         shares, mine = (1, 0) if data is None else (data.size(), data.get_local_rank())
-        inputs, targets = (half.chunk(shares)[mine] for half in batch(step))
+        inputs, targets = (half.chunk(shares)[mine].to(device) for half in batch(step))
         loss = F.mse_loss((forward or model)(inputs), targets)
         loss.backward()
         if clip:
@@ -104,9 +106,11 @@ def train(
     return losses + norms
 
 
-def train_alone(*, clip: bool = True, blocks: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+def train_alone(
+    *, clip: bool = True, blocks: int = 2, device: str = "cpu"
+) -> tuple[list[float], dict[str, Tensor]]:
     """What `train` returns for one process with the whole batches; and the weights it ends with."""
-    model = make_model(blocks)
-    losses = train(model, clip=clip)
+    model = make_model(blocks).to(device)
+    losses = train(model, clip=clip, device=device)
     assert losses[STEPS - 1] < losses[0] or STEPS == 1
     return losses, dict(model.state_dict())

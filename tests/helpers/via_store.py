@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NAME", "build", "compiler", "load", "register"]
+__all__ = ["NAME", "build", "compiler", "load", "loaded", "register"]
 
 NAME = "via_store"
 
@@ -71,6 +71,11 @@ def load(library: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules["store_backend"] = module
+    return sys.modules["store_backend"]
+
+
+def loaded() -> ModuleType:
+    """The compiled module, in a process that has loaded it."""
     return sys.modules["store_backend"]
 
 

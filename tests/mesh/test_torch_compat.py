@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
 
+from helpers.private_names import PRIVATE_MODULES
 from meshverse._torch_compat import private_names as compat
 
 _OWNERS = {
@@ -15,7 +17,14 @@ _OWNERS = {
 }
 # Modules of torch that are private themselves: whatever is used of them counts.
 _PRIVATE_OWNERS = {
-    name: getattr(compat, name) for name in ("c10d_core", "c_extension", "fake_tensor", "functorch")
+    name: getattr(compat, name)
+    for name in ("c10d_core", "c_extension", "fake_tensor", "functorch", "guards")
+}
+# The same, as a program that compiles has imported them.
+_WHILE_COMPILING = {
+    alias: module
+    for alias, module in PRIVATE_MODULES.items()
+    if module in compat._PRIVATE_NAMES_WHILE_COMPILING
 }
 
 
@@ -55,6 +64,22 @@ def test_every_name_used_is_listed() -> None:
         if (id({**_OWNERS, **_PRIVATE_OWNERS}[owner]), name) not in listed
     }
     assert missing == set()
+
+
+@pytest.mark.parametrize("module", compat._PRIVATE_NAMES_WHILE_COMPILING)
+def test_a_name_that_is_read_while_compiling_is_there(module: str) -> None:
+    names = compat._PRIVATE_NAMES_WHILE_COMPILING[module]
+    assert [name for name in names if not hasattr(importlib.import_module(module), name)] == []
+
+
+def test_every_name_that_is_read_while_compiling_is_listed() -> None:
+    source = (Path(compat.__file__).parent / "one_graph.py").read_text(encoding="utf-8")
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    read = {(ast.unparse(node.value), node.attr) for node in nodes}
+    used = {(_WHILE_COMPILING[owner], name) for owner, name in read if owner in _WHILE_COMPILING}
+    listed = compat._PRIVATE_NAMES_WHILE_COMPILING.items()
+    assert len(used) > 5
+    assert used <= {(module, name) for module, names in listed for name in names}
 
 
 def test_a_torch_without_a_name_is_refused_in_one_sentence(monkeypatch) -> None:

@@ -45,6 +45,7 @@ def _swap_ranks(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
     own = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="its own")
     before = reached_by(mesh.get_group()), reached_by(own.get_group())
+    assert mesh.get_coordinate() == own.get_coordinate() == (rank,)
     _give_ranks(store, 2, [1, 0])
     return {
         "before": before,
@@ -53,6 +54,9 @@ def _swap_ranks(folder: str) -> dict[str, Any]:
             _told(mesh.get_group),
             _told(own.get_group),
             _told(lambda: mesh.get_local_rank("all")),
+            _told(mesh.get_coordinate),
+            _told(lambda: own._sym_get_coordinate(0)),
+            _told(own["dp"].get_coordinate),
             _told(lambda: funcol.all_reduce(torch.ones(1), "sum", (own, 0))),
             _told(lambda: own.flatten("flat", isolate="another")),
         ],

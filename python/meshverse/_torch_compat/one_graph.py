@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed.config as distributed_config
-from torch._guards import TracingContext, detect_fake_mode
+
+from .private_names import guards
 
 __all__ = [
     "compiles_one_graph",
@@ -36,7 +37,7 @@ def compiles_one_graph() -> bool:
 
 def is_one_graph_compiled() -> bool:
     """Whether a graph for all ranks is being compiled, or looked for in a cache. 2.11-2.15."""
-    return compiles_one_graph() and TracingContext.try_get() is not None
+    return compiles_one_graph() and guards.TracingContext.try_get() is not None
 
 
 def is_one_graph_traced() -> bool:
@@ -47,7 +48,7 @@ def is_one_graph_traced() -> bool:
     """
     if not _config.compile_on_one_rank:
         return False
-    fake_mode = detect_fake_mode()
+    fake_mode = guards.detect_fake_mode()
     return fake_mode is not None and fake_mode.shape_env is not None
 
 

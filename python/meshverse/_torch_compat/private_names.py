@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import _guards as guards
 from torch._C import _distributed_c10d as c10d_core
 from torch._functorch import pyfunctorch as functorch
 from torch._library import opaque_object
@@ -32,6 +33,7 @@ __all__ = [
     "c_extension",
     "fake_tensor",
     "functorch",
+    "guards",
     "opaque_object",
     "python_dispatch",
     "require_supported_torch",
@@ -56,6 +58,7 @@ HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDevice
 MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
 # What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
+# docs/torch_versions.md tells of each, and of those that are read where a torch has them.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_abort_process_group"),
     (c10d, "_get_default_timeout"),
@@ -70,6 +73,8 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c_extension, "_dispatch_keys"),
     (fake_tensor, "FakeTensor"),
     (functorch, "temporarily_clear_interpreter_stack"),
+    (guards, "TracingContext"),
+    (guards, "detect_fake_mode"),
     (python_dispatch, "_disable_current_modes"),
     (dist.ProcessGroup, "_device_types"),
     (dist.ProcessGroup, "_get_backend"),
@@ -83,6 +88,16 @@ _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
     (opaque_object, "_OPAQUE_TYPES"),
     (stock_module, "_register_distributed_opaque_types"),
 )
+# By module: names that are read where a program compiles, of modules whose import takes seconds. So
+# not checked at import, but by a test.
+_PRIVATE_NAMES_WHILE_COMPILING: dict[str, tuple[str, ...]] = {
+    "torch._dynamo.symbolic_convert": ("InstructionTranslator",),
+    "torch._inductor.ir": ("FallbackKernel",),
+    "torch._inductor.lowering": ("lowerings", "register_lowering"),
+    "torch._ops": ("OpOverloadPacket",),
+    "torch.distributed._local_tensor": ("LocalIntNode", "enabled_local_tensor_mode"),
+    "torch.fx.experimental.symbolic_shapes": ("_constrain_range_for_size",),
+}
 
 
 def require_supported_torch() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
@@ -45,6 +46,13 @@ ATTRIBUTES = frozenset(
 _SMALL_WORLD = 1024
 
 
+class _CheckedCoordinate:
+    """What is read of a mesh that does not keep this rank's coordinate, as the rank may change."""
+
+    def __get__(self, mesh: MeshBase | None, owner: type) -> Any:
+        return self if mesh is None else mesh._find_coordinate()
+
+
 class MeshBase(StockDeviceMesh):
     """A mesh in a universe.
 
@@ -53,6 +61,7 @@ class MeshBase(StockDeviceMesh):
 
     class_of_derived: ClassVar[type[MeshBase]]
     _dim_group_names: list[str]  # type: ignore[assignment]  # read and written by torch too
+    _coordinate_on_dim: Any = _CheckedCoordinate()
 
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
@@ -70,14 +79,36 @@ class MeshBase(StockDeviceMesh):
         self._slices: dict[object, MeshBase] = {}
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
-        position = universe.position
-        if universe.rank >= 0:  # -1 is unknown: stock sets no coordinate then either (XLA)
+        if universe.keeps_places:
+            position = universe.position
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
         # If this mesh has isolation tags, `Universe.intern` may give it another root.
         self.take_root(universe.roots.first)  # type: ignore[arg-type]  # which are meshes
         if universe.rank_map.size <= _SMALL_WORLD:
             hash(self)
+
+    def forget_place(self) -> None:
+        """Find this rank's coordinate anew each time it is asked for."""
+        with contextlib.suppress(AttributeError):
+            del self._coordinate_on_dim
+
+    def _find_coordinate(self) -> tuple[int, ...] | None:
+        """This rank's coordinate, or None outside of the mesh.
+
+        Raises:
+            AttributeError: nobody knows its rank, as of stock's mesh for XLA without a group.
+            RuntimeError: this process is another rank now than the one that made the mesh.
+        """
+        universe = self._universe
+        if universe.rank < 0:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute '_coordinate_on_dim'"
+            )
+        if universe.world is not None:
+            universe.world.check_rank()
+        position = universe.position
+        return None if position is None else self._description.layout.coordinate(position)
 
     def take_root(self, root: StockDeviceMesh | None) -> None:
         """Set the root of this mesh. None, or the mesh itself, makes it a root."""
@@ -98,6 +129,7 @@ class MeshBase(StockDeviceMesh):
         self._describe(description)
         self._enter(universe)
         self._take_group_names(group_names)
+        universe.note(self)  # type: ignore[arg-type]  # which is one of its meshes
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
         """Use these process groups, one per axis; None for a mesh without process groups."""

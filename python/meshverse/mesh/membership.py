@@ -62,6 +62,7 @@ class MemberMesh(RequestingMesh):
         mesh._describe(self._description.with_tags(tags))
         mesh._enter(self._universe)
         mesh.take_root(None)
+        self._universe.note(mesh)
         if self.group_names:
 
             def keep_promise() -> list[str]:
@@ -80,6 +81,7 @@ class MemberMesh(RequestingMesh):
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
         # These may have been computed already, for another rank, universe or tags.
+        self.forget_place()
         for computed_before in ("mesh", "compile_guard", "key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
                 delattr(self, computed_before)

@@ -9,6 +9,7 @@ from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.report.explain import Explanation, explain
+from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
@@ -23,15 +24,19 @@ class WorldUniverses(WorldState):
         kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
             groups, so that all ranks find the same ones, whatever garbage each has collected.
         n_ended: how many were destroyed or aborted.
+        alive: all that are alive.
     """
 
     def __init__(self) -> None:
         self.kept: list[GroupOwner] = []
         self.n_ended = 0
+        self.alive: WeakRegistry[GroupOwner] = WeakRegistry()
 
     def end(self) -> None:
-        """Keep none any more."""
+        """Keep none any more; from now on this process's rank may be another one."""
         self.kept.clear()
+        for universe in self.alive.alive():
+            universe.forget_places()
 
 
 class Ending(enum.Enum):
@@ -71,6 +76,10 @@ class GroupOwner:
         if not self._ranks_checked:
             self._check_ranks(self.world.size)
         return self._groups
+
+    def forget_places(self) -> None:
+        """Have the meshes here check, each time they are asked, that this rank's place is its."""
+        raise NotImplementedError
 
     def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
         """c10d names of my groups along these axes, if all are there with the usual options.

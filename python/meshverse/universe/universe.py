@@ -51,6 +51,9 @@ class Member(RootedMesh, Protocol):
     def join(self, universe: Universe) -> None:
         """Enter a universe, on its process groups."""
 
+    def forget_place(self) -> None:
+        """Find this rank's coordinate anew each time it is asked for."""
+
 
 _Mesh = TypeVar("_Mesh", bound=Member)
 
@@ -86,6 +89,7 @@ class Universe(GroupOwner):
         ready_groups: those that need nothing before they are used.
         pending_groups: the lazy groups of the world that are still to be made, by c10d name.
         roots: of the meshes made in this universe, and their flattened meshes.
+        keeps_places: whether meshes can keep this rank's coordinate, as its rank does not change.
         is_over: whether it was destroyed or aborted.
         generation: how many universes of this world had ended when it was made.
         serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
@@ -140,13 +144,18 @@ class Universe(GroupOwner):
             self.process_groups = self._groups.process_groups
             self.ready_groups = () if self.world.may_change else self.process_groups
             self.pending_groups = self._groups.pending
-            self.generation = self.world.state(WorldUniverses).n_ended
+            universes = self.world.state(WorldUniverses)
+            universes.alive.add(self)
+            self.generation = universes.n_ended
         self._ended = None
         self.is_over = False
         self._lock = threading.Lock()  # protects the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
         self._meshes: dict[Hashable, Member] = {}
+        self._others: WeakRegistry[Member] = WeakRegistry()  # meshes that are not among these
+        # The rank is negative where nobody knows it.
+        self.keeps_places = rank >= 0 and not (self.world is not None and self.world.may_change)
         _universes.add(self)
 
     @property
@@ -205,6 +214,16 @@ class Universe(GroupOwner):
         if key is None:
             key = mesh.intern_key
         return self._meshes.setdefault(key, mesh)  # type: ignore[return-value]
+
+    def note(self, mesh: Member) -> None:
+        """Know of a mesh that is not the one of its kind here."""
+        self._others.add(mesh)
+
+    def forget_places(self) -> None:
+        """Have the meshes here check, each time they are asked, that this rank's place is its."""
+        self.keeps_places = False
+        for mesh in (*list(self._meshes.values()), *self._others.alive()):
+            mesh.forget_place()
 
     def _keep(self) -> None:
         # Every call that makes groups gives a mesh, so this sees them all.

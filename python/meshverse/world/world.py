@@ -115,6 +115,12 @@ class World:
             raise RuntimeError(self._why_over())
         return group
 
+    def check_rank(self) -> None:
+        """Raise RuntimeError if this process is another rank now, or one of another number."""
+        current = compat.current_default_group()
+        if current is not None and self._has_changed(current):
+            raise RuntimeError(self._why_over())
+
     def _why_over(self) -> str:
         if self.is_of_parent:
             return (

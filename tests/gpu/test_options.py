@@ -1,0 +1,155 @@
+"""Options of single axes arrive at the backend, and a timeout ends what nobody answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helpers import via_store
+from helpers.all_reduce import reached_by, reached_ranks
+from helpers.at_places import at
+from helpers.places import PLACES, World, backend_of, world_at
+from meshverse import init_device_mesh
+
+_AXES = ("dp", "tp")
+_USUAL = "usual"
+
+
+def _options(place: str) -> Any:
+    """Options that say something else than fresh ones. c10d hands those of gloo to nobody."""
+    if place == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        options.config.min_ctas, options.config.max_ctas = 2, 4
+        return options
+    options = via_store.loaded().SplittingOptions()
+    options.channels = 3
+    return options
+
+
+def _said(place: str, options: Any) -> dict[str, Any]:
+    """What options of the place's backend say, as c10d gives them back."""
+    if place == "nccl":
+        config = options.config  # NCCL's own, from which the communicator was made
+        ctas = config.min_ctas, config.max_ctas
+        return {"ctas": ctas, "priority": options.is_high_priority_stream}
+    return {"channels": options.channels}
+
+
+def _by_axis(wanted: World) -> dict[str, Any]:
+    with world_at(wanted) as place:
+        mesh = init_device_mesh(
+            place.device,
+            (2, 2),
+            mesh_dim_names=_AXES,
+            backend_override={"tp": _options(wanted.place)},
+        )
+        view = mesh.unflatten("tp", (2,), ("ep",), backend_override={"ep": _options(wanted.place)})
+        usual = mesh.unflatten("tp", (2,), ("usual",))
+        groups = {
+            "dp": mesh.get_group("dp"),
+            "tp": mesh.get_group("tp"),
+            _USUAL: usual.get_group(_USUAL),
+        }
+        return {
+            "said": {
+                name: _said(wanted.place, backend_of(group, wanted).options)
+                for name, group in groups.items()
+            },
+            "asked": _said(wanted.place, _options(wanted.place)),
+            "of the default group": _said(
+                wanted.place, backend_of(dist.group.WORLD, wanted).options
+            ),
+            "shared": view.get_group("ep") is groups["tp"],
+            "reached": [reached_by(group, place.device) for group in groups.values()],
+        }
+
+
+@at("splitting", "splitting bound", "nccl", "nccl bound", "nccl bound mixed")
+def test_options_of_one_axis_are_those_of_its_backend(
+    world: World, run: Callable[..., list[Any]]
+) -> None:
+    for rank, seen in enumerate(run(_by_axis, 4, world)):
+        dp = [int(other % 2 == rank % 2) for other in range(4)]
+        tp = [int(other // 2 == rank // 2) for other in range(4)]
+        assert seen["reached"] == [dp, tp, tp]
+        assert seen["said"]["tp"] == seen["asked"]
+        assert seen["said"]["dp"] == seen["said"][_USUAL] == seen["of the default group"]
+        assert seen["said"]["dp"] != seen["asked"]
+        assert seen["shared"]
+
+
+def _nobody_answers(wanted: World, seconds: float) -> dict[str, Any]:
+    with world_at(wanted._replace(survives=True)) as place:
+        mesh = init_device_mesh(
+            place.device,
+            (2, 2),
+            mesh_dim_names=_AXES,
+            timeout=timedelta(seconds=seconds),
+        )
+        mesh.universe.warm_up()
+        timeouts = [backend_of(group, wanted).options._timeout for group in mesh.get_all_groups()]
+        told, waited = "", 0.0
+        if dist.get_rank() == 1:
+            start = time.monotonic()
+            try:
+                _reduce(mesh.get_group("tp"), place.device)
+            except RuntimeError as error:
+                told = str(error)
+            waited = time.monotonic() - start
+        return {
+            "timeouts": {timeout.total_seconds() for timeout in timeouts},
+            "told": told,
+            "waited": waited,
+            "others": reached_by(dist.group.WORLD, place.device),
+        }
+
+
+def _reduce(group: dist.ProcessGroup, device: str) -> None:
+    total = torch.ones(4, device=device)
+    dist.all_reduce(total, group=group)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@at("gloo", "nccl", "nccl bound")
+def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., list[Any]]) -> None:
+    seconds = 3.0 * PLACES[world.place].slowness
+    answers = run(_nobody_answers, 4, world, seconds)
+    for rank, seen in enumerate(answers):
+        assert seen["timeouts"] == {seconds}
+        assert bool(seen["told"]) is (rank == 1)
+        assert seen["others"] == [1, 1, 1, 1], "the default group works on"
+    assert seconds <= answers[1]["waited"] + 0.5 < 4 * seconds
+
+
+def _of_all(wanted: World) -> dict[str, Any]:
+    with world_at(wanted) as place:
+        mesh = init_device_mesh(
+            place.device, (2, 2), mesh_dim_names=_AXES, options=_options(wanted.place)
+        )
+        flat = mesh.flatten("all")
+        return {
+            "said": [
+                _said(wanted.place, backend_of(group, wanted).options)
+                for group in (*mesh.get_all_groups(), flat.get_group())
+            ],
+            "asked": _said(wanted.place, _options(wanted.place)),
+            "reached": reached_ranks(mesh, place.device),
+            "whole": reached_by(flat.get_group(), place.device),
+        }
+
+
+@at("splitting bound", "nccl", "nccl bound")
+def test_options_of_a_mesh_reach_what_is_flattened_from_it(
+    world: World, run: Callable[..., list[Any]]
+) -> None:
+    for seen in run(_of_all, 4, world):
+        assert seen["said"] == [seen["asked"]] * 3
+        assert sum(map(sum, seen["reached"].values())) == 4
+        assert seen["whole"] == [1, 1, 1, 1]

@@ -1,0 +1,84 @@
+"""FSDP2 with tensor parallelism trains as one process does, and compiled collectives are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from helpers.at_places import at
+from helpers.places import World, world_at
+from helpers.training import make_model, tensor_parallel, train, train_alone
+from meshverse import init_device_mesh
+
+_AXES = ("dp", "tp")
+
+
+def _trained(wanted: World) -> dict[str, Any]:
+    with world_at(wanted) as place:
+        alone, whole = train_alone(device=place.device)
+        world = init_device_mesh(place.device, (4,), mesh_dim_names=("world",))
+        mesh = world.unflatten("world", (2, 2), _AXES)
+        model = make_model().to(place.device)
+        for block in model:
+            tensor_parallel(block, mesh["tp"])
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        losses = train(model, mesh["dp"], device=place.device)
+        apart = {
+            name: (weight.full_tensor() - whole[name]).abs().max().item()
+            for name, weight in model.named_parameters()
+        }
+        return {"alone": alone, "losses": losses, "apart": apart}
+
+
+@at("gloo", "nccl", "nccl bound", "nccl bound mixed")
+def test_training_is_that_of_one_process(world: World, run: Callable[..., list[Any]]) -> None:
+    for seen in run(_trained, 4, world):
+        assert seen["losses"] == pytest.approx(seen["alone"], rel=1e-4)
+        assert max(seen["apart"].values()) < 1e-4
+
+
+def _compiled(wanted: World) -> dict[str, Any]:
+    one_thread = torch._inductor.config.patch(compile_threads=1)  # this process is a daemon
+    with world_at(wanted) as place, torch.inference_mode(), one_thread:
+        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+        x = torch.arange(8.0, device=place.device).reshape(2, 4) + mesh.get_local_rank("tp")
+        rows = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)
+        told = {}
+        for name, program in _PROGRAMS.items():
+            given = rows if name == "dtensor" else x
+            torch.compiler.reset()
+            compiled = torch.compile(program, backend=place.compiler, fullgraph=True)
+            told[name] = [call(given, mesh).tolist() for call in (compiled, program)]
+        return told
+
+
+def _functional(x: Tensor, mesh: Any) -> Tensor:
+    return funcol.all_reduce(x * 2, "sum", (mesh, 1)) + 1
+
+
+def _gathered(rows: DTensor, mesh: Any) -> Tensor:
+    return (rows * 2).redistribute(placements=[Replicate()]).to_local()
+
+
+_PROGRAMS: dict[str, Callable[..., Tensor]] = {"functional": _functional, "dtensor": _gathered}
+
+
+@at("gloo", "nccl", "nccl bound")
+def test_compiled_collectives(world: World, run: Callable[..., list[Any]]) -> None:
+    rows = torch.arange(8.0).reshape(2, 4)
+    expected = {
+        "functional": ((2 * rows + 1) * 2 + 1).tolist(),
+        "dtensor": torch.cat([2 * rows, 2 * (rows + 1)]).tolist(),
+    }
+    for seen in run(_compiled, 4, world):
+        for name, (compiled, eager) in seen.items():
+            assert compiled == eager == expected[name], name

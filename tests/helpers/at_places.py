@@ -1,0 +1,32 @@
+"""The mark that has a test run at several places, and with several kinds of default group there."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.versions import needs_one_split
+from one_gpu import why_no_gpu
+
+__all__ = ["at"]
+
+_NO_GPU = why_no_gpu()
+_ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(_NO_GPU is not None, reason=_NO_GPU or ""),
+)
+
+
+def at(*ways: str) -> pytest.MarkDecorator:
+    """Run a test in each of these ways, given to it as `way`.
+
+    Args:
+        ways: a place, then "bound" or "mixed" or both; see `helpers.places.World`.
+    """
+    return pytest.mark.parametrize("way", [pytest.param(way, marks=_marks(way)) for way in ways])
+
+
+def _marks(way: str) -> tuple[pytest.MarkDecorator, ...]:
+    if way.startswith("nccl"):
+        return _ON_GPU
+    return (needs_one_split,) if way == "splitting bound" else ()
