@@ -85,16 +85,16 @@ void support_garbage_collection(PyHeapTypeObject* heap_type) {
 }  // namespace
 
 void bind_group_cache(py::module_& module) {
-  py::class_<PyGroupCache>(module, "GroupCache", py::is_final(), plain_class(),
-                           py::custom_type_setup(&support_garbage_collection),
-                           R"(One entry for every pair of axis layout and options key.
+  py::class_<PyGroupCache> cache(module, "GroupCache", py::is_final(), plain_class(),
+                                 py::custom_type_setup(&support_garbage_collection),
+                                 R"(One entry for every pair of axis layout and options key.
 
 >>> cache = GroupCache()
 >>> key = OptionsKey.of("gloo")
 >>> cache.get_or_create(AxisLayout(4), key, lambda: "made"), cache.get(AxisLayout(4), key)
 ('made', 'made')
-)")
-      .def(py::init<>())
+)");
+  cache.def(py::init<>())
       .def(
           "get_or_create",
           [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key,
@@ -132,6 +132,7 @@ An axis that is not ascending stands for the same ranks in ascending order.
           "Forget the entry of ``(axis, key)``; False where there is none that is finished.")
       .def("clear", &PyGroupCache::clear, "Forget every entry.")
       .def("__len__", &PyGroupCache::size);
+  set_new(cache, [](const py::object&) { return std::make_unique<PyGroupCache>(); });
 }
 
 }  // namespace meshverse::bindings

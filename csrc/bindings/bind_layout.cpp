@@ -117,6 +117,12 @@ AxisLayout((8,):(1,))
         return py::make_tuple(py::type::of<AxisLayout>(),
                               py::make_tuple(sizes_of(self), strides_of(self)));
       });
+  set_new(
+      axis_layout,
+      [](const py::object&, const py::object& sizes, const py::object& strides) {
+        return make_axis_layout(sizes, strides);
+      },
+      "sizes"_a, "strides"_a = py::none());
 }
 
 void bind_layout_of_axes(py::class_<Layout>& layout) {
@@ -204,6 +210,9 @@ Raises:
       .def("__reduce__", [](const Layout& self) {
         return py::make_tuple(py::type::of<Layout>(), py::make_tuple(axes_of(self)));
       });
+  set_new(
+      layout, [](const py::object&, const py::sequence& axes) { return make_layout(axes); },
+      "axes"_a);
 }
 
 }  // namespace

@@ -14,6 +14,8 @@ namespace {
 
 using namespace py::literals;
 
+constexpr const char* kHowToMakeKey = "an OptionsKey is made by OptionsKey.of(backend, options)";
+
 std::set<std::string> to_names(py::handle ignored) {
   if (py::isinstance<py::str>(ignored)) {
     throw py::type_error(
@@ -45,10 +47,85 @@ OptionsKey make_key(std::string backend, const py::object& options, const py::ob
   return key;
 }
 
+// A field as pickle keeps it: which kind of value it is, and the value.
+struct ToPickled {
+  const std::string& name;
+
+  py::tuple operator()(const Absent&) const { return py::make_tuple("absent", py::none()); }
+  py::tuple operator()(const None&) const { return py::make_tuple("none", py::none()); }
+  py::tuple operator()(bool value) const { return py::make_tuple("bool", value); }
+  py::tuple operator()(std::int64_t value) const { return py::make_tuple("int", value); }
+  py::tuple operator()(const FloatBits& value) const { return py::make_tuple("float", value.bits); }
+  py::tuple operator()(const std::string& value) const {
+    return py::make_tuple("text", py::bytes(value));
+  }
+  py::tuple operator()(const Tagged& value) const {
+    return py::make_tuple(value.kind, py::bytes(value.text), true);
+  }
+  py::tuple operator()(const Handle& value) const {
+    throw py::type_error("cannot pickle this OptionsKey: its field " + name + " is a " +
+                         value.type_name +
+                         ", which is known by identity, and another process has another one");
+  }
+};
+
+OptionValue from_pickled(const py::tuple& pickled) {
+  if (pickled.size() != 2 && pickled.size() != 3) {
+    throw py::value_error("a pickled OptionsKey has a field of " + std::to_string(pickled.size()) +
+                          " parts: it must have 2 or 3");
+  }
+  const auto kind = pickled[0].cast<std::string>();
+  if (pickled.size() == 3) return Tagged{kind, pickled[1].cast<std::string>()};
+  if (kind == "absent") return Absent{};
+  if (kind == "none") return None{};
+  if (kind == "bool") return pickled[1].cast<bool>();
+  if (kind == "int") return pickled[1].cast<std::int64_t>();
+  if (kind == "text") return pickled[1].cast<std::string>();
+  if (kind != "float") throw py::value_error("a pickled OptionsKey has a field of kind " + kind);
+  FloatBits value(0);
+  value.bits = pickled[1].cast<std::uint64_t>();
+  return value;
+}
+
+py::tuple to_state(const OptionsKey& key) {
+  py::dict fields;
+  for (const auto& [name, value] : key.fields) {
+    fields[py::str(name)] = std::visit(ToPickled{name}, value);
+  }
+  return py::make_tuple(key.backend, key.timeout_us, key.tag, key.options_type, fields);
+}
+
+OptionsKey read_state(const py::tuple& state) {
+  if (state.size() != 5) {
+    throw py::value_error("a pickled OptionsKey has " + std::to_string(state.size()) +
+                          " parts: it must have 5");
+  }
+  OptionsKey key;
+  key.backend = state[0].cast<std::string>();
+  key.timeout_us = state[1].cast<std::optional<std::int64_t>>();
+  key.tag = state[2].cast<std::string>();
+  key.options_type = state[3].cast<std::string>();
+  if (!py::isinstance<py::dict>(state[4])) throw py::cast_error();
+  for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(state[4])) {
+    if (!py::isinstance<py::tuple>(value)) throw py::cast_error();
+    key.fields.emplace(name.cast<std::string>(),
+                       from_pickled(py::reinterpret_borrow<py::tuple>(value)));
+  }
+  return key;
+}
+
+OptionsKey from_state(const py::tuple& state) {
+  try {
+    return read_state(state);
+  } catch (const py::cast_error&) {
+    throw py::value_error("a pickled OptionsKey is damaged: one of its parts has another type");
+  }
+}
+
 }  // namespace
 
 void bind_options_key(py::module_& module) {
-  py::class_<OptionsKey>(
+  py::class_<OptionsKey> key_type(
       module, "OptionsKey", py::is_final(), plain_class(),
       R"(What a process group was asked to be: backend, options and isolation tag.
 
@@ -59,8 +136,9 @@ An immutable snapshot: changing the options later does not change the key. Made 
 OptionsKey('gloo', tag='x')
 >>> key == OptionsKey.of("gloo").with_tag("x")
 True
-)")
-      .def(no_constructor<OptionsKey>("an OptionsKey is made by OptionsKey.of(backend, options)"))
+)");
+  refuse_constructor(key_type, kHowToMakeKey);
+  key_type
       .def_static("of", &make_key, "backend"_a, "options"_a = py::none(), py::kw_only(),
                   "timeout"_a = py::none(), "tag"_a = "", "ignored"_a = py::tuple(),
                   R"(The key of a backend with these options.
@@ -93,7 +171,18 @@ Raises:
           "tag"_a, "The same key with another tag.")
       .def(py::self == py::self)
       .def("__hash__", [](const OptionsKey& self) { return static_cast<py::ssize_t>(self.hash()); })
-      .def("__repr__", &OptionsKey::to_string);
+      .def("__repr__", &OptionsKey::to_string)
+      .def("__reduce__", [](const OptionsKey& self) {
+        return py::make_tuple(py::type::of<OptionsKey>(), py::make_tuple(to_state(self)));
+      });
+  // What pickle calls: the class, with what `__reduce__` gave.
+  set_new(
+      key_type,
+      [](const py::object&, const py::object& state) {
+        if (!py::isinstance<py::tuple>(state)) throw py::type_error(kHowToMakeKey);
+        return from_state(py::reinterpret_borrow<py::tuple>(state));
+      },
+      "state"_a = py::none());
 
   module.def("is_composite", &is_composite, "value"_a, "options"_a,
              R"(Whether a key of ``options`` looks into a value in or below them, rather than at it.

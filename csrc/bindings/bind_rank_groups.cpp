@@ -10,8 +10,8 @@ namespace meshverse::bindings {
 using namespace py::literals;
 
 void bind_rank_groups(py::module_& module) {
-  py::class_<RankGroups>(module, "RankGroups", py::is_final(), plain_class(),
-                         R"(The groups of one axis: the ranks that differ along it only.
+  py::class_<RankGroups> groups(module, "RankGroups", py::is_final(), plain_class(),
+                                R"(The groups of one axis: the ranks that differ along it only.
 
 Group ``g`` holds the positions ``axis.complement(size)(g) + axis(i)``, for every index ``i`` of the
 axis.
@@ -28,8 +28,8 @@ Raises:
 ([1, 5], 1, 1)
 >>> groups.all().tolist()
 [[0, 4], [1, 5], [2, 6], [3, 7]]
-)")
-      .def(py::init<AxisLayout, RankMap::Ptr>(), "axis"_a, py::arg("rank_map").none(false))
+)");
+  groups.def(py::init<AxisLayout, RankMap::Ptr>(), "axis"_a, py::arg("rank_map").none(false))
       .def("group_index", &RankGroups::group_index, "position"_a,
            R"(Place of the group of ``position`` in the order in which torch creates the groups.
 
@@ -68,6 +68,12 @@ Raises:
                std::to_string(self.group_size()) + " along " + self.axis().to_string() + " over " +
                self.rank_map()->to_string() + ")";
       });
+  set_new(
+      groups,
+      [](const py::object&, const AxisLayout& axis, const RankMap::Ptr& rank_map) {
+        return RankGroups(axis, rank_map);
+      },
+      "axis"_a, py::arg("rank_map").none(false));
 }
 
 }  // namespace meshverse::bindings

@@ -41,16 +41,17 @@ py::list to_list(const RankArray& array) {
 }
 
 void bind_rank_array(py::module_& module) {
-  py::class_<RankArray>(module, "RankArray", py::buffer_protocol(), py::is_final(), plain_class(),
-                        R"(A contiguous block of int32 or int64 values, of one or two dimensions.
+  py::class_<RankArray> array(
+      module, "RankArray", py::buffer_protocol(), py::is_final(), plain_class(),
+      R"(A contiguous block of int32 or int64 values, of one or two dimensions.
 
 Supports the buffer protocol: ``numpy.asarray`` and ``torch.frombuffer`` view it without a copy.
 
 >>> memoryview(RankMap.identity(4).ranks()).tolist()
 [0, 1, 2, 3]
-)")
-      .def(no_constructor<RankArray>("a RankArray is what ranks() and all() return"))
-      .def("tolist", &to_list, "The values as a list, of lists where there are two dimensions.")
+)");
+  refuse_constructor(array, "a RankArray is what ranks() and all() return");
+  array.def("tolist", &to_list, "The values as a list, of lists where there are two dimensions.")
       .def("__repr__",
            [](const RankArray& self) {
              const char* type = self.values.index() == 0 ? "int32" : "int64";
@@ -125,7 +126,8 @@ True
 >>> RankMap.from_ranks([0, 2, 4, 6])
 RankMap(4 ranks: 0, 2, 4, 6)
 )");
-  rank_map.def(no_constructor<RankMap>(kHowToMakeRankMap))
+  refuse_constructor(rank_map, kHowToMakeRankMap);
+  rank_map
       .def_static("identity", &RankMap::identity, "n"_a,
                   "Position ``p`` holds rank ``p``, for ``0..n-1``. Takes no memory to speak of.")
       .def_static("from_ranks", &from_ranks, "ranks"_a,

@@ -22,12 +22,23 @@ inline py::metaclass plain_class() {
   return py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type));
 }
 
-// The constructor of a class that has none: a TypeError that says how to get an object instead.
-template <class Value>
-auto no_constructor(const char* cure) {
-  return py::init([cure](const py::args&, const py::kwargs&) -> std::unique_ptr<Value> {
+// Has `Type.__new__(Type, ...)` give a finished object, which `__init__` then leaves as it is.
+// Where `__init__` alone makes it, `Type.__new__(Type)` gives an object that nobody has made, and
+// reading that crashes. `make` takes the class first.
+template <class Type, class Make, class... Arguments>
+void set_new(Type& type, Make make, const Arguments&... arguments) {
+  type.attr("__new__") = py::staticmethod(py::cpp_function(make, py::arg("cls"), arguments...));
+}
+
+// For a class whose objects are made otherwise: a TypeError that says how.
+template <class Value, class... Options>
+void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
+  const auto refuse = [cure](const py::args&, const py::kwargs&) -> std::unique_ptr<Value> {
     throw py::type_error(cure);
-  });
+  };
+  type.def(py::init(refuse));
+  type.attr("__new__") = py::staticmethod(
+      py::cpp_function([cure](const py::args&, const py::kwargs&) { throw py::type_error(cure); }));
 }
 
 // A sequence of Python integers as 64-bit ones. Raises TypeError or OverflowError, with the `name`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import enum
@@ -11,6 +12,7 @@ import gc
 import math
 import os
 import pathlib
+import pickle
 import socket
 import struct
 import subprocess
@@ -382,3 +384,60 @@ def test_digests_are_the_same_in_every_process():
     )
     here = eval(made, {"OptionsKey": OptionsKey, "SimpleNamespace": types.SimpleNamespace})
     assert elsewhere.stdout.strip() == here.digest
+
+
+@dataclasses.dataclass
+class _Picklable:
+    count: int = 0
+    ratio: float = 0.5
+    name: str = ""
+    on: bool = False
+    raw: bytes = b""
+    parts: list[int] = dataclasses.field(default_factory=list)
+    wait: datetime.timedelta = datetime.timedelta(0)
+    nothing: object = None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        OptionsKey.of("gloo"),
+        OptionsKey.of("nccl", timeout=datetime.timedelta(seconds=7), tag="x"),
+        OptionsKey.of(
+            "nccl",
+            _Picklable(3, -0.0, "é\0", True, b"\xff", [1, 2], datetime.timedelta(seconds=1), 4),
+        ),
+    ],
+    ids=str,
+)
+def test_a_key_is_pickled(key: OptionsKey) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(key, protocol))
+        assert (again, hash(again), again.digest, repr(again)) == (
+            *(key, hash(key), key.digest, repr(key)),
+        )
+    assert copy.deepcopy(key) == key
+
+
+def test_a_key_of_what_is_known_by_identity_is_not_pickled() -> None:
+    key = OptionsKey.of("nccl", _Picklable(nothing=threading.Lock()))
+    with pytest.raises(TypeError, match=r"cannot pickle this OptionsKey: its field nothing is a"):
+        pickle.dumps(key)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (),
+        (1, None, "", "", {}),
+        ("gloo", None, "", "", {"a": ("float", "x")}),
+        ("gloo", None, "", "", {"a": ("strange", 1)}),
+        ("gloo", None, "", "", {"a": ()}),
+        ("gloo", None, "", "", {"a": 1}),
+        ("gloo", "soon", "", "", []),
+    ],
+    ids=str,
+)
+def test_a_damaged_pickle_of_a_key_is_refused(state: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match="a pickled OptionsKey"):
+        OptionsKey(state)

@@ -1,0 +1,51 @@
+"""An object of the core that no constructor has made cannot be had: reading it would crash."""
+
+from __future__ import annotations
+
+import copyreg
+import subprocess
+import sys
+
+import pytest
+
+from meshverse import _core
+
+_CLASSES = [
+    "AxisLayout",
+    "GroupCache",
+    "Layout",
+    "OptionsKey",
+    "RankArray",
+    "RankGroups",
+    "RankMap",
+]
+
+
+def test_all_classes_are_tried() -> None:
+    assert sorted(n for n, c in vars(_core).items() if isinstance(c, type)) == _CLASSES
+
+
+_READ = """
+import copyreg, sys
+from meshverse import _core
+
+kind = getattr(_core, sys.argv[1])
+ways = {"new": lambda: kind.__new__(kind), "copyreg": lambda: copyreg.__newobj__(kind)}
+ways["object"] = lambda: object.__new__(kind)
+try:
+    made = ways[sys.argv[2]]()
+except TypeError as error:
+    print("refused")
+else:  # one that is as good as any other
+    print(repr(made) and len(dir(made)) > 0 and made == made)
+"""
+
+
+@pytest.mark.parametrize("way", ["new", "copyreg", "object"])
+@pytest.mark.parametrize("name", _CLASSES)
+def test_an_object_is_made_whole_or_not_at_all(name: str, way: str) -> None:
+    assert copyreg.__newobj__ is not None
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, name, way], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) in [(0, "refused"), (0, "True")], done.stderr
