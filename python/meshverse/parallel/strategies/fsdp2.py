@@ -28,13 +28,13 @@ from torch.distributed.fsdp import (
 from meshverse import DeviceMesh
 from meshverse.parallel.config import TPPlan, check_checkpointing, default_mixed_precision
 from meshverse.parallel.experts.choice import apply_expert_parallelism, check_experts
-from meshverse.parallel.experts.sharding import check_moe_mesh, shard_experts
+from meshverse.parallel.experts.sharding import choose_moe_mesh, shard_experts
 from meshverse.parallel.meshes.submesh import get_flat_mesh, get_fsdp_dp_mesh
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .other_degrees import refuse_pipeline, tell_of_context
+from .other_degrees import refuse_pipeline, refuse_uncovered, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -46,6 +46,7 @@ def fsdp2_strategy_parallelize(
     device_mesh: DeviceMesh,
     *,
     moe_mesh: DeviceMesh | None = None,
+    ep_size: int | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -71,6 +72,9 @@ def fsdp2_strategy_parallelize(
             pipeline stage.
         moe_mesh: with the axes (ep_shard, ep) over the same ranks, as `create_fsdp2_device_mesh`
             makes it: experts are handed out over ep, and sharded over ep_shard.
+        ep_size: expert parallelism, where moe_mesh is not given; the mesh is made then. By default
+            what `create_fsdp2_device_mesh` was asked for; 1 for a model without experts on meshes
+            that were made for some.
         param_dtype: of parameters and outputs, where mp_policy is not given.
         mp_policy: of parameters, gradients and outputs; by default gradients are reduced in fp32.
         offload_policy: where sharded parameters live.
@@ -99,7 +103,8 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
+        ValueError: the mesh has several pipeline stages, or another axis over which nothing is
+            split; the experts' mesh does not go with it; heads do not divide by the size of tensor
             parallelism, there are no experts to hand out or their number does not divide, the plan
             does not fit the model, the model is sharded already, a setting of
             activation checkpointing is unknown, or both cpu_offload and another offload_policy are
@@ -113,9 +118,12 @@ def fsdp2_strategy_parallelize(
     check_checkpointing(mode, activation_checkpointing_scope)
     check_not_sharded(model)
     refuse_pipeline(model, device_mesh)
+    refuse_uncovered(device_mesh, (fsdp_mesh, tp_mesh))
     tell_of_context(device_mesh)
 
-    ep_mesh, experts = _experts_of(model, device_mesh, moe_mesh)
+    moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
+    ep_mesh = None if moe_mesh is None else moe_mesh["ep"]
+    experts = [] if ep_mesh is None else check_experts(model, ep_mesh.size())
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
@@ -140,6 +148,7 @@ def fsdp2_strategy_parallelize(
             model,
             experts,
             moe_mesh,
+            replicas=get_flat_mesh(device_mesh, dp_replicate_mesh_name).size(),
             precision=precision,
             offload=offload,
             reshard_after_forward=reshard_after_forward is not False,
@@ -157,17 +166,6 @@ def fsdp2_strategy_parallelize(
     # The root's parameters are needed first in backward: gathering them again would be for nothing.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False, **sharding)
     return model
-
-
-def _experts_of(
-    model: nn.Module, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None
-) -> tuple[DeviceMesh | None, list[str]]:
-    """The mesh to hand out experts over, and the modules that have them; checked."""
-    if moe_mesh is None:
-        return None, []
-    check_moe_mesh(moe_mesh, device_mesh)
-    ep_mesh = moe_mesh["ep"]
-    return ep_mesh, check_experts(model, ep_mesh.size())
 
 
 def _offload_policy(

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import FSDP2Config
+from meshverse.parallel.experts.sharding import choose_moe_mesh
+from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
 from meshverse.parallel.models.layers import layer_lists
 from meshverse.parallel.models.packed_sequences import (
@@ -43,12 +45,19 @@ class FSDP2Manager:
     Args:
         config: the settings.
         device_mesh: as `create_device_meshes` makes it; None for one process.
-        moe_mesh: the experts' mesh, where experts are handed out to ranks; None where they are not.
+        moe_mesh: the experts' mesh, if `create_device_meshes` made one.
+        ep_size: expert parallelism, where moe_mesh is not given: all ranks make the mesh here then.
+            By default what `create_device_meshes` was asked for; 1 for a model without experts on
+            meshes that were made for some.
         packed_sequences: whether sequences are packed in training, so that transformers' check for
             them must stay whatever the config says.
 
+    Attributes:
+        moe_mesh: the experts' mesh, given or made; None without expert parallelism.
+
     Raises:
-        ValueError: the two meshes are not in one universe, where FSDP2 cannot combine them.
+        ValueError: ep_size is no degree or does not fit the ranks or moe_mesh; or the two meshes
+            are not in one universe, where FSDP2 cannot combine them.
     """
 
     def __init__(
@@ -57,17 +66,12 @@ class FSDP2Manager:
         device_mesh: DeviceMesh | None,
         moe_mesh: DeviceMesh | None = None,
         *,
+        ep_size: int | None = None,
         packed_sequences: bool = False,
     ) -> None:
-        universe = None if device_mesh is None else device_mesh.universe
-        if moe_mesh is not None and moe_mesh.universe is not universe:
-            raise ValueError(
-                f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
-                "root only. Make both with create_device_meshes, or the second with `universe=`."
-            )
         self.config = config
         self.device_mesh = device_mesh
-        self.moe_mesh = moe_mesh
+        self.moe_mesh = _moe_mesh(device_mesh, moe_mesh, ep_size)
         self.packed_sequences = packed_sequences
 
     def parallelize(self, model: _Model) -> _Model:
@@ -95,6 +99,7 @@ class FSDP2Manager:
             model,
             self.device_mesh,
             moe_mesh=self.moe_mesh,
+            ep_size=1 if self.moe_mesh is None else None,
             mp_policy=config.mp_policy,
             offload_policy=config.offload_policy,
             sequence_parallel=config.sequence_parallel,
@@ -132,6 +137,19 @@ class FSDP2Manager:
             restore_is_packed_sequence()
         elif self.config.patch_is_packed_sequence:
             patch_is_packed_sequence()
+
+
+def _moe_mesh(
+    device_mesh: DeviceMesh | None, moe_mesh: DeviceMesh | None, ep_size: int | None
+) -> DeviceMesh | None:
+    if device_mesh is not None:
+        return choose_moe_mesh(device_mesh, moe_mesh, ep_size)
+    if moe_mesh is not None or degree(ep_size, "ep_size") > 1:
+        raise ValueError(
+            f"ep_size={ep_size} and {moe_mesh=} for one process, with device_mesh=None: there are "
+            "no ranks to hand out experts to. Give the mesh that create_device_meshes makes."
+        )
+    return None
 
 
 def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -8,11 +8,13 @@ Example:
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["refuse_pipeline", "tell_of_context"]
+__all__ = ["refuse_pipeline", "refuse_uncovered", "tell_of_context"]
 
 _logger = logging.getLogger(__name__)
 _PP, _CP = "pp", "cp"
@@ -32,6 +34,26 @@ def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{_size_of(mesh, _PP)} stages. Split it into stages first, for instance with "
             "torch.distributed.pipelining, and parallelize this rank's stage on the mesh of its "
             f"stage: device_mesh[{others}]."
+        )
+
+
+def refuse_uncovered(mesh: DeviceMesh, used: Sequence[DeviceMesh]) -> None:
+    """Refuse a mesh with ranks along which nothing is split or kept equal.
+
+    Args:
+        mesh: which a strategy is given.
+        used: the meshes of it, without ranks in common, that the strategy splits the model over.
+
+    Raises:
+        ValueError: the mesh has more ranks than those of `used` together.
+    """
+    count = math.prod(each.size() for each in used)
+    if count != mesh.size():
+        axes = ", ".join(f"{each.mesh_dim_names} of {each.size()}" for each in used)
+        raise ValueError(
+            f"{mesh} has {mesh.size()} ranks, and the strategy splits the model over {count} of "
+            f"them: {axes} ranks. The others would train copies of their own. Name the axes that "
+            "cover the mesh, or give the part of it that this model is on."
         )
 
 
