@@ -38,6 +38,13 @@ from .megatron_optimizer import (
     point_to_new_parameters,
     warn_of_lost_groups,
 )
+from .other_degrees import (
+    refuse_experts,
+    refuse_pipeline,
+    refuse_replicas,
+    refuse_uncovered,
+    tell_of_context,
+)
 
 __all__ = [
     "MegatronFSDPManager",
@@ -78,7 +85,9 @@ def megatron_fsdp_strategy_parallelize(
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh has not the axes.
         TypeError: a setting that is none.
-        ValueError: a setting that the installed version does not know; the model has no unit
+        ValueError: the mesh has axes over which nothing is split here, such as those of pipeline
+            stages, replicas or experts; a setting that the installed version does not know; the
+            model has no unit
             modules, or not all parameters of the optimizer. The model is as it was then.
     """
     config = MegatronFSDPConfig(**settings)
@@ -86,6 +95,8 @@ def megatron_fsdp_strategy_parallelize(
     check_optimizer(optimizer, names, model)
     shard_dim = dp_shard_dim or _default_shard_dim(device_mesh)
     tp_mesh = get_flat_mesh(device_mesh, tp_dim)
+    _refuse_other_degrees(model, device_mesh, (get_flat_mesh(device_mesh, shard_dim), tp_mesh))
+    tell_of_context(device_mesh)
     if get_flat_mesh(device_mesh, shard_dim).size() == 1:
         warnings.warn(
             f"The axis {shard_dim!r} has size 1: Megatron-FSDP has nothing to shard, and only "
@@ -161,6 +172,15 @@ def _split(
         apply_tensor_parallelism(model, tp_mesh, plan)
     if config.activation_checkpointing:
         apply_activation_checkpointing(model, "full")
+
+
+def _refuse_other_degrees(
+    model: nn.Module, mesh: DeviceMesh, used: tuple[DeviceMesh, DeviceMesh]
+) -> None:
+    refuse_pipeline(model, mesh)
+    refuse_replicas(mesh)
+    refuse_experts(mesh)
+    refuse_uncovered(mesh, used)
 
 
 def _default_shard_dim(mesh: DeviceMesh) -> str:

@@ -14,10 +14,19 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["refuse_pipeline", "refuse_uncovered", "tell_of_context"]
+from meshverse import DeviceMesh as OurDeviceMesh
+from meshverse.parallel.meshes.create import asked_ep_size
+
+__all__ = [
+    "refuse_experts",
+    "refuse_pipeline",
+    "refuse_replicas",
+    "refuse_uncovered",
+    "tell_of_context",
+]
 
 _logger = logging.getLogger(__name__)
-_PP, _CP = "pp", "cp"
+_PP, _CP, _DP_REPLICATE = "pp", "cp", "dp_replicate"
 
 
 def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -34,6 +43,32 @@ def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{_size_of(mesh, _PP)} stages. Split it into stages first, for instance with "
             "torch.distributed.pipelining, and parallelize this rank's stage on the mesh of its "
             f"stage: device_mesh[{others}]."
+        )
+
+
+def refuse_replicas(mesh: DeviceMesh) -> None:
+    """Refuse a mesh with replicas, for a strategy that shards over all ranks with own tokens.
+
+    Raises:
+        ValueError: the mesh has an axis dp_replicate of more than one.
+    """
+    if _size_of(mesh, _DP_REPLICATE) > 1:
+        raise ValueError(
+            f"{_DP_REPLICATE}={_size_of(mesh, _DP_REPLICATE)}: Megatron-FSDP has no replicas of "
+            "shards. Make the mesh with create_megatron_fsdp_device_mesh, or use FSDP2."
+        )
+
+
+def refuse_experts(mesh: OurDeviceMesh) -> None:
+    """Refuse a mesh made for expert parallelism, for a strategy that hands out no experts.
+
+    Raises:
+        ValueError: it was asked for when the mesh was made.
+    """
+    if asked_ep_size(mesh) > 1:
+        raise ValueError(
+            f"The mesh was made for ep_size={asked_ep_size(mesh)}: Megatron-FSDP hands out no "
+            "experts. Make the mesh with create_megatron_fsdp_device_mesh, or use FSDP2."
         )
 
 
