@@ -82,7 +82,7 @@ def test_other_ways_of_checkpointing_are_refused(mode) -> None:
         FSDP2Config(activation_checkpointing=mode)
 
 
-@pytest.mark.parametrize("stage", [-1, 4, None, "zero", "optim_params"])
+@pytest.mark.parametrize("stage", [-1, 4, None, "zero", "optim_params", True, 2.0, "2"])
 def test_other_stages_of_zero_are_refused(stage) -> None:
     with pytest.raises(ValueError, match=f"zero_dp_strategy={stage!r}: expected one of"):
         MegatronFSDPConfig(zero_dp_strategy=stage)

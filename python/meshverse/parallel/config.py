@@ -172,7 +172,8 @@ class MegatronFSDPConfig(_Settings):
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.zero_dp_strategy not in _ZERO_STRATEGIES:
+        stage = self.zero_dp_strategy
+        if type(stage) not in (int, str) or stage not in _ZERO_STRATEGIES:  # True == 1 == 1.0
             raise ValueError(
                 f"zero_dp_strategy={self.zero_dp_strategy!r}: expected one of {_ZERO_STRATEGIES}."
             )
