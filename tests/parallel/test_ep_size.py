@@ -204,9 +204,9 @@ def test_degrees_that_do_not_fit_are_refused() -> None:
             fsdp2_strategy_parallelize(Model(), mesh, moe_mesh=moe_mesh, ep_size=1)
         with pytest.raises(ValueError, match="ep_size=3 must divide the 8 ranks"):
             FSDP2Manager(_CONFIG, mesh, ep_size=3)
-        with pytest.raises(ValueError, match="ep_size=2 .*one process, with device_mesh=None"):
+        with pytest.raises(ValueError, match=r"ep_size=2 .*one process, with device_mesh=None"):
             FSDP2Manager(_CONFIG, None, ep_size=2)
-        with pytest.raises(ValueError, match="over 8 ranks: expected .* over the 1 ranks of"):
+        with pytest.raises(ValueError, match=r"over 8 ranks: expected .* over the 1 ranks of"):
             FSDP2Manager(_CONFIG, mesh["tp"], moe_mesh)
 
 
@@ -234,9 +234,9 @@ def test_axes_over_which_nothing_is_split_are_refused() -> None:
 
 @pytest.mark.parametrize("degree", ["pp_size", "dp_replicate_size", "ep_size"])
 def test_megatron_fsdp_makes_no_mesh_with_degrees_it_has_not(degree: str) -> None:
-    with fake_world(8), groups_created(0):
-        with pytest.raises(ValueError, match=f"Megatron-FSDP does not support .*: {degree}=2"):
-            create_megatron_fsdp_device_mesh(ParallelismSizes(**{degree: 2}))
+    message = f"Megatron-FSDP does not support .*: {degree}=2"
+    with fake_world(8), groups_created(0), pytest.raises(ValueError, match=message):
+        create_megatron_fsdp_device_mesh(ParallelismSizes(**{degree: 2}))
 
 
 @pytest.mark.parametrize(

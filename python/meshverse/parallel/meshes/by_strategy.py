@@ -105,7 +105,7 @@ def create_device_meshes(
 def _check_ddp(
     parallelism: ParallelismSizes, world_size: int | None, ranks: Sequence[int] | None
 ) -> None:
-    """Check that what is asked for is what DDP does: it trains on all ranks of its process group."""
+    """Check that what is asked for is what DDP does: train on all ranks of its process group."""
     if ranks is not None:
         raise ValueError(
             f"ranks={ranks!r}: DDP has no mesh to place on them. Leave ranks unset, and give "

@@ -98,8 +98,8 @@ def tell_of_context(mesh: DeviceMesh) -> None:
         _logger.warning(
             "cp=%d: parameters are sharded over cp, and its ranks count as data-parallel ones. "
             "Sequences are not split here: run forward and backward within "
-            "torch.distributed.tensor.experimental.context_parallel(mesh['cp'], buffers=...), or "
-            "give each of these ranks sequences of its own.",
+            "meshverse.parallel.context_parallel(mesh, buffers=..., buffer_seq_dims=...), or give "
+            "each of these ranks sequences of its own.",
             _size_of(mesh, _CP),
         )
 
