@@ -108,7 +108,7 @@ def shard_experts(
         offload: where sharded parameters live; None for the mesh's device.
         reshard_after_forward: whether experts are gathered again in backward.
     """
-    settings: dict[str, Any] = {} if offload is None else {"offload_policy": offload}
+    settings: dict[str, Any] = {"offload_policy": offload}
     mesh = _data_mesh(moe_mesh, replicas)
     own = replace(precision, cast_forward_inputs=False, output_dtype=None)
     for name in names:

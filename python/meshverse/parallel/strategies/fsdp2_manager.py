@@ -12,18 +12,17 @@ Example:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import FSDP2Config
 from meshverse.parallel.experts.sharding import choose_moe_mesh
 from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
-from meshverse.parallel.models.layers import layer_lists
+from meshverse.parallel.models.compiling import compile_layers, warn_of_async_tensor_parallel
 from meshverse.parallel.models.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
@@ -74,11 +73,19 @@ class FSDP2Manager:
         self.moe_mesh = _moe_mesh(device_mesh, moe_mesh, ep_size)
         self.packed_sequences = packed_sequences
 
-    def parallelize(self, model: _Model) -> _Model:
+    def parallelize(
+        self,
+        model: _Model,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+    ) -> _Model:
         """Split and shard a model in place.
 
         Where there is nothing to split, in a world of one, activation checkpointing is applied all
         the same, and the model keeps its precision.
+
+        Args:
+            model: whose parameters are whole.
+            reapply_trainability: as for `fsdp2_strategy_parallelize`.
 
         Returns:
             The same model object.
@@ -94,6 +101,8 @@ class FSDP2Manager:
                 apply_activation_checkpointing(
                     model, config.activation_checkpointing, config.activation_checkpointing_scope
                 )
+            if reapply_trainability is not None:
+                reapply_trainability(model)
             return model
         fsdp2_strategy_parallelize(
             model,
@@ -110,6 +119,7 @@ class FSDP2Manager:
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
             fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
             fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
+            reapply_trainability=reapply_trainability,
         )
         return model
 
@@ -122,14 +132,9 @@ class FSDP2Manager:
             The same model object.
         """
         if self.config.enable_async_tensor_parallel:
-            _logger.warning(
-                "enable_async_tensor_parallel has no effect: torch has no public switch for it."
-            )
+            warn_of_async_tensor_parallel()
         if self.config.enable_compile:
-            layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
-            _wait_for_embeddings(model, layers)
-            for layer in layers:
-                layer.compile()
+            compile_layers(model)
         return model
 
     def _patch_transformers(self) -> None:
@@ -150,21 +155,3 @@ def _moe_mesh(
             "no ranks to hand out experts to. Give the mesh that create_device_meshes makes."
         )
     return None
-
-
-def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let the embeddings outside the layers hand out tensors that are there already.
-
-    One that is split by rows gives a tensor whose all-reduce is still under way. A compiled layer
-    (seen with torch 2.13) computes the right output from it, but passes its gradient on to
-    the wrong place, so that the embedding learns nothing.
-    """
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and id(module) not in inside:
-            module.register_forward_hook(_finished)
-
-
-def _finished(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
-    return output if type(output) is Tensor else output.clone()

@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def megatron_fsdp_strategy_parallelize(
     tp_shard_plan: TPPlan | None = None,
     dp_shard_dim: str | None = None,
     tp_dim: str = "tp",
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Split a model by tensor parallelism and shard it with Megatron-FSDP.
@@ -75,6 +77,8 @@ def megatron_fsdp_strategy_parallelize(
         dp_shard_dim: axis to shard over; by default dp_cp where there is context parallelism,
             else dp.
         tp_dim: axis of tensor parallelism.
+        reapply_trainability: called with the model when its parameters are split and not yet
+            sharded, to say anew which of them are trained.
         settings: fields of `MegatronFSDPConfig`.
 
     Returns:
@@ -103,7 +107,7 @@ def megatron_fsdp_strategy_parallelize(
             "tensor parallelism is applied.",
             stacklevel=2,
         )
-        _split(model, tp_mesh, tp_shard_plan, config)
+        _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
         point_to_new_parameters(optimizer, names, model)
         return model, optimizer
 
@@ -119,7 +123,7 @@ def megatron_fsdp_strategy_parallelize(
         "fsdp_unit_modules": unit_modules(model, config.megatron_fsdp_unit_modules),
         "device": training_device(device_mesh),
     }
-    _split(model, tp_mesh, tp_shard_plan, config)
+    _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
     if optimizer is None:
         return shard(model, **arguments), None
     warn_of_lost_groups(optimizer)
@@ -145,7 +149,10 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """Split and shard a model, and the optimizer of its parameters.
 
@@ -158,20 +165,32 @@ class MegatronFSDPManager:
         if self.device_mesh is None or self.device_mesh.size() == 1:
             if self.config.activation_checkpointing:
                 apply_activation_checkpointing(model, "full")
+            if reapply_trainability is not None:
+                reapply_trainability(model)
             return model, optimizer
         return megatron_fsdp_strategy_parallelize(
-            model, self.device_mesh, optimizer, **self.config.to_dict()
+            model,
+            self.device_mesh,
+            optimizer,
+            reapply_trainability=reapply_trainability,
+            **self.config.to_dict(),
         )
 
 
 def _split(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: TPPlan | None, config: MegatronFSDPConfig
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: TPPlan | None,
+    config: MegatronFSDPConfig,
+    reapply_trainability: Callable[[nn.Module], None] | None,
 ) -> None:
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(model, tp_mesh, plan)
     if config.activation_checkpointing:
         apply_activation_checkpointing(model, "full")
+    if reapply_trainability is not None:
+        reapply_trainability(model)
 
 
 def _refuse_other_degrees(
