@@ -42,7 +42,7 @@ def run(run: Run) -> Outcome:
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
         outcome.notes.append("Skipped: transformers 5.23 or newer is not installed.")
         return outcome
-    counts, repetitions = run.choose(_TOKENS, [512]), run.choose(5, 1)
+    counts, repetitions = run.choose(_TOKENS, [512]), run.choose(3, 1)
     cases = [(n, side) for n in range(repetitions) for side in _SIDES]
     expected: list[list[float]] = []
     for step, (_, side) in enumerate(cases):
