@@ -73,8 +73,13 @@ def context_parallel(
         ],
         no_restore_buffers=set(no_restore_buffers),
     )
-    with split, sdpa_kernel(_KERNELS):
-        yield
+    split.__enter__()
+    try:
+        with sdpa_kernel(_KERNELS):
+            yield
+    finally:
+        # As if nothing was raised: else torch 2.11 restores neither buffers nor attention.
+        split.__exit__(None, None, None)
 
 
 def _axis(mesh: DeviceMesh) -> DeviceMesh:
