@@ -41,6 +41,7 @@ SUITES = [
     "waiting",
     "memory",
     "one_graph",
+    "experts",
     "gpu",
 ]
 

@@ -148,6 +148,10 @@ def test_equal_axes_of_the_two_meshes_share_groups(world) -> None:
         ({"tp_size": 8}, "tp_size=8 does not divide local_world_size=4.*one node"),
         ({"tp_size": 2, "sharding_world_size": 3}, r"sharding_world_size=3 .*tp_size=4"),
         ({"tp_size": 2, "sharding_world_size": 8}, r"sharding_world_size=8 .*world_size / tp_si"),
+        ({"tp_size": "2"}, "tp_size='2' of type str is no number of processes"),
+        ({"tp_size": 2.0}, "tp_size=2.0 of type float is no number of processes"),
+        ({"tp_size": True}, "tp_size=True of type bool is no number of processes"),
+        ({"sharding_world_size": -1}, "sharding_world_size=-1 of type int is no number"),
         ({"local_rank": 2}, r"local_rank=2 of rank 5 with local_world_size=4: expected 1"),
         ({"world_size": 4}, r"rank=5 of world_size=4, .*is rank 5 of 8"),
         ({"rank": 1}, r"rank=1 of world_size=8, .*is rank 5 of 8"),
@@ -161,6 +165,23 @@ def test_what_does_not_fit_is_refused_with_the_numbers(world, changed, message) 
     with pytest.raises(ValueError, match=message):
         MeshCollective(device_type="cpu", **arguments)
     assert group_names() == before
+
+
+@pytest.mark.parametrize("name", ["tp_size", "sharding_world_size"])
+@pytest.mark.parametrize("wrong", ["1", 1.0, True, -1, 0])
+def test_a_config_takes_numbers_of_processes_only(name, wrong) -> None:
+    with pytest.raises(ValueError, match=f"{name}={wrong!r} of type .* is no number of processes"):
+        CollectiveConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "sharding_world_size": 4}])
+@in_worlds((8, 5))
+def test_sizes_that_are_not_those_of_the_meshes_given_are_refused(world, sizes) -> None:
+    place = {"local_world_size": 4, "local_rank": 1, "device_type": "cpu"}
+    whole = MeshCollective(5, 8, tp_size=2, **place)
+    assert MeshCollective(5, 8, mesh=whole.meshes, **place).tp_world_size == 2
+    with pytest.raises(ValueError, match=r"but the mesh given has tp=2 and dp_shard=2"):
+        MeshCollective(5, 8, mesh=whole.meshes, **place, **sizes)
 
 
 def test_refused_before_the_world_is_started() -> None:

@@ -22,7 +22,7 @@ def test_fsdp2_defaults() -> None:
         "offload_policy": None,
         "autocast_dtype": None,
         "activation_checkpointing": False,
-        "activation_checkpointing_scope": "all",
+        "activation_checkpointing_scope": ("all",),
         "defer_fsdp_grad_sync": True,
         "reshard_after_forward": None,
         "enable_async_tensor_parallel": False,
@@ -49,6 +49,7 @@ def test_ddp_defaults_are_torchs() -> None:
     settings = DDPConfig().to_dict()
     assert settings == {
         "activation_checkpointing": False,
+        "activation_checkpointing_scope": ("all",),
         "bucket_cap_mb": None,
         "autocast_dtype": None,
         "broadcast_buffers": True,
@@ -71,37 +72,74 @@ def test_configs_share_no_policy() -> None:
     assert FSDP2Config().mp_policy is not FSDP2Config().mp_policy
 
 
-@pytest.mark.parametrize("mode", [False, "full", "selective"])
-def test_ways_of_checkpointing(mode) -> None:
-    assert FSDP2Config(activation_checkpointing=mode).activation_checkpointing == mode
+_WITH_SCOPES = pytest.mark.parametrize("config", [FSDP2Config, DDPConfig])
 
 
-@pytest.mark.parametrize("mode", [True, None, 0, 1, "none", "Full", ""])
-def test_other_ways_of_checkpointing_are_refused(mode) -> None:
+@_WITH_SCOPES
+@pytest.mark.parametrize("mode", [False, True, "full", "selective"])
+def test_ways_of_checkpointing(config, mode) -> None:
+    assert config(activation_checkpointing=mode).activation_checkpointing == mode
+
+
+@_WITH_SCOPES
+@pytest.mark.parametrize("mode", [None, 0, 1, 1.0, "none", "Full", ""])
+def test_other_ways_of_checkpointing_are_refused(config, mode) -> None:
     with pytest.raises(ValueError, match=f"activation_checkpointing={mode!r}: expected one of"):
-        FSDP2Config(activation_checkpointing=mode)
+        config(activation_checkpointing=mode)
 
 
-@pytest.mark.parametrize("stage", [-1, 4, None, "zero", "optim_params"])
+@pytest.mark.parametrize("mode", ["full", "selective", None, 1])
+def test_megatron_fsdp_checkpoints_every_layer_or_none(mode) -> None:
+    with pytest.raises(ValueError, match=f"activation_checkpointing={mode!r}: Megatron-FSDP has"):
+        MegatronFSDPConfig(activation_checkpointing=mode)
+
+
+def test_no_policy_is_the_default_one() -> None:
+    assert FSDP2Config(mp_policy=None) == FSDP2Config()
+
+
+@pytest.mark.parametrize("stage", [-1, 4, None, "zero", "optim_params", True, 2.0, "2"])
 def test_other_stages_of_zero_are_refused(stage) -> None:
     with pytest.raises(ValueError, match=f"zero_dp_strategy={stage!r}: expected one of"):
         MegatronFSDPConfig(zero_dp_strategy=stage)
 
 
-@pytest.mark.parametrize("scope", ["all", ["all"], "vision", ("language", "audio"), ["multimodal"]])
-def test_scopes(scope) -> None:
-    assert FSDP2Config(activation_checkpointing_scope=scope).activation_checkpointing_scope == scope
+@_WITH_SCOPES
+@pytest.mark.parametrize(
+    ("scope", "parts"),
+    [
+        ("all", ("all",)),
+        (["all"], ("all",)),
+        (None, ("all",)),
+        ("auto", ("all",)),
+        ("default", ("all",)),
+        ("", ("all",)),
+        ([], ("all",)),
+        (["auto", "all"], ("all",)),
+        ("vision", ("vision",)),
+        ("vision,audio", ("vision", "audio")),
+        ("audio + Vision", ("audio", "vision")),
+        (("language", "audio", "language"), ("language", "audio")),
+        (["language,vision", "audio"], ("language", "vision", "audio")),
+        ({"multimodal"}, ("multimodal",)),
+    ],
+)
+def test_scopes(config, scope, parts) -> None:
+    assert config(activation_checkpointing_scope=scope).activation_checkpointing_scope == parts
 
 
+@_WITH_SCOPES
 @pytest.mark.parametrize(
     ("scope", "message"),
     [
         ("text", r"activation_checkpointing_scope='text': unknown \['text'\]"),
         (["vision", "text"], r"unknown \['text'\]"),
-        ([], r"activation_checkpointing_scope=\[\]"),
+        ("vision,text", r"activation_checkpointing_scope='vision,text': unknown \['text'\]"),
+        (["vision", 3], r"unknown \[3\]"),
         (["all", "vision"], r"activation_checkpointing_scope=\['all', 'vision'\]: 'all' includes"),
+        ("auto,vision", r"activation_checkpointing_scope='auto,vision': 'all' includes"),
     ],
 )
-def test_other_scopes_are_refused(scope, message) -> None:
+def test_other_scopes_are_refused(config, scope, message) -> None:
     with pytest.raises(ValueError, match=message):
-        FSDP2Config(activation_checkpointing_scope=scope)
+        config(activation_checkpointing_scope=scope)

@@ -234,8 +234,8 @@ class Listed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Dense(), "ep=2: Dense has no experts with stacked weights to hand out"),
-        (Listed(), "ep=2: the experts of Listed are lists of modules, such as 'experts'"),
+        (Dense(), "ep=2: Dense has no experts to hand out"),
+        (Listed(), "experts is a list of modules, which Listed may call in any way"),
     ],
 )
 def test_a_model_without_experts_to_hand_out_is_refused(model: nn.Module, message: str) -> None:

@@ -120,6 +120,7 @@ def test_tensor_parallelism_alone_equals_one_process(four) -> None:
     [
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": True, "activation_checkpointing_scope": "language,audio"},
         {"activation_checkpointing": "full", "activation_checkpointing_scope": "language"},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"reshard_after_forward": False},
@@ -291,7 +292,7 @@ class _Toy(nn.Module):
 
 
 @pytest.mark.parametrize("with_mesh", [False, True])
-@pytest.mark.parametrize(("mode", "runs"), [(False, 1), ("full", 2)])
+@pytest.mark.parametrize(("mode", "runs"), [(False, 1), (True, 2), ("full", 2)])
 def test_a_world_of_one_is_only_checkpointed(with_mesh, mode, runs) -> None:
     with fake_world(1):
         config = FSDP2Config(activation_checkpointing=mode)

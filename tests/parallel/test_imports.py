@@ -54,6 +54,7 @@ _DOCUMENTED = {
         "apply_fsdp_sharding_recursively",
         "apply_tensor_parallelism",
         "apply_tp_plan",
+        "context_parallel",
         "destroy_dist_connection",
         "fsdp2_strategy_parallelize",
         "get_hf_tp_shard_plan",

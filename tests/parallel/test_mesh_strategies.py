@@ -84,10 +84,31 @@ def test_another_world_size_than_the_worlds(world, config, world_size) -> None:
         create_device_meshes(config, ParallelismSizes(), world_size=world_size)
 
 
-@pytest.mark.parametrize("ep_size", [0, -2, 2.0, None])
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig(), DDPConfig()])
+@pytest.mark.parametrize("world_size", ["8", 8.0, True, -1, 0])
+def test_no_number_of_ranks(world, config, world_size) -> None:
+    message = rf"world_size={world_size!r} of type \w+: give an int above 0"
+    with nothing_created(), pytest.raises(ValueError, match=message):
+        create_device_meshes(config, ParallelismSizes(), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "message"),
+    [
+        ({"dp_size": 4}, {}, r"dp_size=4 .* = 4, but there are 8 ranks"),
+        ({}, {"world_size": 4}, "world_size=4, but the world has 8 ranks"),
+        ({}, {"ranks": [0, 1]}, r"ranks=\[0, 1\]: DDP has no mesh to place on them"),
+    ],
+)
+def test_ddp_refuses_other_ranks_than_all(world, sizes, changed, message) -> None:
+    with nothing_created(), pytest.raises(ValueError, match=message):
+        create_device_meshes(DDPConfig(), ParallelismSizes(**sizes), **changed)
+
+
+@pytest.mark.parametrize("ep_size", ["2", True, 0, -2, 2.0, None])
 def test_no_degree_of_experts(world, ep_size) -> None:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=8)
-    with nothing_created(mesh), pytest.raises(ValueError, match=f"ep_size={ep_size}: expected"):
+    with nothing_created(mesh), pytest.raises(ValueError, match=f"ep_size={ep_size!r}: expected"):
         create_moe_mesh(mesh, ep_size=ep_size)
 
 

@@ -147,7 +147,7 @@ def calls(model: Model) -> dict[str, int]:
     return {name: model.get_submodule(name).calls for name in BLOCKS}
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [True, "full", "selective"])
 def test_layers_run_again_in_backward(mode: Any) -> None:
     model = Model()
     names = list(model.state_dict())
@@ -172,7 +172,10 @@ def test_a_copy_of_a_checkpointed_model_has_its_own_layers() -> None:
     [
         ("vision", {name for name in BLOCKS if "vision" in name}),
         (["language", "audio"], {name for name in BLOCKS if "vision" not in name}),
+        ("language,audio", {name for name in BLOCKS if "vision" not in name}),
         ("multimodal", set()),
+        (None, set(BLOCKS)),
+        ("auto", set(BLOCKS)),
     ],
 )
 def test_scope_chooses_layers(scope: Any, again: set[str]) -> None:
@@ -226,7 +229,7 @@ def test_selective_keeps_matrix_products() -> None:
 def test_cache_is_off_and_unknown_modes_are_refused() -> None:
     model = Model()
     model.config = SimpleNamespace(use_cache=True)
-    with pytest.raises(ValueError, match="mode='some': expected 'full' or 'selective'"):
+    with pytest.raises(ValueError, match="mode='some': expected 'full', True or 'selective'"):
         apply_activation_checkpointing(model, "some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation_checkpointing_scope='smell'"):
         apply_activation_checkpointing(model, "full", "smell")

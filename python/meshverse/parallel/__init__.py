@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
     )
     from .models.checkpointing import apply_activation_checkpointing
     from .models.import_paths import import_class_from_path, import_classes_from_paths
+    from .strategies.context_parallel import context_parallel
     from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
     from .strategies.fsdp2_manager import FSDP2Manager
     from .strategies.fsdp2_sharding import apply_fsdp_sharding_recursively
@@ -83,6 +84,7 @@ __all__ = [
     "apply_tp_plan",
     "build_collective",
     "clip_grad_norm_",
+    "context_parallel",
     "create_device_meshes",
     "create_fsdp2_device_mesh",
     "create_megatron_fsdp_device_mesh",
@@ -135,6 +137,7 @@ _HOMES = {
     ),
     "models.checkpointing": ("apply_activation_checkpointing",),
     "models.import_paths": ("import_class_from_path", "import_classes_from_paths"),
+    "strategies.context_parallel": ("context_parallel",),
     "strategies.fsdp2": ("fsdp2_strategy_parallelize", "unshard_fsdp2_model"),
     "strategies.fsdp2_manager": ("FSDP2Manager",),
     "strategies.fsdp2_sharding": ("apply_fsdp_sharding_recursively",),

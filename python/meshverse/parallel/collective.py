@@ -16,7 +16,7 @@ import torch
 
 from .collectives.base import Collective, SingleProcessCollective
 from .collectives.group import Meshes
-from .collectives.mesh import MeshCollective
+from .collectives.mesh import MeshCollective, check_sizes
 
 __all__ = [
     "Collective",
@@ -38,11 +38,17 @@ class CollectiveConfig:
         device_type: "cpu", "cuda", "mps"; None for the GPU, or the CPU without one.
         tp_size: number of processes in a tensor-parallel group.
         sharding_world_size: number of shards; None for as many as a node has such groups.
+
+    Raises:
+        ValueError: a number is no int above 0.
     """
 
     device_type: str | None = None
     tp_size: int = 1
     sharding_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(tp_size=self.tp_size, sharding_world_size=self.sharding_world_size)
 
 
 def build_collective(config: CollectiveConfig) -> Collective:

@@ -10,7 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -24,9 +24,16 @@ __all__ = ["DDPConfig", "FSDP2Config", "MegatronFSDPConfig", "default_mixed_prec
 TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]]
 """A tensor-parallel plan: itself, an import path of it, or a function that gives it."""
 
-_CHECKPOINTING = (False, "full", "selective")
+CheckpointingMode = Literal[True, False, "full", "selective"]
+"""Of activation checkpointing: of every layer (True is "full"), of some operations, or none."""
+
+CheckpointingScope = str | Collection[str] | None
+"""The parts of a model; see `checkpointing_parts`."""
+
+_CHECKPOINTING = (True, False, "full", "selective")
 _ZERO_STRATEGIES = (0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params")
 _SCOPES = ("all", "language", "vision", "audio", "multimodal")
+_ALL = ("auto", "default")  # other words for it
 
 
 def default_mixed_precision() -> MixedPrecisionPolicy:
@@ -56,12 +63,13 @@ class FSDP2Config(_Settings):
         tp_plan: by module name, the parallel style; or its import path; None to choose by model.
         patch_is_packed_sequence: whether to replace transformers' check for packed sequences, which
             waits for the device in every layer. Never when packed sequences are trained.
-        mp_policy: of parameters, gradients and outputs.
+        mp_policy: of parameters, gradients and outputs; None for the default, in bf16.
         offload_policy: where sharded parameters live, such as CPUOffloadPolicy.
         autocast_dtype: of torch.autocast around the forward, for the training loop.
-        activation_checkpointing: of every layer ("full"), of some operations ("selective").
+        activation_checkpointing: of every layer (True or "full"), of some operations ("selective").
         activation_checkpointing_scope: which parts of the model: "all", or one or several of
-            "language", "vision", "audio", "multimodal".
+            "language", "vision", "audio", "multimodal"; in all forms of `checkpointing_parts`, and
+            afterwards a tuple.
         defer_fsdp_grad_sync: whether only the last micro-batch reduces gradients, for the training
             loop.
         reshard_after_forward: None for all layers but the last; True, False for all.
@@ -79,11 +87,11 @@ class FSDP2Config(_Settings):
     sequence_parallel: bool = False
     tp_plan: TPPlan | None = None
     patch_is_packed_sequence: bool = False
-    mp_policy: MixedPrecisionPolicy = field(default_factory=default_mixed_precision)
+    mp_policy: MixedPrecisionPolicy | None = field(default_factory=default_mixed_precision)
     offload_policy: OffloadPolicy | None = None
     autocast_dtype: torch.dtype | None = None
-    activation_checkpointing: Literal[False, "full", "selective"] = False
-    activation_checkpointing_scope: str | Sequence[str] = "all"
+    activation_checkpointing: CheckpointingMode = False
+    activation_checkpointing_scope: CheckpointingScope = "all"
     defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | None = None
     enable_async_tensor_parallel: bool = False
@@ -93,37 +101,52 @@ class FSDP2Config(_Settings):
     fsdp2_forward_prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
-        check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
+        if self.mp_policy is None:
+            self.mp_policy = default_mixed_precision()
+        check_checkpointing(self.activation_checkpointing)
+        self.activation_checkpointing_scope = checkpointing_parts(
+            self.activation_checkpointing_scope
+        )
 
 
-def check_checkpointing(mode: bool | str, scope: str | Sequence[str]) -> None:
+def check_checkpointing(mode: object) -> None:
     """Check how activation checkpointing is asked for.
 
     Raises:
-        ValueError: a mode that is none, or as `check_scope`.
+        ValueError: a mode that is none.
     """
-    if mode is not False and mode not in _CHECKPOINTING[1:]:
+    if type(mode) not in (bool, str) or mode not in _CHECKPOINTING:
         raise ValueError(f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}.")
-    check_scope(scope)
 
 
-def check_scope(scope: str | Sequence[str]) -> None:
-    """Check a scope of activation checkpointing.
+def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
+    """The parts of a model that a scope of activation checkpointing names, each once.
+
+    Args:
+        scope: "all", or one or several of "language", "vision", "audio", "multimodal": a string
+            with commas or plus signs between them, or several strings, in whatever case. None,
+            nothing, "auto" and "default" are "all".
 
     Raises:
-        ValueError: an unknown part, none, or "all" beside others.
+        ValueError: an unknown part, or "all" beside others.
     """
-    parts = (scope,) if isinstance(scope, str) else tuple(scope)
-    unknown = [part for part in parts if part not in _SCOPES]
-    if unknown or not parts:
+    given: tuple[Any, ...] = () if scope is None else tuple(scope)
+    given = (scope,) if isinstance(scope, str) else given
+    wrong = [each for each in given if not isinstance(each, str)]
+    words = ",".join(each for each in given if isinstance(each, str)).replace("+", ",").split(",")
+    parts = dict.fromkeys(word.strip().lower() for word in words if word.strip())
+    parts = dict.fromkeys("all" if part in _ALL else part for part in parts)
+    unknown = [*wrong, *(part for part in parts if part not in _SCOPES)]
+    if unknown:
         raise ValueError(
             f"activation_checkpointing_scope={scope!r}: unknown {unknown}. Give one or several of "
             f"{_SCOPES}."
         )
-    if "all" in parts and set(parts) != {"all"}:
+    if "all" in parts and len(parts) > 1:
         raise ValueError(
             f"activation_checkpointing_scope={scope!r}: 'all' includes the others. Give it alone."
         )
+    return tuple(parts) or ("all",)
 
 
 @dataclass
@@ -151,7 +174,8 @@ class MegatronFSDPConfig(_Settings):
         activation_checkpointing: whether layers are recomputed in backward.
 
     Raises:
-        ValueError: zero_dp_strategy is neither a stage nor the package's name of one.
+        ValueError: zero_dp_strategy is neither a stage nor the package's name of one, or
+            activation_checkpointing is no bool.
     """
 
     megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None
@@ -172,9 +196,15 @@ class MegatronFSDPConfig(_Settings):
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.zero_dp_strategy not in _ZERO_STRATEGIES:
+        stage = self.zero_dp_strategy
+        if type(stage) not in (int, str) or stage not in _ZERO_STRATEGIES:  # True == 1 == 1.0
             raise ValueError(
                 f"zero_dp_strategy={self.zero_dp_strategy!r}: expected one of {_ZERO_STRATEGIES}."
+            )
+        if not isinstance(self.activation_checkpointing, bool):
+            raise ValueError(
+                f"activation_checkpointing={self.activation_checkpointing!r}: Megatron-FSDP has it "
+                "of every layer (True) or of none (False). FSDP2Config has other modes."
             )
 
 
@@ -183,19 +213,30 @@ class DDPConfig(_Settings):
     """Settings of DistributedDataParallel; defaults and names are torch's.
 
     Attributes:
-        activation_checkpointing: whether layers are recomputed in backward.
+        activation_checkpointing: as of `FSDP2Config`, for the training loop.
+        activation_checkpointing_scope: likewise.
         bucket_cap_mb: size of a bucket of gradients in MiB; None for torch's default.
         autocast_dtype: of torch.autocast around the forward, for the training loop.
         broadcast_buffers: whether buffers are broadcast before every forward.
         find_unused_parameters: whether parameters without gradient are looked for.
         static_graph: whether the graph is the same in every step.
         gradient_as_bucket_view: whether gradients are views of the buckets.
+
+    Raises:
+        ValueError: as `FSDP2Config`.
     """
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: CheckpointingMode = False
+    activation_checkpointing_scope: CheckpointingScope = "all"
     bucket_cap_mb: float | None = None
     autocast_dtype: torch.dtype | None = None
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        check_checkpointing(self.activation_checkpointing)
+        self.activation_checkpointing_scope = checkpointing_parts(
+            self.activation_checkpointing_scope
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from .collectives.teardown import destroy_dist_connection
 from .models.checkpointing import apply_activation_checkpointing
 from .models.import_paths import import_class_from_path, import_classes_from_paths
+from .strategies.context_parallel import context_parallel
 from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
 from .strategies.fsdp2_sharding import apply_fsdp_sharding_recursively
 from .styles.local_styles import ReplicatedWithGradAllreduce
@@ -24,6 +25,7 @@ __all__ = [
     "apply_fsdp_sharding_recursively",
     "apply_tensor_parallelism",
     "apply_tp_plan",
+    "context_parallel",
     "destroy_dist_connection",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",

@@ -15,16 +15,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from meshverse import init_device_mesh
+from meshverse import DeviceMesh, init_device_mesh
 
 from .group import GroupCollective, Meshes
 
-__all__ = ["MeshCollective"]
+__all__ = ["MeshCollective", "check_sizes"]
 
 
 class MeshCollective(GroupCollective):
@@ -44,12 +44,14 @@ class MeshCollective(GroupCollective):
         mesh: existing meshes to use; by default they are made.
         process_group: of these processes; by default the whole world's. With `mesh`, a process
             group along some of its axes limits the operations to it.
-        tp_size: number of processes in a tensor-parallel group, which lies within a node.
+        tp_size: number of processes in a tensor-parallel group, which lies within a node. With
+            `mesh`, this and the next may be left out.
         sharding_world_size: number of shards; other processes hold replicas. By default as many
             as a node has tensor-parallel groups.
 
     Raises:
-        ValueError: sizes that do not divide each other, or ranks and sizes that are not the process
+        ValueError: sizes that are no ints above 0, do not divide each other or are not those of the
+            meshes given; or ranks and sizes that are not the process
             group's. Nothing has been created then.
     """
 
@@ -69,6 +71,8 @@ class MeshCollective(GroupCollective):
         shape: tuple[int, ...] = ()
         if mesh is None:
             shape = _parallel_shape(world_size, local_world_size, tp_size, sharding_world_size)
+        else:
+            _check_sizes_of(mesh.parallel_mesh, tp_size, sharding_world_size)
         if process_group is None:
             _check_local_rank(rank, local_rank, local_world_size)
         with contextlib.ExitStack() as made:
@@ -111,8 +115,9 @@ def _parallel_shape(
     """Sizes of the axes (dp_replicate, dp_shard, tp).
 
     Raises:
-        ValueError: something is below 1 or does not divide what it should.
+        ValueError: something is no int above 0 or does not divide what it should.
     """
+    check_sizes(tp_size=tp_size, sharding_world_size=sharding_world_size)
     sizes = {"world_size": world_size, "local_world_size": local_world_size, "tp_size": tp_size}
     _check_divides("local_world_size", "world_size", sizes, "every node has as many processes")
     _check_divides("tp_size", "local_world_size", sizes, "a tensor-parallel group is on one node")
@@ -122,6 +127,34 @@ def _parallel_shape(
     sizes["world_size / tp_size"] = world_size // tp_size
     _check_divides("sharding_world_size", "world_size / tp_size", sizes, "replicas are alike")
     return world_size // tp_size // sharding_world_size, sharding_world_size, tp_size
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Check that sizes are ints above 0, or None.
+
+    Raises:
+        ValueError: some are not.
+    """
+    for name, size in sizes.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(
+                f"{name}={size!r} of type {type(size).__name__} is no number of processes: give an "
+                "int above 0."
+            )
+
+
+def _check_sizes_of(
+    parallel_mesh: DeviceMesh, tp_size: int, sharding_world_size: int | None
+) -> None:
+    """Check sizes that were given together with a mesh, which has its own; 1 is the default."""
+    check_sizes(tp_size=tp_size, sharding_world_size=sharding_world_size)
+    own_tp, own_shards = parallel_mesh["tp"].size(), parallel_mesh["dp_shard"].size()
+    if tp_size not in (1, own_tp) or sharding_world_size not in (None, own_shards):
+        raise ValueError(
+            f"tp_size={tp_size} and sharding_world_size={sharding_world_size}, but the mesh given "
+            f"has tp={own_tp} and dp_shard={own_shards}: {parallel_mesh}. Leave the sizes out, or "
+            "give a mesh that has them."
+        )
 
 
 def _check_divides(part: str, whole: str, sizes: dict[str, int], rule: str) -> None:

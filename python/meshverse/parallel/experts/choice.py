@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from meshverse.parallel.models.module_names import matching_modules, parent_name
 
 from .expert_parallel import ExpertParallel
+from .listed import check_list, hand_out_list, is_list_of_experts
 from .stacked import describe
 
 __all__ = ["apply_expert_parallelism", "check_experts", "expert_modules"]
@@ -26,7 +27,7 @@ _EXPERTS = re.compile(r"(.*\.)?experts")
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """The names of a model's modules of routed experts with stacked weights.
+    """The names of a model's modules of routed experts: with stacked weights, or lists of modules.
 
     They are those whose weights the model's own expert-parallel plan (`_ep_plan`) splits by
     experts; without such a plan, those called `experts`.
@@ -40,7 +41,11 @@ def expert_modules(model: nn.Module) -> list[str]:
     ]
     named = [name for name, _ in model.named_modules() if _EXPERTS.fullmatch(name)]
     found = dict.fromkeys(planned or named)
-    return [name for name in found if describe(model.get_submodule(name)) is not None]
+    return [name for name in found if _is_known(model.get_submodule(name))]
+
+
+def _is_known(module: nn.Module) -> bool:
+    return describe(module) is not None or is_list_of_experts(module)
 
 
 def _with_plans(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -71,13 +76,17 @@ def apply_expert_parallelism(
         The names of the modules whose experts were handed out.
 
     Raises:
-        ValueError: it has no stacked experts, or their number does not divide. The model is as it
-            was then.
+        ValueError: it has no experts that can be handed out, or their number does not divide. The
+            model is as it was then.
     """
     names = check_experts(model, ep_mesh.size())
     for name in names:
-        style = ExpertParallel(same_tokens, gradient_scale)
-        parallelize_module(model.get_submodule(name), ep_mesh, style)
+        style, module = ExpertParallel(same_tokens, gradient_scale), model.get_submodule(name)
+        if is_list_of_experts(module):
+            around = model.get_submodule(parent_name(name))
+            hand_out_list(name.rpartition(".")[2], around, ep_mesh, style)
+        else:
+            parallelize_module(module, ep_mesh, style)
     return names
 
 
@@ -97,27 +106,18 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
     style = ExpertParallel()
     for name in names:
         module = model.get_submodule(name)
-        style.check(name, module, size)
+        if is_list_of_experts(module):
+            check_list(name, model.get_submodule(parent_name(name)), size)
+        else:
+            style.check(name, module, size)
         if any(isinstance(each, DTensor) for each in module.parameters()):
             raise ValueError(f"{name} is distributed already. Hand out experts once, before FSDP.")
     return names
 
 
 def _why_none(model: nn.Module) -> str:
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if _EXPERTS.fullmatch(name) and isinstance(module, nn.ModuleList | nn.ModuleDict)
-    ]
-    if lists:
-        return (
-            f"the experts of {type(model).__name__} are lists of modules, such as {lists[0]!r}, "
-            "which its forward calls one by one: their tokens cannot be sent together. Use "
-            "tensor parallelism (tp_size), or a version of transformers (5 or newer) that stacks "
-            "their weights."
-        )
     return (
-        f"{type(model).__name__} has no experts with stacked weights to hand out: no _ep_plan, and "
-        "no module called 'experts' with 3-D weights. Use ep_size=1, or apply ExpertParallel to "
-        "its modules with parallelize_module."
+        f"{type(model).__name__} has no experts to hand out: no _ep_plan, and no module called "
+        "'experts' with 3-D weights or a list of modules. Use ep_size=1, or apply ExpertParallel "
+        "to its modules with parallelize_module."
     )

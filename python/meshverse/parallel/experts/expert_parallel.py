@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,14 @@ from .rows import apply_experts
 from .stacked import StackedExperts, check_parameters, describe, is_routed, own_gate
 
 __all__ = ["ExpertParallel", "SameTokensExpertParallel"]
+
+
+class Counted(Protocol):
+    """What is asked of experts to send tokens to them."""
+
+    @property
+    def count(self) -> int:
+        """Number of experts that have weights."""
 
 
 class _WholeExperts(CheckedStyle):
@@ -94,9 +102,7 @@ class ExpertParallel(_WholeExperts):
         self.same_tokens = same_tokens
         self.gradient_scale = gradient_scale
 
-    def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: Any
-    ) -> Tensor:
+    def combine(self, routing: Routing, experts: Counted, mesh: DeviceMesh, run: Any) -> Tensor:
         """What the experts of all ranks make of this rank's tokens."""
         same = self.same_tokens
         if same is None or same.size() == 1:

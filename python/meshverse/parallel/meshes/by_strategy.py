@@ -15,18 +15,16 @@ from meshverse import DeviceMesh
 from meshverse.parallel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 
 from .create import create_fsdp2_device_mesh, create_megatron_fsdp_device_mesh
-from .degrees import ParallelismSizes, degree
+from .degrees import (
+    ParallelismSizes,
+    data_parallel_size,
+    refuse_degrees,
+    world_ranks,
+)
 
 __all__ = ["create_device_meshes"]
 
 StrategyConfig = FSDP2Config | MegatronFSDPConfig | DDPConfig
-
-_FEATURES = {
-    "tp_size": "tensor parallelism",
-    "pp_size": "pipeline parallelism",
-    "cp_size": "context parallelism",
-    "ep_size": "expert parallelism",
-}
 
 
 @overload
@@ -100,27 +98,33 @@ def create_device_meshes(
             parallelism, world_size=world_size, timeout_minutes=timeout_minutes, ranks=ranks
         )
         return mesh, None
+    _check_ddp(parallelism, world_size, ranks)
     return None, None
+
+
+def _check_ddp(
+    parallelism: ParallelismSizes, world_size: int | None, ranks: Sequence[int] | None
+) -> None:
+    """Check that what is asked for is what DDP does: train on all ranks of its process group."""
+    if ranks is not None:
+        raise ValueError(
+            f"ranks={ranks!r}: DDP has no mesh to place on them. Leave ranks unset, and give "
+            "DistributedDataParallel a process group of these ranks."
+        )
+    if world_size is not None or parallelism.dp_size not in (None, -1):
+        data_parallel_size(parallelism.dp_size, world_ranks(world_size), tp_size=1)
 
 
 def _check_supported(config: StrategyConfig, parallelism: ParallelismSizes) -> None:
     strategies = {FSDP2Config: "FSDP2", MegatronFSDPConfig: "Megatron-FSDP", DDPConfig: "DDP"}
     known = (name for kind, name in strategies.items() if isinstance(config, kind))
     strategy = next(known, type(config).__name__)
-    replicas = degree(parallelism.dp_replicate_size, "dp_replicate_size")
-    if replicas > 1 and strategy != "FSDP2":
-        raise ValueError(
-            f"{strategy} does not support replicas of shards: dp_replicate_size={replicas}. Use "
-            "FSDP2Config for it, or leave dp_replicate_size unset."
-        )
+    if strategy != "FSDP2":
+        refuse_degrees(parallelism, strategy, ("dp_replicate_size",))
     if strategy not in strategies.values():
         expected = ", ".join(kind.__name__ for kind in strategies)
         raise ValueError(f"Unknown strategy config {strategy}: expected one of {expected}.")
-    unsupported = {"Megatron-FSDP": ("pp_size", "ep_size"), "DDP": tuple(_FEATURES)}
-    for name in unsupported.get(strategy, ()):
-        size = degree(getattr(parallelism, name), name)
-        if size > 1:
-            raise ValueError(
-                f"{strategy} does not support {_FEATURES[name]}: {name}={size}. Set it to 1, or "
-                "use FSDP2Config."
-            )
+    if strategy == "DDP":
+        refuse_degrees(parallelism, strategy, ("tp_size", "pp_size", "cp_size", "ep_size"))
+    if strategy == "Megatron-FSDP":
+        refuse_degrees(parallelism, strategy, ("pp_size", "ep_size"))

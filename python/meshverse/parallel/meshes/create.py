@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, Universe, init_device_mesh
 
 from .degrees import (
     ParallelismSizes,
@@ -25,17 +26,22 @@ from .degrees import (
     degree,
     is_degree,
     rank_count,
+    refuse_degrees,
     world_ranks,
 )
 from .spec import MeshSpec, validate_mesh_spec
 from .submesh import register_flattened_axes
 
 __all__ = [
+    "asked_ep_size",
     "create_fsdp2_device_mesh",
     "create_megatron_fsdp_device_mesh",
     "create_moe_mesh",
     "fsdp2_specs",
 ]
+
+# So that a strategy that is given only the root mesh knows what was asked for.
+_ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
 
 
 def create_fsdp2_device_mesh(
@@ -63,10 +69,9 @@ def create_fsdp2_device_mesh(
         ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
             the process group.
     """
-    world_size = world_ranks(world_size)
-    spec, *_ = fsdp2_specs(parallelism, rank_count(world_size, ranks))
-    mesh = _build(spec, world_size, timeout_minutes, ranks)
-    ep = degree(parallelism.ep_size, "ep_size")
+    spec, *_ = fsdp2_specs(parallelism, rank_count(world_ranks(world_size), ranks))
+    mesh = _build(spec, timeout_minutes, ranks)
+    ep = _ep_sizes[mesh.universe] = degree(parallelism.ep_size, "ep_size")
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
 
@@ -108,6 +113,15 @@ def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
     return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
 
 
+def asked_ep_size(mesh: DeviceMesh) -> int:
+    """The expert parallelism that `create_fsdp2_device_mesh` was asked for, of a mesh it made.
+
+    Args:
+        mesh: the root mesh, or one derived from it.
+    """
+    return _ep_sizes.get(mesh.universe, 1)
+
+
 def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
     """The mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
 
@@ -146,33 +160,28 @@ def create_megatron_fsdp_device_mesh(
     """The root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
 
     Args:
-        parallelism: the degrees; pp, ep and dp_replicate are not read.
+        parallelism: the degrees, of which pp, ep and dp_replicate must be 1.
         world_size: number of ranks; by default those of the default process group.
         timeout_minutes: as for `create_device_meshes`.
         ranks: as for `create_device_meshes`.
 
     Raises:
-        ValueError: the degrees do not multiply out to the ranks, or world_size is not that of the
-            process group.
+        ValueError: a degree that this strategy does not have; the degrees do not multiply out to
+            the ranks, or world_size is not that of the process group.
     """
+    refuse_degrees(parallelism, "Megatron-FSDP", ("dp_replicate_size", "pp_size", "ep_size"))
     tp, cp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.cp_size, "cp_size")
-    world_size = world_ranks(world_size)
-    count = rank_count(world_size, ranks)
+    count = rank_count(world_ranks(world_size), ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
     flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
     spec = MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened)
-    return _build(spec, world_size, timeout_minutes, ranks)
+    return _build(spec, timeout_minutes, ranks)
 
 
 def _build(
-    spec: MeshSpec, world_size: int, timeout_minutes: float | None, ranks: Sequence[int] | None
+    spec: MeshSpec, timeout_minutes: float | None, ranks: Sequence[int] | None
 ) -> DeviceMesh:
     validate_mesh_spec(spec)
-    if dist.is_initialized() and dist.get_world_size() != world_size:
-        raise ValueError(
-            f"world_size={world_size}, but the world has {dist.get_world_size()} ranks. Give its "
-            "size; `ranks` places a mesh on some of them."
-        )
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     mesh = init_device_mesh(
         _device_type(), spec.shape, mesh_dim_names=spec.axes, ranks=ranks, timeout=timeout

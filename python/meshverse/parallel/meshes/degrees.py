@@ -24,8 +24,17 @@ __all__ = [
     "degree",
     "is_degree",
     "rank_count",
+    "refuse_degrees",
     "world_ranks",
 ]
+
+_FEATURES = {
+    "dp_replicate_size": "replicas of shards",
+    "tp_size": "tensor parallelism",
+    "pp_size": "pipeline parallelism",
+    "cp_size": "context parallelism",
+    "ep_size": "expert parallelism",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +93,51 @@ def degree(value: Any, name: str) -> int:
     return int(value)
 
 
+def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
+    """Refuse degrees that a strategy cannot apply.
+
+    Args:
+        parallelism: the degrees.
+        strategy: what to call it in the message.
+        names: of the fields that must be 1, or unset.
+
+    Raises:
+        ValueError: one of them is above 1.
+    """
+    for name in names:
+        size = degree(getattr(parallelism, name), name)
+        if size > 1:
+            raise ValueError(
+                f"{strategy} does not support {_FEATURES[name]}: {name}={size}. Set it to 1, or "
+                "use FSDP2Config."
+            )
+
+
 def world_ranks(world_size: int | None) -> int:
     """Number of ranks of the world, given or that of the default process group.
 
     Raises:
-        ValueError: none is given, and there is no process group.
+        ValueError: none is given, and there is no process group; or it is no int above 0, or not
+            that of the process group.
     """
-    if world_size is not None:
-        return world_size
-    if not dist.is_initialized():
+    if world_size is None and not dist.is_initialized():
         raise ValueError(
             "world_size=None, and there is no process group to ask. Call init_process_group first, "
             "or give world_size."
         )
-    return dist.get_world_size()
+    if world_size is None:
+        return dist.get_world_size()
+    if not is_degree(world_size):
+        raise ValueError(
+            f"world_size={world_size!r} of type {type(world_size).__name__}: give an int above 0, "
+            "or None for the size of the process group."
+        )
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ValueError(
+            f"world_size={world_size}, but the world has {dist.get_world_size()} ranks. Give its "
+            "size; `ranks` places a mesh on some of them."
+        )
+    return world_size
 
 
 def rank_count(world_size: int, ranks: Sequence[int] | None) -> int:

@@ -7,7 +7,7 @@ Example:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshverse.parallel.config import check_scope
+from meshverse.parallel.config import CheckpointingScope, checkpointing_parts
 
 from .layers import layer_lists
 
@@ -47,8 +47,8 @@ _KEPT = {
 
 def apply_activation_checkpointing(
     model: nn.Module,
-    mode: Literal["full", "selective"] = "full",
-    scope: str | Sequence[str] = "all",
+    mode: Literal[True, "full", "selective"] = "full",
+    scope: CheckpointingScope = "all",
 ) -> None:
     """Let each layer of a model forget its activations, and compute them again in backward.
 
@@ -58,18 +58,18 @@ def apply_activation_checkpointing(
 
     Args:
         model: in place.
-        mode: "full" keeps a layer's inputs only, "selective" the results of its matrix products
-            too.
+        mode: "full" or True keeps a layer's inputs only, "selective" the results of its matrix
+            products too.
         scope: which parts of the model: "all", or of "language", "vision", "audio" and
-            "multimodal", by the names of the modules around the layers.
+            "multimodal", by the names of the modules around the layers; in all forms that
+            `FSDP2Config` takes.
 
     Raises:
         ValueError: an unknown mode or scope. Nothing is changed then.
     """
-    if mode not in ("full", "selective"):
-        raise ValueError(f"mode={mode!r}: expected 'full' or 'selective'.")
-    check_scope(scope)
-    parts = {scope} if isinstance(scope, str) else set(scope)
+    if mode is not True and mode not in ("full", "selective"):
+        raise ValueError(f"mode={mode!r}: expected 'full', True or 'selective'.")
+    parts = checkpointing_parts(scope)
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

@@ -11,9 +11,9 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,15 +26,23 @@ from torch.distributed.fsdp import (
 )
 
 from meshverse import DeviceMesh
-from meshverse.parallel.config import TPPlan, check_checkpointing, default_mixed_precision
+from meshverse.parallel.config import (
+    CheckpointingMode,
+    CheckpointingScope,
+    TPPlan,
+    check_checkpointing,
+    checkpointing_parts,
+    default_mixed_precision,
+)
 from meshverse.parallel.experts.choice import apply_expert_parallelism, check_experts
-from meshverse.parallel.experts.sharding import check_moe_mesh, shard_experts
+from meshverse.parallel.experts.sharding import choose_moe_mesh, shard_experts
 from meshverse.parallel.meshes.submesh import get_flat_mesh, get_fsdp_dp_mesh
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
+from meshverse.parallel.models.compiling import compile_layers, warn_of_async_tensor_parallel
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .other_degrees import refuse_pipeline, tell_of_context
+from .other_degrees import refuse_pipeline, refuse_uncovered, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -46,12 +54,13 @@ def fsdp2_strategy_parallelize(
     device_mesh: DeviceMesh,
     *,
     moe_mesh: DeviceMesh | None = None,
+    ep_size: int | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     sequence_parallel: bool = False,
-    activation_checkpointing: Literal[True, False, "full", "selective"] = False,
-    activation_checkpointing_scope: str | Sequence[str] = "all",
+    activation_checkpointing: CheckpointingMode = False,
+    activation_checkpointing_scope: CheckpointingScope = "all",
     cpu_offload: bool = False,
     tp_shard_plan: TPPlan | None = None,
     dp_replicate_mesh_name: str = "dp_replicate",
@@ -62,6 +71,9 @@ def fsdp2_strategy_parallelize(
     enable_fsdp2_prefetch: bool = False,
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
+    enable_compile: bool = False,
+    enable_async_tensor_parallel: bool = False,
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
 ) -> _Model:
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
 
@@ -71,6 +83,9 @@ def fsdp2_strategy_parallelize(
             pipeline stage.
         moe_mesh: with the axes (ep_shard, ep) over the same ranks, as `create_fsdp2_device_mesh`
             makes it: experts are handed out over ep, and sharded over ep_shard.
+        ep_size: expert parallelism, where moe_mesh is not given; the mesh is made then. By default
+            what `create_fsdp2_device_mesh` was asked for; 1 for a model without experts on meshes
+            that were made for some.
         param_dtype: of parameters and outputs, where mp_policy is not given.
         mp_policy: of parameters, gradients and outputs; by default gradients are reduced in fp32.
         offload_policy: where sharded parameters live.
@@ -92,6 +107,10 @@ def fsdp2_strategy_parallelize(
         enable_fsdp2_prefetch: whether layers say which to gather ahead.
         fsdp2_backward_prefetch_depth: how many layers ahead in backward.
         fsdp2_forward_prefetch_depth: how many layers ahead in forward.
+        enable_compile: whether to compile each layer, as `FSDP2Manager.maybe_compile` does.
+        enable_async_tensor_parallel: without effect; see `FSDP2Config`.
+        reapply_trainability: called with the model when its parameters are split and not yet
+            sharded, to say anew which of them are trained.
 
     Returns:
         The same model object.
@@ -99,7 +118,8 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
+        ValueError: the mesh has several pipeline stages, or another axis over which nothing is
+            split; the experts' mesh does not go with it; heads do not divide by the size of tensor
             parallelism, there are no experts to hand out or their number does not divide, the plan
             does not fit the model, the model is sharded already, a setting of
             activation checkpointing is unknown, or both cpu_offload and another offload_policy are
@@ -109,13 +129,16 @@ def fsdp2_strategy_parallelize(
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
     data_mesh = get_flat_mesh(device_mesh, dp_cp_mesh_name)
     offload = _offload_policy(offload_policy, cpu_offload, device_mesh.device_type)
-    mode = "full" if activation_checkpointing is True else activation_checkpointing
-    check_checkpointing(mode, activation_checkpointing_scope)
+    check_checkpointing(activation_checkpointing)
+    checkpointing_parts(activation_checkpointing_scope)
     check_not_sharded(model)
     refuse_pipeline(model, device_mesh)
+    refuse_uncovered(device_mesh, (fsdp_mesh, tp_mesh))
     tell_of_context(device_mesh)
 
-    ep_mesh, experts = _experts_of(model, device_mesh, moe_mesh)
+    moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
+    ep_mesh = None if moe_mesh is None else moe_mesh["ep"]
+    experts = [] if ep_mesh is None else check_experts(model, ep_mesh.size())
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
@@ -130,8 +153,12 @@ def fsdp2_strategy_parallelize(
         # tokens of their own, and so must these be.
         scale = moe_mesh.size(0) / data_mesh.size()
         apply_expert_parallelism(model, ep_mesh, same_tokens=tp_mesh, gradient_scale=scale)
-    if mode:
-        apply_activation_checkpointing(model, mode, activation_checkpointing_scope)
+    if activation_checkpointing:
+        apply_activation_checkpointing(
+            model, activation_checkpointing, activation_checkpointing_scope
+        )
+    if reapply_trainability is not None:
+        reapply_trainability(model)
     precision = mp_policy or replace(
         default_mixed_precision(), param_dtype=param_dtype, output_dtype=param_dtype
     )
@@ -140,6 +167,7 @@ def fsdp2_strategy_parallelize(
             model,
             experts,
             moe_mesh,
+            replicas=get_flat_mesh(device_mesh, dp_replicate_mesh_name).size(),
             precision=precision,
             offload=offload,
             reshard_after_forward=reshard_after_forward is not False,
@@ -153,21 +181,14 @@ def fsdp2_strategy_parallelize(
         reshard_after_forward=reshard_after_forward,
         prefetch_depths=prefetch if enable_fsdp2_prefetch else None,
     )
-    sharding: dict[str, Any] = {} if offload is None else {"offload_policy": offload}
+    settings: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
     # The root's parameters are needed first in backward: gathering them again would be for nothing.
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False, **sharding)
+    fully_shard(model, mesh=fsdp_mesh, reshard_after_forward=False, **settings)
+    if enable_async_tensor_parallel:
+        warn_of_async_tensor_parallel()
+    if enable_compile:
+        compile_layers(model)
     return model
-
-
-def _experts_of(
-    model: nn.Module, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None
-) -> tuple[DeviceMesh | None, list[str]]:
-    """The mesh to hand out experts over, and the modules that have them; checked."""
-    if moe_mesh is None:
-        return None, []
-    check_moe_mesh(moe_mesh, device_mesh)
-    ep_mesh = moe_mesh["ep"]
-    return ep_mesh, check_experts(model, ep_mesh.size())
 
 
 def _offload_policy(

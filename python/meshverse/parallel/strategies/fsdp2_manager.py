@@ -12,16 +12,17 @@ Example:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import FSDP2Config
+from meshverse.parallel.experts.sharding import choose_moe_mesh
+from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
-from meshverse.parallel.models.layers import layer_lists
+from meshverse.parallel.models.compiling import compile_layers, warn_of_async_tensor_parallel
 from meshverse.parallel.models.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
@@ -43,12 +44,19 @@ class FSDP2Manager:
     Args:
         config: the settings.
         device_mesh: as `create_device_meshes` makes it; None for one process.
-        moe_mesh: the experts' mesh, where experts are handed out to ranks; None where they are not.
+        moe_mesh: the experts' mesh, if `create_device_meshes` made one.
+        ep_size: expert parallelism, where moe_mesh is not given: all ranks make the mesh here then.
+            By default what `create_device_meshes` was asked for; 1 for a model without experts on
+            meshes that were made for some.
         packed_sequences: whether sequences are packed in training, so that transformers' check for
             them must stay whatever the config says.
 
+    Attributes:
+        moe_mesh: the experts' mesh, given or made; None without expert parallelism.
+
     Raises:
-        ValueError: the two meshes are not in one universe, where FSDP2 cannot combine them.
+        ValueError: ep_size is no degree or does not fit the ranks or moe_mesh; or the two meshes
+            are not in one universe, where FSDP2 cannot combine them.
     """
 
     def __init__(
@@ -57,24 +65,27 @@ class FSDP2Manager:
         device_mesh: DeviceMesh | None,
         moe_mesh: DeviceMesh | None = None,
         *,
+        ep_size: int | None = None,
         packed_sequences: bool = False,
     ) -> None:
-        universe = None if device_mesh is None else device_mesh.universe
-        if moe_mesh is not None and moe_mesh.universe is not universe:
-            raise ValueError(
-                f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
-                "root only. Make both with create_device_meshes, or the second with `universe=`."
-            )
         self.config = config
         self.device_mesh = device_mesh
-        self.moe_mesh = moe_mesh
+        self.moe_mesh = _moe_mesh(device_mesh, moe_mesh, ep_size)
         self.packed_sequences = packed_sequences
 
-    def parallelize(self, model: _Model) -> _Model:
+    def parallelize(
+        self,
+        model: _Model,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+    ) -> _Model:
         """Split and shard a model in place.
 
         Where there is nothing to split, in a world of one, activation checkpointing is applied all
         the same, and the model keeps its precision.
+
+        Args:
+            model: whose parameters are whole.
+            reapply_trainability: as for `fsdp2_strategy_parallelize`.
 
         Returns:
             The same model object.
@@ -90,11 +101,14 @@ class FSDP2Manager:
                 apply_activation_checkpointing(
                     model, config.activation_checkpointing, config.activation_checkpointing_scope
                 )
+            if reapply_trainability is not None:
+                reapply_trainability(model)
             return model
         fsdp2_strategy_parallelize(
             model,
             self.device_mesh,
             moe_mesh=self.moe_mesh,
+            ep_size=1 if self.moe_mesh is None else None,
             mp_policy=config.mp_policy,
             offload_policy=config.offload_policy,
             sequence_parallel=config.sequence_parallel,
@@ -105,6 +119,7 @@ class FSDP2Manager:
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
             fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
             fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
+            reapply_trainability=reapply_trainability,
         )
         return model
 
@@ -117,14 +132,9 @@ class FSDP2Manager:
             The same model object.
         """
         if self.config.enable_async_tensor_parallel:
-            _logger.warning(
-                "enable_async_tensor_parallel has no effect: torch has no public switch for it."
-            )
+            warn_of_async_tensor_parallel()
         if self.config.enable_compile:
-            layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
-            _wait_for_embeddings(model, layers)
-            for layer in layers:
-                layer.compile()
+            compile_layers(model)
         return model
 
     def _patch_transformers(self) -> None:
@@ -134,19 +144,14 @@ class FSDP2Manager:
             patch_is_packed_sequence()
 
 
-def _wait_for_embeddings(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let the embeddings outside the layers hand out tensors that are there already.
-
-    One that is split by rows gives a tensor whose all-reduce is still under way. A compiled layer
-    (seen with torch 2.13) computes the right output from it, but passes its gradient on to
-    the wrong place, so that the embedding learns nothing.
-    """
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and id(module) not in inside:
-            module.register_forward_hook(_finished)
-
-
-def _finished(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
-    return output if type(output) is Tensor else output.clone()
+def _moe_mesh(
+    device_mesh: DeviceMesh | None, moe_mesh: DeviceMesh | None, ep_size: int | None
+) -> DeviceMesh | None:
+    if device_mesh is not None:
+        return choose_moe_mesh(device_mesh, moe_mesh, ep_size)
+    if moe_mesh is not None or degree(ep_size, "ep_size") > 1:
+        raise ValueError(
+            f"ep_size={ep_size} and {moe_mesh=} for one process, with device_mesh=None: there are "
+            "no ranks to hand out experts to. Give the mesh that create_device_meshes makes."
+        )
+    return None

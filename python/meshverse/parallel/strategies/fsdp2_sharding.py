@@ -39,11 +39,9 @@ def apply_fsdp_sharding_recursively(
         prefetch_depths: how many items ahead to gather in backward and in forward; None to leave it
             to FSDP2.
     """
-    settings: dict[str, Any] = {"mesh": mesh}
+    settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy}
     if mp_policy is not None:
         settings["mp_policy"] = mp_policy
-    if offload_policy is not None:
-        settings["offload_policy"] = offload_policy
     for named_items in layer_lists(module):
         items = [cast("FSDPModule", item) for _, item in named_items]
         for item in items:

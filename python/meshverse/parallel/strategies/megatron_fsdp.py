@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ from .megatron_optimizer import (
     point_to_new_parameters,
     warn_of_lost_groups,
 )
+from .other_degrees import (
+    refuse_experts,
+    refuse_pipeline,
+    refuse_replicas,
+    refuse_uncovered,
+    tell_of_context,
+)
 
 __all__ = [
     "MegatronFSDPManager",
@@ -54,6 +62,7 @@ def megatron_fsdp_strategy_parallelize(
     tp_shard_plan: TPPlan | None = None,
     dp_shard_dim: str | None = None,
     tp_dim: str = "tp",
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Split a model by tensor parallelism and shard it with Megatron-FSDP.
@@ -68,6 +77,8 @@ def megatron_fsdp_strategy_parallelize(
         dp_shard_dim: axis to shard over; by default dp_cp where there is context parallelism,
             else dp.
         tp_dim: axis of tensor parallelism.
+        reapply_trainability: called with the model when its parameters are split and not yet
+            sharded, to say anew which of them are trained.
         settings: fields of `MegatronFSDPConfig`.
 
     Returns:
@@ -78,7 +89,9 @@ def megatron_fsdp_strategy_parallelize(
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh has not the axes.
         TypeError: a setting that is none.
-        ValueError: a setting that the installed version does not know; the model has no unit
+        ValueError: the mesh has axes over which nothing is split here, such as those of pipeline
+            stages, replicas or experts; a setting that the installed version does not know; the
+            model has no unit
             modules, or not all parameters of the optimizer. The model is as it was then.
     """
     config = MegatronFSDPConfig(**settings)
@@ -86,13 +99,15 @@ def megatron_fsdp_strategy_parallelize(
     check_optimizer(optimizer, names, model)
     shard_dim = dp_shard_dim or _default_shard_dim(device_mesh)
     tp_mesh = get_flat_mesh(device_mesh, tp_dim)
+    _refuse_other_degrees(model, device_mesh, (get_flat_mesh(device_mesh, shard_dim), tp_mesh))
+    tell_of_context(device_mesh)
     if get_flat_mesh(device_mesh, shard_dim).size() == 1:
         warnings.warn(
             f"The axis {shard_dim!r} has size 1: Megatron-FSDP has nothing to shard, and only "
             "tensor parallelism is applied.",
             stacklevel=2,
         )
-        _split(model, tp_mesh, tp_shard_plan, config)
+        _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
         point_to_new_parameters(optimizer, names, model)
         return model, optimizer
 
@@ -108,7 +123,7 @@ def megatron_fsdp_strategy_parallelize(
         "fsdp_unit_modules": unit_modules(model, config.megatron_fsdp_unit_modules),
         "device": training_device(device_mesh),
     }
-    _split(model, tp_mesh, tp_shard_plan, config)
+    _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
     if optimizer is None:
         return shard(model, **arguments), None
     warn_of_lost_groups(optimizer)
@@ -134,7 +149,10 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """Split and shard a model, and the optimizer of its parameters.
 
@@ -147,20 +165,41 @@ class MegatronFSDPManager:
         if self.device_mesh is None or self.device_mesh.size() == 1:
             if self.config.activation_checkpointing:
                 apply_activation_checkpointing(model, "full")
+            if reapply_trainability is not None:
+                reapply_trainability(model)
             return model, optimizer
         return megatron_fsdp_strategy_parallelize(
-            model, self.device_mesh, optimizer, **self.config.to_dict()
+            model,
+            self.device_mesh,
+            optimizer,
+            reapply_trainability=reapply_trainability,
+            **self.config.to_dict(),
         )
 
 
 def _split(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: TPPlan | None, config: MegatronFSDPConfig
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: TPPlan | None,
+    config: MegatronFSDPConfig,
+    reapply_trainability: Callable[[nn.Module], None] | None,
 ) -> None:
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(model, tp_mesh, plan)
     if config.activation_checkpointing:
         apply_activation_checkpointing(model, "full")
+    if reapply_trainability is not None:
+        reapply_trainability(model)
+
+
+def _refuse_other_degrees(
+    model: nn.Module, mesh: DeviceMesh, used: tuple[DeviceMesh, DeviceMesh]
+) -> None:
+    refuse_pipeline(model, mesh)
+    refuse_replicas(mesh)
+    refuse_experts(mesh)
+    refuse_uncovered(mesh, used)
 
 
 def _default_shard_dim(mesh: DeviceMesh) -> str:

@@ -80,10 +80,20 @@ def apply_tensor_parallelism(
         plan = {
             key: style
             for key, style in plan.items()
-            if not isinstance(style, ExpertFeaturesParallel | SameTokensExpertParallel)
-            or not set(matching_modules(model, key)) <= set(handed_out)
+            if not _is_of_experts(model, key, style, handed_out)
         }
     apply_tp_plan(model, tp_mesh, plan)
+
+
+def _is_of_experts(
+    model: nn.Module, key: str, style: ParallelStyle, handed_out: Collection[str]
+) -> bool:
+    """Whether an entry of a plan is only for experts that are handed out, or for parts of these."""
+    found = matching_modules(model, key)
+    if isinstance(style, ExpertFeaturesParallel | SameTokensExpertParallel):
+        return set(found) <= set(handed_out)
+    inside = tuple(f"{name}." for name in handed_out)
+    return bool(found) and all(name.startswith(inside) for name in found)
 
 
 def _choose(
