@@ -34,7 +34,7 @@ from meshverse.parallel.models.checkpointing import apply_activation_checkpointi
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .other_degrees import refuse_pipeline, tell_of_context
+from .other_degrees import mesh_of_stage, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -66,9 +66,9 @@ def fsdp2_strategy_parallelize(
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
 
     Args:
-        model: on one device, the same on all ranks.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it; of one
-            pipeline stage.
+        model: on one device, the same on all ranks; with several pipeline stages, one of those
+            that `pipeline_stages` made.
+        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
         moe_mesh: with the axes (ep_shard, ep) over the same ranks, as `create_fsdp2_device_mesh`
             makes it: experts are handed out over ep, and sharded over ep_shard.
         param_dtype: of parameters and outputs, where mp_policy is not given.
@@ -99,7 +99,7 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: the mesh has several pipeline stages, heads do not divide by the size of tensor
+        ValueError: the mesh has several pipeline stages and the model is none, heads do not divide by the size of tensor
             parallelism, there are no experts to hand out or their number does not divide, the plan
             does not fit the model, the model is sharded already, a setting of
             activation checkpointing is unknown, or both cpu_offload and another offload_policy are
@@ -112,7 +112,7 @@ def fsdp2_strategy_parallelize(
     mode = "full" if activation_checkpointing is True else activation_checkpointing
     check_checkpointing(mode, activation_checkpointing_scope)
     check_not_sharded(model)
-    refuse_pipeline(model, device_mesh)
+    device_mesh = mesh_of_stage(model, device_mesh)
     tell_of_context(device_mesh)
 
     ep_mesh, experts = _experts_of(model, device_mesh, moe_mesh)

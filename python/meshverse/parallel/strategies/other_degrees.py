@@ -1,7 +1,7 @@
 """Degrees that a strategy cannot apply by itself: refused, or said what is left to do.
 
 Example:
-    >>> refuse_pipeline(model, mesh)  # doctest: +SKIP
+    >>> mesh_of_stage(model, mesh)  # doctest: +SKIP
     ValueError: pp=2: Llama would be whole on each of the 2 stages. ...
 """
 
@@ -10,29 +10,43 @@ from __future__ import annotations
 import logging
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["refuse_pipeline", "tell_of_context"]
+from meshverse import DeviceMesh
+from meshverse.parallel.models.stages import stage_of
+
+__all__ = ["mesh_of_stage", "tell_of_context"]
 
 _logger = logging.getLogger(__name__)
 _PP, _CP = "pp", "cp"
 
 
-def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a mesh of several pipeline stages: nothing here splits a model into stages.
+def mesh_of_stage(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of this rank's pipeline stage, which the model must be one of.
 
     Raises:
-        ValueError: the mesh has an axis pp of more than one stage.
+        ValueError: the mesh has an axis pp of more than one stage, and the model is whole, or a
+            stage of another rank.
     """
-    axes = mesh.mesh_dim_names or ()
-    if _size_of(mesh, _PP) > 1:
-        others = ", ".join(f'"{axis}"' for axis in axes if axis != _PP)
+    size = _size_of(mesh, _PP)
+    if size == 1:
+        return mesh
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != _PP)
+    others = ", ".join(f'"{axis}"' for axis in axes)
+    name, own = type(model).__name__, stage_of(model)
+    if own is None:
         raise ValueError(
-            f"pp={_size_of(mesh, _PP)}: {type(model).__name__} would be whole on each of the "
-            f"{_size_of(mesh, _PP)} stages. Split it into stages first, for instance with "
-            "torch.distributed.pipelining, and parallelize this rank's stage on the mesh of its "
-            f"stage: device_mesh[{others}]."
+            f"pp={size}: {name} would be whole on each of the {size} stages. Split it into stages "
+            'first, with meshverse.parallel.pipeline_stages(model, device_mesh["pp"]), and '
+            "parallelize each of these. A stage that was made in another way is parallelized on "
+            f"the mesh of its stage: device_mesh[{others}]."
         )
+    if own.count % size or own.index % size != mesh.get_local_rank(_PP):
+        raise ValueError(
+            f"{name} is stage {own.index} of {own.count}, and this rank is number "
+            f"{mesh.get_local_rank(_PP)} of pp={size}. Give the stages that pipeline_stages made "
+            "on this rank with this mesh."
+        )
+    return mesh[axes]
 
 
 def tell_of_context(mesh: DeviceMesh) -> None:

@@ -1,0 +1,94 @@
+"""Copies of modules that share what is in them, and what a stage has in place of others' modules.
+
+Example:
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> copy = shallow_copy(model)
+    >>> copy._modules["0"] = None
+    >>> model[0] is not None
+    True
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from meshverse.parallel.models.stages import AbsentModule
+
+__all__ = ["AbsentLayer", "Idle", "Passage", "hidden_of", "shallow_copy"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def shallow_copy(module: _Module) -> _Module:
+    """A module with the same children, parameters and buffers, which may get others."""
+    copied = copy.copy(module)
+    for table in _TABLES:
+        copied.__dict__[table] = copy.copy(module.__dict__[table])
+    return copied
+
+
+def hidden_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The hidden states among what a layer is called with."""
+    return arguments[0] if arguments else keywords["hidden_states"]
+
+
+class Passage:
+    """What goes into a stage's layers and comes out of them in the forward that is going on.
+
+    Args:
+        in_tuples: whether the model takes a layer's output out of a tuple.
+    """
+
+    def __init__(self, in_tuples: bool) -> None:
+        self.in_tuples = in_tuples
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget both."""
+        self.received: Tensor | None = None
+        self.passed_on: Tensor | None = None
+
+
+class AbsentLayer(AbsentModule):
+    """A layer of another stage: hands on what the stage received, or notes what it passes on.
+
+    Args:
+        layer: that it stands for. Its plain attributes are here too: models ask layers for their
+            kind.
+        passage: of the stage.
+        is_before: whether the layer is one of an earlier stage.
+    """
+
+    def __init__(self, layer: nn.Module, passage: Passage, *, is_before: bool) -> None:
+        super().__init__()
+        copy_attributes(layer, self)
+        self._passage = passage
+        self._is_before = is_before
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """What stands for the layer's output."""
+        passage = self._passage
+        if not self._is_before and passage.passed_on is None:
+            passage.passed_on = hidden_of(arguments, keywords)
+        hidden = passage.received if self._is_before else passage.passed_on
+        return (hidden, None) if passage.in_tuples else hidden
+
+
+class Idle(AbsentModule):
+    """Stands for a module before or after the layers, whose output nobody uses."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """The first argument."""
+        return next(iter((*arguments, *keywords.values())))
+
+
+def copy_attributes(layer: nn.Module, other: nn.Module) -> None:
+    """Give a module the attributes of another that are no state of modules."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and name not in ("forward", "training"):
+            other.__dict__.setdefault(name, value)
