@@ -142,7 +142,7 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if not own.is_last and structure.inner:
         for name in stage._modules:
             if name != structure.inner:
-                stage._modules[name] = None
+                stage._modules[name] = Idle()
     mark_as_stage(stage, own)
     # Not a closure: a copy of the stage must run its own layers.
     runs: Any = stage
