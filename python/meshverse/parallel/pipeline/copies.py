@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from meshverse.parallel.models.stages import AbsentModule
 
-__all__ = ["AbsentLayer", "Idle", "Passage", "hidden_of", "shallow_copy"]
+__all__ = [
+    "AbsentLayer",
+    "Idle",
+    "Passage",
+    "copy_attributes",
+    "hidden_of",
+    "shallow_copy",
+]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_PLAIN = (bool, int, float, str)
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -88,7 +97,28 @@ class Idle(AbsentModule):
 
 
 def copy_attributes(layer: nn.Module, other: nn.Module) -> None:
-    """Give a module the attributes of another that are no state of modules."""
-    for name, value in vars(layer).items():
-        if not name.startswith("_") and name not in ("forward", "training"):
-            other.__dict__.setdefault(name, value)
+    """Give a module what a model may ask a layer for, such as its kind: all but what it computes.
+
+    Modules within the layer become plain objects that have such attributes too.
+    """
+    for name, value in _plain_attributes(layer).items():
+        other.__dict__.setdefault(name, value)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in ("forward", "training")
+    }
+    of_class = {
+        name: value
+        for kind in type(module).__mro__[::-1]
+        if issubclass(kind, nn.Module) and kind is not nn.Module
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and isinstance(value, _PLAIN)
+    }
+    inside = {
+        name: SimpleNamespace(**_plain_attributes(child)) for name, child in module.named_children()
+    }
+    return {**of_class, **inside, **own}

@@ -46,11 +46,8 @@ def describe(model: nn.Module) -> Structure:
         ValueError: it cannot be split into stages, with the reason. The model is as it was.
     """
     config: Any = getattr(model, "config", None)
-    inner_name = getattr(model, "base_model_prefix", "")
-    if not isinstance(getattr(model, inner_name, None) if inner_name else None, nn.Module):
-        inner_name = ""
+    inner_name, layers = _find_layers(model, config)
     inner = model.get_submodule(inner_name)
-    layers = _layers(inner, config)
     if layers is None:
         raise _refusal(
             model,
@@ -65,7 +62,7 @@ def describe(model: nn.Module) -> Structure:
             before, after = trial.sides()
             return Structure(inner_name, layers, trial.count, before, after, trial.in_tuples)
     # Of a trial that gave what the model does not take, only the first layer ran.
-    raise _refusal(model, max(trials, key=lambda trial: trial.layers_run).reason)
+    raise _refusal(model, max(reversed(trials), key=lambda trial: trial.layers_run).reason)
 
 
 def _refusal(model: nn.Module, reason: str) -> ValueError:
@@ -75,14 +72,25 @@ def _refusal(model: nn.Module, reason: str) -> ValueError:
     )
 
 
+def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
+    """Name of the module that runs the decoder layers, and of their list in it."""
+    prefix = getattr(model, "base_model_prefix", "")
+    children = dict(model.named_children())
+    for name in (prefix, "model", ""):
+        inner = model if name == "" else children.get(name)
+        layers = None if inner is None else _layers(inner, config)
+        if layers is not None:
+            return name, layers
+    return prefix if prefix in children else "", None
+
+
 def _layers(inner: nn.Module, config: Any) -> str | None:
-    """Name of the list of decoder layers."""
     count = getattr(config, "num_hidden_layers", None)
     lists = {
         name: child for name, child in inner.named_children() if isinstance(child, nn.ModuleList)
     }
     fitting = [name for name, child in lists.items() if len(child) == count]
-    return "layers" if "layers" in fitting else next(iter(fitting), None)
+    return "layers" if "layers" in lists else next(iter(fitting), None)
 
 
 def _needs_all_layers(config: Any) -> str:

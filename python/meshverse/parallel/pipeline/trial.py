@@ -161,11 +161,13 @@ class _Probe(AbsentModule):
         self.others: list[tuple[str, Any]] = []
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        hidden = hidden_of(arguments, keywords)
+        if not isinstance(hidden, Tensor):
+            raise TypeError(f"a layer gets {type(hidden).__name__} as its hidden states")
         self.calls += 1
         self._events.append(_LAYER)
         self.place = len(self._events)
-        self.hidden = hidden_of(arguments, keywords)
-        self.given = self.hidden.detach().clone()
+        self.hidden, self.given = hidden, hidden.detach().clone()
         self.others = [(f"number {place}", each) for place, each in enumerate(arguments)][1:]
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
