@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_models import batch, full, make_model, make_optimizer
+from tiny_models import BATCH, batch, full, make_model, make_optimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
@@ -46,7 +46,7 @@ def train_alone(model: nn.Module, batches: list[list[Tensor]]) -> dict[str, list
 
 
 def train_in_stages(
-    stages: list[Any], mesh: Any, batches: list[list[Tensor]], microbatches: int, schedule: str
+    stages: list[Any], mesh: Any, batches: list[list[Tensor]], microbatches: int, schedule: str | None
 ) -> dict[str, list[float]]:
     """As `train_alone`, of this rank's stages on its share of each batch."""
     pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, microbatches, schedule=schedule)
@@ -75,6 +75,7 @@ def compare(
     schedule: str | None = None,
     accumulate: int = 1,
     settings: dict[str, Any] | None = None,
+    layers_per_stage: tuple[int, ...] | None = None,
     **fields: Any,
 ) -> dict[str, float]:
     """The largest differences between a pipeline and one process, by what differs."""
@@ -83,12 +84,15 @@ def compare(
     alone, model = make_model(**fields), make_model(**fields)
     batches = [[batch(step * 10 + each) for each in range(accumulate)] for step in range(STEPS)]
     expected = train_alone(alone, batches)
-    stages = pipeline_stages(model, mesh["pp"], virtual=virtual)
+    stages = pipeline_stages(
+        model, mesh["pp"], virtual=virtual, layers_per_stage=layers_per_stage
+    )
     for stage in stages:
         fsdp2_strategy_parallelize(
             stage, mesh, moe_mesh=moe_mesh, mp_policy=EXACT, **(settings or {})
         )
-    seen = train_in_stages(stages, mesh, batches, 4, schedule)
+    share = BATCH // get_flat_mesh(mesh, "dp_cp").size()
+    seen = train_in_stages(stages, mesh, batches, min(4, share), schedule)
     wanted = dict(alone.named_parameters(remove_duplicate=False))
     weights = {
         name: (full(each) - wanted[name]).abs().max().item()

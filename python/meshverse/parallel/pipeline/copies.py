@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from meshverse.parallel.models.stages import AbsentModule
@@ -26,6 +27,7 @@ __all__ = [
     "copy_attributes",
     "hidden_of",
     "shallow_copy",
+    "without_memory",
 ]
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -39,6 +41,23 @@ def shallow_copy(module: _Module) -> _Module:
     for table in _TABLES:
         copied.__dict__[table] = copy.copy(module.__dict__[table])
     return copied
+
+
+def without_memory(module: _Module) -> _Module:
+    """A copy of a module on the meta device, whose tensors are zeros on the CPU of one element."""
+    copied = copy.deepcopy(module)
+    for each in copied.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = nn.Parameter(_zeros(parameter), parameter.requires_grad)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = _zeros(buffer)
+    return copied
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def hidden_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -128,12 +128,12 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
         inner = shallow_copy(model.get_submodule(structure.inner))
         stage._modules[structure.inner] = inner
     passage = Passage(structure.in_tuples)
-    layers = inner.get_submodule(structure.layers)
+    layers = cast("nn.ModuleList", inner.get_submodule(structure.layers))
     inner._modules[structure.layers] = nn.ModuleList(
         layer
         if number in own.layers
         else AbsentLayer(layer, passage, is_before=number < own.layers.start)
-        for number, layer in enumerate(layers.children())
+        for number, layer in enumerate(layers)
     )
     for name in (() if own.is_first else structure.before) + (
         () if own.is_last else structure.after

@@ -78,7 +78,7 @@ def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
     children = dict(model.named_children())
     for name in (prefix, "model", ""):
         inner = model if name == "" else children.get(name)
-        layers = None if inner is None else _layers(inner, config)
+        layers = None if inner is None or config is None else _layers(inner, config)
         if layers is not None:
             return name, layers
     return prefix if prefix in children else "", None

@@ -8,9 +8,10 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshverse.parallel.models.stages import AbsentModule
 
-from .copies import copy_attributes, hidden_of, shallow_copy
+from .copies import copy_attributes, hidden_of, shallow_copy, without_memory
 
 __all__ = ["Trial"]
 
@@ -51,13 +52,19 @@ class Trial:
     def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
         self.in_tuples = in_tuples
         self.reason = ""
-        self._inner = inner
         self._layers = layers
         self._events: list[str] = []
         self._probes = [
             _Probe(layer, self._events, in_tuples)
-            for layer in inner.get_submodule(layers).children()
+            for layer in cast("nn.ModuleList", inner.get_submodule(layers))
         ]
+        self._device = next(inner.parameters()).device
+        self._inner = shallow_copy(inner)
+        self._inner._modules[layers] = nn.ModuleList()
+        if self._device.type == "meta":  # models read masks, which cannot be read there
+            self._device = torch.device("cpu")
+            self._inner = without_memory(self._inner)
+        self._inner._modules[layers] = nn.ModuleList(self._probes)
 
     @property
     def count(self) -> int:
@@ -74,20 +81,17 @@ class Trial:
 
         Nothing in the model is changed.
         """
-        inner = shallow_copy(self._inner)
-        inner._modules[self._layers] = nn.ModuleList(self._probes)
-        device = next(inner.parameters()).device
-        tokens = torch.ones(_TOKENS, dtype=torch.int64, device=device)
-        devices = [] if device.type in ("cpu", "meta") else [device]
+        tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
+        devices = [] if self._device.type == "cpu" else [self._device]
         with ExitStack() as context:
             context.enter_context(torch.enable_grad())
             # Dropout before the layers must not take from the random numbers of training.
-            kind = device.type if devices else "cuda"
+            kind = self._device.type if devices else "cuda"
             context.enter_context(torch.random.fork_rng(devices, device_type=kind))
             for name, module in self._children():
                 context.callback(module.register_forward_hook(_Note(name, self._events)).remove)
             try:
-                output: Any = inner(input_ids=tokens, use_cache=False)
+                output: Any = self._inner(input_ids=tokens, use_cache=False)
             except _FROM_MODELS as error:
                 self.reason = f"its layers cannot be left out ({type(error).__name__}: {error})"
                 return False
@@ -154,6 +158,7 @@ class _Probe(AbsentModule):
         copy_attributes(layer, self)
         self._events = events
         self._in_tuples = in_tuples
+        self._names = list(inspect.signature(layer.forward).parameters)
         self.calls = 0
         self.place = 0
         self.hidden: Any = None
@@ -168,7 +173,7 @@ class _Probe(AbsentModule):
         self._events.append(_LAYER)
         self.place = len(self._events)
         self.hidden, self.given = hidden, hidden.detach().clone()
-        self.others = [(f"number {place}", each) for place, each in enumerate(arguments)][1:]
+        self.others = list(zip(self._names, arguments, strict=False))[1:]
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
 
