@@ -168,7 +168,8 @@ class _Probe(AbsentModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         hidden = hidden_of(arguments, keywords)
         if not isinstance(hidden, Tensor):
-            raise TypeError(f"a layer gets {type(hidden).__name__} as its hidden states")
+            # No TypeError: transformers 4 takes those for arguments too many, and tries again.
+            raise ValueError(f"a layer gets {type(hidden).__name__} as its hidden states")
         self.calls += 1
         self._events.append(_LAYER)
         self.place = len(self._events)
