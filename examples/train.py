@@ -7,7 +7,6 @@ docs/training.md walks through it.
 """
 
 import argparse
-import os
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshverse.parallel import (
@@ -31,10 +29,7 @@ from meshverse.parallel import (
     pipeline_stages,
 )
 
-TINY = {
-    **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-}
+TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 
 
 def read_options():
@@ -47,8 +42,6 @@ def read_options():
     parser.add_argument("--sequence", type=int, default=32, help="tokens a sequence")
     parser.add_argument("--accumulate", type=int, default=2, help="parts of each rank's batch")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--folder", type=Path, help="of checkpoints; goes on from the newest")
     parser.add_argument("--save-every", type=int, default=10)
@@ -84,7 +77,7 @@ def batch_of(step, options, vocabulary):
 
 
 def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def newest(folder):
@@ -95,29 +88,27 @@ def newest(folder):
 
 def main():
     options = read_options()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
     say = print if dist.get_rank() == 0 else lambda *_: None
-
     shards, replicas = options.dp_shard, options.dp_replicate
     dp = {"dp_size": shards and shards * replicas, "dp_replicate_size": replicas}
     sizes = ParallelismSizes(**dp, tp_size=options.tp, ep_size=options.ep, pp_size=options.pp)
-    dtype = getattr(torch, options.dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(getattr(torch, options.dtype), reduce_dtype=torch.float32)
     settings = FSDP2Config(mp_policy=policy)
     mesh, moe_mesh = create_device_meshes(settings, sizes)
     for group in mesh.universe.warm_up(show_progress=say is print):
-        say(f"{', '.join(group.axes)}: {group.size} ranks connected in {group.seconds:.3f} s")
+        say(f"{', '.join(group.axes)}: {group.size} ranks in {group.seconds:.3f} s")
 
-    tiny = AutoConfig.for_model("llama", **TINY)
+    tiny = AutoConfig.for_model("llama", **TINY, num_attention_heads=4)
     config = AutoConfig.from_pretrained(options.config) if options.config else tiny
     torch.manual_seed(0)  # the same weights on all ranks, which then keep their part
     model = AutoModelForCausalLM.from_config(config).to(mesh.device_type)
     (stage,) = pipeline_stages(model, mesh["pp"])  # all of the model where pp is 1
     FSDP2Manager(settings, mesh, moe_mesh).parallelize(stage)
     pipeline = pipeline_schedule([stage], mesh["pp"], loss_of, options.accumulate)
-    training = Training(stage, torch.optim.AdamW(stage.parameters(), lr=options.learning_rate))
+    training = Training(stage, torch.optim.AdamW(stage.parameters(), lr=3e-3))
 
     # A group of their own, so that saving in the background meets nothing that training sends.
     savers, saving = dist.new_group(backend="gloo"), None
@@ -132,11 +123,10 @@ def main():
         share = tokens.chunk(data.size())[data.get_local_rank()]
         with loss_parallel():  # each rank of tp has the logits of a part of the vocabulary
             losses = pipeline.step(share[:, :-1], target=share[:, 1:])
-        norm = pipeline.clip_grad_norm_(options.max_norm)
+        norm = pipeline.clip_grad_norm_(1.0)
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.step += 1
-
         loss = sum(losses, torch.zeros((), device=mesh.device_type)) / options.accumulate
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         for group in (mesh.get_group("pp"), data.get_group()):  # the last stage has the losses
@@ -144,13 +134,13 @@ def main():
         mean, seconds = loss.item() / data.size(), time.perf_counter() - start
         say(f"step {training.step} loss {mean:.6f} norm {norm.item():.4f} in {seconds:.2f} s")
         if options.folder and training.step % options.save_every == 0:
-            if saving is not None:
+            if saving:
                 saving.result()  # one at a time
             save = dcp.async_save if options.save_in_background else dcp.save
-            where = {"checkpoint_id": options.folder / f"step-{training.step}"}
-            saved = save({"training": training}, **where, process_group=savers)
+            place = options.folder / f"step-{training.step}"
+            saved = save({"training": training}, checkpoint_id=place, process_group=savers)
             saving = saved if options.save_in_background else None
-    if saving is not None:
+    if saving:
         saving.result()
     dist.destroy_process_group()
 

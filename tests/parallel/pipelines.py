@@ -46,7 +46,11 @@ def train_alone(model: nn.Module, batches: list[list[Tensor]]) -> dict[str, list
 
 
 def train_in_stages(
-    stages: list[Any], mesh: Any, batches: list[list[Tensor]], microbatches: int, schedule: str | None
+    stages: list[Any],
+    mesh: Any,
+    batches: list[list[Tensor]],
+    microbatches: int,
+    schedule: str | None,
 ) -> dict[str, list[float]]:
     """As `train_alone`, of this rank's stages on its share of each batch."""
     pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, microbatches, schedule=schedule)
@@ -84,9 +88,7 @@ def compare(
     alone, model = make_model(**fields), make_model(**fields)
     batches = [[batch(step * 10 + each) for each in range(accumulate)] for step in range(STEPS)]
     expected = train_alone(alone, batches)
-    stages = pipeline_stages(
-        model, mesh["pp"], virtual=virtual, layers_per_stage=layers_per_stage
-    )
+    stages = pipeline_stages(model, mesh["pp"], virtual=virtual, layers_per_stage=layers_per_stage)
     for stage in stages:
         fsdp2_strategy_parallelize(
             stage, mesh, moe_mesh=moe_mesh, mp_policy=EXACT, **(settings or {})

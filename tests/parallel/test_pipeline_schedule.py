@@ -64,7 +64,9 @@ def test_stages_of_others_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match="give all that pipeline_stages made"):
                 pipeline_schedule(stages, mesh, loss_of, 4)
-        with pytest.raises(ValueError, match=r"has 2 axes: give that of the pipeline, mesh\['pp'\]"):
+        with pytest.raises(
+            ValueError, match=r"has 2 axes: give that of the pipeline, mesh\['pp'\]"
+        ):
             pipeline_stages(model, init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp")))
 
 
@@ -107,7 +109,12 @@ def evaluate(virtual: int) -> tuple[list[float], list[float], list[bool], str]:
         pipeline.step(tokens[:6], target=tokens[:6])
     except ValueError as error:
         message = str(error)
-    return losses, [each.item() for each in expected], [no_gradients, abs(norm - wanted) < 1e-5], message
+    return (
+        losses,
+        [each.item() for each in expected],
+        [no_gradients, abs(norm - wanted) < 1e-5],
+        message,
+    )
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -117,8 +117,8 @@ def test_a_model_with_experts_goes_on_on_other_meshes(tmp_path: Path, sparse_con
 
 def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     """torchrun starts all ranks again, and these go on from the last checkpoint."""
-    steps = 60
-    settings = [f"--steps={steps}", "--save-every=5", "--tp=2", "--save-in-background"]
+    steps = 24
+    settings = [f"--steps={steps}", "--save-every=3", "--tp=2", "--save-in-background"]
     expected = train(4, *settings)
     arguments = [*settings, f"--folder={tmp_path}"]
     log = tmp_path / "log"
@@ -131,7 +131,7 @@ def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
         )
         try:
             deadline = time.monotonic() + _SECONDS
-            while len(losses_in(log.read_text())) < 12 and time.monotonic() < deadline:
+            while len(losses_in(log.read_text())) < 8 and time.monotonic() < deadline:
                 time.sleep(0.05)
             os.kill(workers_of(torchrun.pid)[2], signal.SIGKILL)
             assert torchrun.wait(_SECONDS) == 0, log.read_text()
@@ -140,7 +140,7 @@ def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     text = log.read_text()
     assert "going on from" in text
     before, _, after = text.partition("going on from")
-    assert 12 <= max(losses_in(before)) < steps
+    assert 8 <= max(losses_in(before)) < steps
     assert max(losses_in(after)) == steps
     for part in (before, after):
         for step, seen in losses_in(part).items():

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model split by its layers into stages, and torch's schedules over them."""
+"""Pipeline parallelism: a model split by layers into stages, and torch's schedules over them."""

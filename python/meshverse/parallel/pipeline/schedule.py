@@ -229,7 +229,9 @@ def _device(device_type: str) -> torch.device:
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:
     if pp_mesh.ndim != 1:
-        raise ValueError(f"{pp_mesh} has {pp_mesh.ndim} axes: give that of the pipeline, mesh['pp'].")
+        raise ValueError(
+            f"{pp_mesh} has {pp_mesh.ndim} axes: give that of the pipeline, mesh['pp']."
+        )
 
 
 def _check_stages(stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> list[StageOf]:
@@ -237,9 +239,12 @@ def _check_stages(stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> list[Stag
     expected = [pp_mesh.get_local_rank() + pp_mesh.size() * each for each in range(len(owned))]
     indices = [own.index for own in owned]
     counts = {own.count for own in owned}
-    if not owned or len(owned) < len(stages) or indices != expected or counts != {
-        pp_mesh.size() * len(owned)
-    }:
+    if (
+        not owned
+        or len(owned) < len(stages)
+        or indices != expected
+        or counts != {pp_mesh.size() * len(owned)}
+    ):
         raise ValueError(
             f"Stages {indices} of {sorted(counts)}, among {len(stages)} modules, for rank "
             f"{pp_mesh.get_local_rank()} of {pp_mesh.size()} of the pipeline: give all that "
@@ -248,9 +253,7 @@ def _check_stages(stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> list[Stag
     return owned
 
 
-def _check_schedule(
-    name: str, owned: Sequence[StageOf], n_microbatches: int, pp_size: int
-) -> None:
+def _check_schedule(name: str, owned: Sequence[StageOf], n_microbatches: int, pp_size: int) -> None:
     known = _ONE_STAGE if len(owned) == 1 else _SEVERAL_STAGES
     if name not in known:
         raise ValueError(

@@ -67,7 +67,7 @@ def split_into_stages(
     _check_whole(model)
     structure = describe(model)
     ranges = layers_of_stages(structure.count, n_stages, layers_per_stage)
-    if not isinstance(index, int) or not 0 <= index < n_stages:
+    if not 0 <= index < n_stages:
         raise ValueError(f"index={index!r}: the {n_stages} stages have the numbers from 0 on.")
     tied = _tied(model, structure, ranges)
     name = tied[index > 0] if tied and index in (0, n_stages - 1) and n_stages > 1 else None

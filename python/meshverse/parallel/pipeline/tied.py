@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,12 +76,12 @@ class TiedParameter:
         after.add_(others)
 
     def _check(self, name: str) -> None:
-        own = _description(self._parameter)
-        theirs: list[Any] = [None]
-        give = lambda: dist.send_object_list([own], group=self._group, group_dst=self._peer)  # noqa: E731
-        take = lambda: dist.recv_object_list(theirs, group=self._group, group_src=self._peer)  # noqa: E731
-        for act in (give, take) if self._is_first else (take, give):
-            act()
+        own, theirs = _description(self._parameter), [""]
+        if self._is_first:  # one of the two speaks first
+            dist.send_object_list([own], group=self._group, group_dst=self._peer)
+        dist.recv_object_list(theirs, group=self._group, group_src=self._peer)
+        if not self._is_first:
+            dist.send_object_list([own], group=self._group, group_dst=self._peer)
         if theirs[0] != own:
             raise ValueError(
                 f"{name} is tied to a parameter of another pipeline stage, and they are split in "
@@ -106,7 +105,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _description(parameter: nn.Parameter | None) -> str:
-    if isinstance(parameter, DTensor):
-        local = tuple(parameter.to_local().shape)
-        return f"{local} of {parameter.placements}, {parameter.dtype}"
-    return "nothing" if parameter is None else f"{tuple(parameter.shape)}, {parameter.dtype}"
+    value: Tensor | None = parameter
+    if isinstance(value, DTensor):
+        return f"{tuple(value.to_local().shape)} of {value.placements}, {value.dtype}"
+    return "nothing" if value is None else f"{tuple(value.shape)}, {value.dtype}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -113,7 +114,10 @@ class Trial:
         """The modules outside the layers that have parameters, by the child they are in."""
         for name, module in self._inner.named_modules():
             child = name.partition(".")[0]
-            if child not in ("", self._layers) and next(module.parameters(recurse=False), None) is not None:
+            if (
+                child not in ("", self._layers)
+                and next(module.parameters(recurse=False), None) is not None
+            ):
                 yield child, module
 
     def _objections(self, tokens: Tensor) -> Iterator[str]:
@@ -128,7 +132,7 @@ class Trial:
                 f"the hidden states of {_TOKENS[0]} sequences of {_TOKENS[1]} tokens have the "
                 f"shape {tuple(probes[0].hidden.shape)}"
             )
-        for probe, following in zip(probes, probes[1:], strict=False):
+        for probe, following in pairwise(probes):
             if following.hidden is not probe.given:
                 yield "its layers do not get just what the layer before them gave"
                 return

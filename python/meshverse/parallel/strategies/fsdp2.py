@@ -99,9 +99,9 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: the mesh has several pipeline stages and the model is none, heads do not divide by the size of tensor
-            parallelism, there are no experts to hand out or their number does not divide, the plan
-            does not fit the model, the model is sharded already, a setting of
+        ValueError: the mesh has several pipeline stages and the model is none, heads do not divide
+            by the size of tensor parallelism, there are no experts to hand out or their number does
+            not divide, the plan does not fit the model, the model is sharded already, a setting of
             activation checkpointing is unknown, or both cpu_offload and another offload_policy are
             asked for. The model is as it was after any of these.
     """
