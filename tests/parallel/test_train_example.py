@@ -28,6 +28,16 @@ _ENVIRONMENT = {
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(2 * _SECONDS + 60)]
 
 
+def test_the_walk_through_shows_what_is_there() -> None:
+    source = _EXAMPLE.read_text()
+    page = (_EXAMPLE.parents[1] / "docs" / "training.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 3
+    for block in blocks:
+        assert block in source
+    assert len(source.splitlines()) < 150
+
+
 def command(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={ranks}", "--local-ranks-filter=0"]
@@ -117,7 +127,7 @@ def test_a_model_with_experts_goes_on_on_other_meshes(tmp_path: Path, sparse_con
 
 def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     """torchrun starts all ranks again, and these go on from the last checkpoint."""
-    steps = 24
+    steps = 16
     settings = [f"--steps={steps}", "--save-every=3", "--tp=2", "--save-in-background"]
     expected = train(4, *settings)
     arguments = [*settings, f"--folder={tmp_path}"]
@@ -131,7 +141,7 @@ def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
         )
         try:
             deadline = time.monotonic() + _SECONDS
-            while len(losses_in(log.read_text())) < 8 and time.monotonic() < deadline:
+            while len(losses_in(log.read_text())) < 5 and time.monotonic() < deadline:
                 time.sleep(0.05)
             os.kill(workers_of(torchrun.pid)[2], signal.SIGKILL)
             assert torchrun.wait(_SECONDS) == 0, log.read_text()
@@ -140,7 +150,7 @@ def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     text = log.read_text()
     assert "going on from" in text
     before, _, after = text.partition("going on from")
-    assert 8 <= max(losses_in(before)) < steps
+    assert 5 <= max(losses_in(before)) < steps
     assert max(losses_in(after)) == steps
     for part in (before, after):
         for step, seen in losses_in(part).items():
