@@ -122,22 +122,25 @@ class PipelineSchedule:
         self._device = _device(pp_mesh.device_type)
         self._n_microbatches = n_microbatches
         self._tied = TiedParameter(stages, pp_mesh)
-        made = [
-            PipelineStage(stage, own.index, own.count, self._device, group=self._group)
-            for stage in stages
-            if (own := stage_of(stage)) is not None
-        ]
+        self._name = name
         # torch would divide all of the gradients, those of earlier steps too.
-        settings: dict[str, Any] = {
+        self._settings: dict[str, Any] = {
             "loss_fn": partial(_share_of_loss, loss_function, n_microbatches),
             "scale_grads": False,
         }
-        self.schedule: Any = (
-            _ONE_STAGE[name](made[0], n_microbatches, **settings)
-            if name in _ONE_STAGE
-            else _SEVERAL_STAGES[name](made, n_microbatches, **settings)
-        )
-        self._has_first = any(stage.is_first for stage in made)
+        self._has_first = any(own.is_first for own in _owned(stages))
+        self.schedule = self._make()
+        # Its own: some versions of torch cannot train with what they have evaluated with.
+        self._evaluation: Any = None
+
+    def _make(self) -> Any:
+        made = [
+            PipelineStage(stage, own.index, own.count, self._device, group=self._group)
+            for stage, own in zip(self.stages, _owned(self.stages), strict=True)
+        ]
+        if self._name in _ONE_STAGE:
+            return _ONE_STAGE[self._name](made[0], self._n_microbatches, **self._settings)
+        return _SEVERAL_STAGES[self._name](made, self._n_microbatches, **self._settings)
 
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Forward and backward of a batch. Gradients add to those that are there.
@@ -162,7 +165,14 @@ class PipelineSchedule:
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Losses of a batch, without gradients; otherwise as `step`."""
-        return self._run(self.schedule.eval, inputs, target, keywords)
+        if self._evaluation is None:
+            self._evaluation = self._make()
+        parameters = [each for stage in self.stages for each in stage.parameters()]
+        gradients = [each.grad for each in parameters]
+        losses = self._run(self._evaluation.eval, inputs, target, keywords)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient  # torch drops them where it tries out a stage
+        return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages by their norm together, tied ones counted once.
@@ -234,8 +244,12 @@ def _check_mesh(pp_mesh: DeviceMesh) -> None:
         )
 
 
+def _owned(stages: Sequence[nn.Module]) -> list[StageOf]:
+    return [own for stage in stages if (own := stage_of(stage)) is not None]
+
+
 def _check_stages(stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> list[StageOf]:
-    owned = [own for stage in stages if (own := stage_of(stage)) is not None]
+    owned = _owned(stages)
     expected = [pp_mesh.get_local_rank() + pp_mesh.size() * each for each in range(len(owned))]
     indices = [own.index for own in owned]
     counts = {own.count for own in owned}
