@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
     )
     from .models.checkpointing import apply_activation_checkpointing
     from .models.import_paths import import_class_from_path, import_classes_from_paths
+    from .pipeline.schedule import PipelineSchedule, pipeline_schedule, pipeline_stages
+    from .pipeline.stage import split_into_stages
     from .strategies.context_parallel import context_parallel
     from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
     from .strategies.fsdp2_manager import FSDP2Manager
@@ -74,6 +76,7 @@ __all__ = [
     "MeshSpec",
     "Meshes",
     "ParallelismSizes",
+    "PipelineSchedule",
     "ReplicatedWithGradAllreduce",
     "SameTokensExpertParallel",
     "SingleProcessCollective",
@@ -100,8 +103,11 @@ __all__ = [
     "import_classes_from_paths",
     "megatron_fsdp_strategy_parallelize",
     "nvfsdp_strategy_parallelize",
+    "pipeline_schedule",
+    "pipeline_stages",
     "register_flattened_axes",
     "register_tp_plan",
+    "split_into_stages",
     "translate_to_torch_parallel_style",
     "unflatten_compat",
     "unshard_fsdp2_model",
@@ -137,6 +143,8 @@ _HOMES = {
     ),
     "models.checkpointing": ("apply_activation_checkpointing",),
     "models.import_paths": ("import_class_from_path", "import_classes_from_paths"),
+    "pipeline.schedule": ("PipelineSchedule", "pipeline_schedule", "pipeline_stages"),
+    "pipeline.stage": ("split_into_stages",),
     "strategies.context_parallel": ("context_parallel",),
     "strategies.fsdp2": ("fsdp2_strategy_parallelize", "unshard_fsdp2_model"),
     "strategies.fsdp2_manager": ("FSDP2Manager",),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as norm_on_one_mesh
 
-__all__ = ["clip_grad_norm_", "get_total_norm"]
+__all__ = ["clip_grad_norm_", "get_total_norm", "scale_gradients"]
 
 
 def get_total_norm(
@@ -84,10 +84,24 @@ def clip_grad_norm_(
     having = [each for each in listed if each.grad is not None]
     gradients = [each.grad for each in having if each.grad is not None]
     total = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    scale_gradients(having, max_norm, total, foreach)
+    return total
+
+
+def scale_gradients(
+    parameters: Iterable[Tensor], max_norm: float, total: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale gradients in place, of parameters on any meshes, if their total norm is too large.
+
+    Args:
+        parameters: whose gradients are scaled.
+        max_norm: of all gradients together.
+        total: their norm.
+        foreach: as in torch.
+    """
     by_mesh: dict[object, list[Tensor]] = {}
-    for each in having:
+    for each in parameters:
         key = each.grad.device_mesh if isinstance(each.grad, DTensor) else None
         by_mesh.setdefault(key, []).append(each)
     for some in by_mesh.values():
         clip_grads_with_norm_(some, max_norm, total, foreach)
-    return total

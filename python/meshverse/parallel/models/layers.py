@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .stages import AbsentModule
+
 __all__ = ["layer_lists"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -21,9 +23,13 @@ def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str,
     """The outermost ModuleLists and ModuleDicts of a module: their items, with their names.
 
     The module may be such a list itself. In a list of lists, whose items have no forward, the inner
-    lists are meant.
+    lists are meant. Layers that another pipeline stage has are left out.
     """
-    children = list(module.named_children())
+    children = [
+        (name, child)
+        for name, child in module.named_children()
+        if not isinstance(child, AbsentModule)
+    ]
     if isinstance(module, _LISTS) and not any(isinstance(child, _LISTS) for _, child in children):
         yield [(prefix + name, child) for name, child in children]
         return

@@ -14,22 +14,47 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["is_present", "matching_modules", "nearest_name", "parameter_of", "parent_name"]
+from .stages import AbsentModule
+
+__all__ = [
+    "is_in_other_stage",
+    "is_present",
+    "matching_modules",
+    "nearest_name",
+    "parameter_of",
+    "parent_name",
+]
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """The names of a model's modules that a plan's key means, in the model's order."""
-    if pattern == "":
-        return [""]
-    found = [("", model)]
-    for token in pattern.split("."):
-        found = [
-            (f"{name}.{child_name}" if name else child_name, child)
-            for name, module in found
-            for child_name, child in module.named_children()
-            if fnmatchcase(child_name, token)
-        ]
-    return [name for name, _ in found]
+    """The names of a model's modules that a plan's key means, in the model's order.
+
+    Modules that another pipeline stage has are none of them.
+    """
+    found = _walk(model, pattern)[-1]
+    return [name for name, module in found if not isinstance(module, AbsentModule)]
+
+
+def is_in_other_stage(model: nn.Module, pattern: str) -> bool:
+    """Whether a plan's key may mean something that another pipeline stage has."""
+    return any(
+        isinstance(module, AbsentModule) for found in _walk(model, pattern) for _, module in found
+    )
+
+
+def _walk(model: nn.Module, pattern: str) -> list[list[tuple[str, nn.Module]]]:
+    """The modules that each step of a plan's key means, with their names."""
+    steps = [[("", model)]]
+    for token in pattern.split(".") if pattern else ():
+        steps.append(
+            [
+                (f"{name}.{child_name}" if name else child_name, child)
+                for name, module in steps[-1]
+                for child_name, child in module.named_children()
+                if fnmatchcase(child_name, token)
+            ]
+        )
+    return steps
 
 
 def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:

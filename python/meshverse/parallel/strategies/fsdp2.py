@@ -42,7 +42,7 @@ from meshverse.parallel.models.compiling import compile_layers, warn_of_async_te
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .other_degrees import refuse_pipeline, refuse_uncovered, tell_of_context
+from .other_degrees import mesh_of_stage, refuse_uncovered, tell_of_context
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -78,9 +78,9 @@ def fsdp2_strategy_parallelize(
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
 
     Args:
-        model: on one device, the same on all ranks.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it; of one
-            pipeline stage.
+        model: on one device, the same on all ranks; with several pipeline stages, one of those
+            that `pipeline_stages` made.
+        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
         moe_mesh: with the axes (ep_shard, ep) over the same ranks, as `create_fsdp2_device_mesh`
             makes it: experts are handed out over ep, and sharded over ep_shard.
         ep_size: expert parallelism, where moe_mesh is not given; the mesh is made then. By default
@@ -118,10 +118,10 @@ def fsdp2_strategy_parallelize(
     Raises:
         KeyError: the mesh has not the axes.
         TypeError: the plan is none, or has values that are no parallel styles.
-        ValueError: the mesh has several pipeline stages, or another axis over which nothing is
-            split; the experts' mesh does not go with it; heads do not divide by the size of tensor
-            parallelism, there are no experts to hand out or their number does not divide, the plan
-            does not fit the model, the model is sharded already, a setting of
+        ValueError: the mesh has several pipeline stages and the model is none, or another axis over
+            which nothing is split; the experts' mesh does not go with it; heads do not divide by
+            the size of tensor parallelism, there are no experts to hand out or their number does
+            not divide, the plan does not fit the model, the model is sharded already, a setting of
             activation checkpointing is unknown, or both cpu_offload and another offload_policy are
             asked for. The model is as it was after any of these.
     """
@@ -132,7 +132,7 @@ def fsdp2_strategy_parallelize(
     check_checkpointing(activation_checkpointing)
     checkpointing_parts(activation_checkpointing_scope)
     check_not_sharded(model)
-    refuse_pipeline(model, device_mesh)
+    device_mesh = mesh_of_stage(model, device_mesh)
     refuse_uncovered(device_mesh, (fsdp_mesh, tp_mesh))
     tell_of_context(device_mesh)
 

@@ -1,7 +1,7 @@
 """Degrees that a strategy cannot apply by itself: refused, or said what is left to do.
 
 Example:
-    >>> refuse_pipeline(model, mesh)  # doctest: +SKIP
+    >>> mesh_of_stage(model, mesh)  # doctest: +SKIP
     ValueError: pp=2: Llama would be whole on each of the 2 stages. ...
 """
 
@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshverse import DeviceMesh as OurDeviceMesh
+from meshverse import DeviceMesh
 from meshverse.parallel.meshes.create import asked_ep_size
+from meshverse.parallel.models.stages import stage_of
 
 __all__ = [
+    "mesh_of_stage",
     "refuse_experts",
     "refuse_pipeline",
     "refuse_replicas",
@@ -29,20 +30,46 @@ _logger = logging.getLogger(__name__)
 _PP, _CP, _DP_REPLICATE = "pp", "cp", "dp_replicate"
 
 
+def mesh_of_stage(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of this rank's pipeline stage, which the model must be one of.
+
+    Raises:
+        ValueError: the mesh has an axis pp of more than one stage, and the model is whole, or a
+            stage of another rank.
+    """
+    size = _size_of(mesh, _PP)
+    if size == 1:
+        return mesh
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != _PP)
+    others = ", ".join(f'"{axis}"' for axis in axes)
+    name, own = type(model).__name__, stage_of(model)
+    if own is None:
+        raise ValueError(
+            f"pp={size}: {name} would be whole on each of the {size} stages. Split it into stages "
+            'first, with meshverse.parallel.pipeline_stages(model, device_mesh["pp"]), and '
+            "parallelize each of these. A stage that was made in another way is parallelized on "
+            f"the mesh of its stage: device_mesh[{others}]."
+        )
+    if own.count % size or own.index % size != mesh.get_local_rank(_PP):
+        raise ValueError(
+            f"{name} is stage {own.index} of {own.count}, and this rank is number "
+            f"{mesh.get_local_rank(_PP)} of pp={size}. Give the stages that pipeline_stages made "
+            "on this rank with this mesh."
+        )
+    return mesh[axes]
+
+
 def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a mesh of several pipeline stages: nothing here splits a model into stages.
+    """Refuse a mesh of several pipeline stages, for a strategy that trains no stages.
 
     Raises:
         ValueError: the mesh has an axis pp of more than one stage.
     """
-    axes = mesh.mesh_dim_names or ()
-    if _size_of(mesh, _PP) > 1:
-        others = ", ".join(f'"{axis}"' for axis in axes if axis != _PP)
+    if (size := _size_of(mesh, _PP)) > 1:
         raise ValueError(
-            f"pp={_size_of(mesh, _PP)}: {type(model).__name__} would be whole on each of the "
-            f"{_size_of(mesh, _PP)} stages. Split it into stages first, for instance with "
-            "torch.distributed.pipelining, and parallelize this rank's stage on the mesh of its "
-            f"stage: device_mesh[{others}]."
+            f"pp={size}: {type(model).__name__} would be whole on each of the {size} stages. "
+            "Megatron-FSDP has no pipeline stages. Make the mesh with "
+            "create_megatron_fsdp_device_mesh, or use FSDP2."
         )
 
 
@@ -59,7 +86,7 @@ def refuse_replicas(mesh: DeviceMesh) -> None:
         )
 
 
-def refuse_experts(mesh: OurDeviceMesh) -> None:
+def refuse_experts(mesh: DeviceMesh) -> None:
     """Refuse a mesh made for expert parallelism, for a strategy that hands out no experts.
 
     Raises:

@@ -22,7 +22,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshverse.parallel.models.module_names import matching_modules, nearest_name, parent_name
+from meshverse.parallel.models.module_names import (
+    is_in_other_stage,
+    matching_modules,
+    nearest_name,
+    parent_name,
+)
 from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 
 from .hf_plan_gaps import has_local_output
@@ -101,7 +106,9 @@ def _styles_by_module(
     model: nn.Module, plan: Mapping[str, ParallelStyle], strict: bool
 ) -> dict[str, ParallelStyle]:
     names = {key: matching_modules(model, key) for key in plan}
-    absent = [key for key, found in names.items() if not found]
+    absent = [
+        key for key, found in names.items() if not found and not is_in_other_stage(model, key)
+    ]
     if absent and strict:
         nearest = {key: nearest_name(model, key) for key in absent}
         raise ValueError(

@@ -1,0 +1,170 @@
+"""What `pipeline_schedule` takes and gives, beside the training that other tests compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipelines import EXACT, loss_of
+from tiny_models import batch, make_model
+from torch import nn
+
+from helpers.crew import Crew
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.parallel import (
+    ParallelismSizes,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+    pipeline_schedule,
+    pipeline_stages,
+    split_into_stages,
+)
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def make(*, tied: bool = False) -> nn.Module:
+    return make_model(num_hidden_layers=4, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize(
+    ("virtual", "schedule", "microbatches", "message"),
+    [
+        (1, "2F2B", 4, r"schedule='2F2B' for 1 stages a rank: expected one of \['1F1B', 'GPipe'\]"),
+        (1, "Interleaved1F1B", 4, "schedule='Interleaved1F1B' for 1 stages a rank"),
+        (2, "1F1B", 4, "schedule='1F1B' for 2 stages a rank.*'Interleaved1F1B'"),
+        (1, None, 1, "n_microbatches=1 for 2 stages: 1F1B needs one microbatch a stage"),
+        (2, None, 5, "n_microbatches=5 over 2 ranks run in 2 rounds"),
+        (1, None, 0, "n_microbatches=0: expected an int above 0"),
+        (1, "GPipe", 2.0, "n_microbatches=2.0"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(
+    virtual: int, schedule: str | None, microbatches: Any, message: str
+) -> None:
+    with fake_world(2, 1):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        stages = pipeline_stages(make(), mesh, virtual=virtual)
+        with pytest.raises(ValueError, match=message):
+            pipeline_schedule(stages, mesh, loss_of, microbatches, schedule=schedule)
+
+
+def test_stages_of_others_are_refused() -> None:
+    with fake_world(2, 1):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        model = make()
+        for stages in (
+            [],
+            [model],
+            [split_into_stages(model, 2, 0)],
+            [split_into_stages(model, 4, 1)],
+            [split_into_stages(model, 4, 3), split_into_stages(model, 4, 1)],
+        ):
+            with pytest.raises(ValueError, match="give all that pipeline_stages made"):
+                pipeline_schedule(stages, mesh, loss_of, 4)
+        with pytest.raises(
+            ValueError, match=r"has 2 axes: give that of the pipeline, mesh\['pp'\]"
+        ):
+            pipeline_stages(model, init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp")))
+
+
+@pytest.mark.parametrize("virtual", [0, -1, True, 1.0])
+def test_a_number_of_virtual_stages_is_an_int_above_0(virtual: Any) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        with pytest.raises(ValueError, match="expected an int above 0"):
+            pipeline_stages(make(), mesh, virtual=virtual)
+
+
+def evaluate(virtual: int) -> tuple[list[float], list[float], list[bool], str]:
+    """Losses of a pipeline's eval, whether they are those of the model, and what training did."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+    model, alone = make(), make()
+    stages = pipeline_stages(model, mesh["pp"], virtual=virtual)
+    for stage in stages:
+        fsdp2_strategy_parallelize(stage, mesh, mp_policy=EXACT)
+    pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, 4)
+    tokens = batch(0)
+    mask = torch.ones_like(tokens)
+    mask[:, 0] = 0
+    keywords = {"attention_mask": mask, "position_ids": torch.arange(6)[None]}
+    losses = []
+    for _ in range(2):
+        losses = [each.item() for each in pipeline.eval(tokens, target=tokens, **keywords)]
+    no_gradients = all(each.grad is None for stage in stages for each in stage.parameters())
+    other = pipeline_schedule(stages, mesh["pp"], loss_of, 4)
+    pipeline.step(tokens, target=tokens, **keywords)
+    other.eval(tokens, target=tokens, **keywords)  # its first, which torch tries out
+    norm = pipeline.clip_grad_norm_(1.0).item()
+    expected = [
+        loss_of(
+            alone(input_ids=part, use_cache=False, attention_mask=seen, position_ids=None).logits,
+            part,
+        )
+        for part, seen in zip(tokens.chunk(4), mask.chunk(4), strict=True)
+    ]
+    torch.stack(expected).mean().backward()
+    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
+    try:
+        pipeline.step(tokens[:6], target=tokens[:6])
+    except ValueError as error:
+        message = str(error)
+    return (
+        losses,
+        [each.item() for each in expected],
+        [no_gradients, abs(norm - wanted) < 1e-5],
+        message,
+    )
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_evaluation_leaves_no_gradients(four: Crew, virtual: int) -> None:
+    answers = four.run(evaluate, 4, virtual)
+    for rank, (losses, expected, right, message) in enumerate(answers):
+        assert right == [True, True]
+        assert losses == pytest.approx(expected if rank > 1 else [], rel=1e-5)
+        assert "6 sequences with 6 targets does not divide into 4 microbatches" in message
+
+
+def norms(norm_type: float) -> tuple[float, float]:
+    """The norm of a tied model's gradients over its stages, and that of one process."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2, tp_size=2))
+    alone = make(tied=True)
+    stages = pipeline_stages(make(tied=True), mesh["pp"])
+    fsdp2_strategy_parallelize(stages[0], mesh, mp_policy=EXACT)
+    pipeline = pipeline_schedule(stages, mesh["pp"], summed, 4)
+    pipeline.step(batch(0), target=batch(0))
+    summed(alone(input_ids=batch(0), use_cache=False).logits, batch(0)).backward()
+    expected = nn.utils.get_total_norm([each.grad for each in alone.parameters()], norm_type)
+    return pipeline.clip_grad_norm_(1.0, norm_type).item(), expected.item()
+
+
+def summed(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
+    whole = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    return loss_of(whole, tokens)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_over_stages_equal_one_process(four: Crew, norm_type: float) -> None:
+    for seen, expected in four.run(norms, 4, norm_type):
+        assert seen == pytest.approx(expected, rel=1e-4)
+
+
+def tie_differently() -> str:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+    (stage,) = pipeline_stages(make(tied=True), mesh["pp"])
+    if mesh.get_local_rank("pp"):
+        stage.double()
+    try:
+        pipeline_schedule([stage], mesh["pp"], loss_of, 4)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_tied_parameters_that_differ_are_refused(four: Crew) -> None:
+    messages = four.run(tie_differently, 2)
+    assert all("tied to a parameter of another pipeline stage" in each for each in messages)
+    assert "torch.float64 there" in messages[0]

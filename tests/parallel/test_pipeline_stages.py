@@ -1,0 +1,247 @@
+"""Stages of a model: which layers they have, what they give, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch, make_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.parallel import (
+    FSDP2Config,
+    FSDP2Manager,
+    ParallelismSizes,
+    apply_tp_plan,
+    create_device_meshes,
+    pipeline_stages,
+    split_into_stages,
+)
+from meshverse.parallel.pipeline.layout import layers_of_stages
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def make(layers: int = 4, **fields: Any) -> nn.Module:
+    return make_model(num_hidden_layers=layers, **{"tie_word_embeddings": False, **fields})
+
+
+def test_stages_have_each_parameter_once_under_its_own_name() -> None:
+    model = make(5)
+    stages = [split_into_stages(model, 3, index) for index in range(3)]
+    names = [dict(stage.named_parameters()) for stage in stages]
+    assert sum(map(len, names)) == len(dict(model.named_parameters()))
+    assert {**names[0], **names[1], **names[2]} == dict(model.named_parameters())
+    assert "model.embed_tokens.weight" in names[0]
+    assert {"model.norm.weight", "lm_head.weight"} <= names[2].keys()
+    layers = [sorted({name.split(".")[2] for name in each if ".layers." in name}) for each in names]
+    assert layers == [["0", "1"], ["2", "3"], ["4"]]
+    assert all(type(stage) is type(model) for stage in stages)
+
+
+def chain(stages: list[nn.Module], tokens: Tensor, **keywords: Any) -> Tensor:
+    hidden = tokens
+    for stage in stages:
+        hidden = stage(hidden, **keywords)
+    return hidden
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_masks_and_positions_go_to_every_stage(family: str) -> None:
+    model = make_model(family, num_hidden_layers=4)
+    tokens = batch(0)
+    mask = torch.ones_like(tokens)
+    mask[:4, :2] = 0
+    keywords = {"attention_mask": mask, "position_ids": torch.arange(tokens.size(1))[None] + 3}
+    expected = model(input_ids=tokens, use_cache=False, **keywords).logits
+    plain = model(input_ids=tokens, use_cache=False).logits
+    stages = [split_into_stages(model, 4, index) for index in range(4)]
+    assert torch.equal(chain(stages, tokens, **keywords), expected)
+    assert not torch.allclose(expected, plain)
+    assert torch.equal(chain(stages, tokens), plain)
+
+
+def test_a_copy_of_a_stage_runs_its_own_layers() -> None:
+    model = make()
+    first = split_into_stages(model, 2, 0)
+    other = copy.deepcopy(first)
+    before = first(batch(0))
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.zero_()
+    assert torch.equal(other(batch(0)), before)
+
+
+def test_a_model_on_the_meta_device_is_split() -> None:
+    with torch.device("meta"):
+        model = make()
+    stage = split_into_stages(model, 2, 1)
+    assert all(each.is_meta for each in stage.parameters())
+    assert stage.to_empty(device="cpu")(torch.zeros(2, 3, 32)).shape == (2, 3, 64)
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    model = make()
+    stage = split_into_stages(model, 1, 0)
+    assert dict(stage.named_parameters()) == dict(model.named_parameters())
+    assert torch.equal(stage(batch(0)), model(input_ids=batch(0), use_cache=False).logits)
+
+
+def test_embeddings_are_taken_for_tokens() -> None:
+    model = make()
+    stages = [split_into_stages(model, 2, index) for index in range(2)]
+    embedded = model.get_input_embeddings()(batch(0))
+    assert torch.equal(chain(stages, embedded), chain(stages, batch(0)))
+
+
+@pytest.mark.parametrize("keyword", [{"labels": batch(0)}, {"use_cache": True}])
+def test_what_needs_all_layers_is_no_keyword_of_a_stage(keyword: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"pipeline stage, and takes no \\['{next(iter(keyword))}'"):
+        split_into_stages(make(), 2, 1)(torch.zeros(2, 3, 32), **keyword)
+
+
+def test_layers_are_dealt_out_evenly() -> None:
+    for n_layers in range(1, 12):
+        for n_stages in range(1, n_layers + 1):
+            ranges = layers_of_stages(n_layers, n_stages)
+            assert [layer for each in ranges for layer in each] == list(range(n_layers))
+            assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, 0), "5 stages for 4 layers: every stage needs one layer"),
+        ((2, 2), "index=2: the 2 stages have the numbers from 0 on"),
+        ((2, -1), "index=-1"),
+        ((0, 0), "n_stages=0: expected an int above 0"),
+        ((2, 0, (1, 2)), r"layers_per_stage=\(1, 2\) for 2 stages and 4 layers"),
+        ((2, 0, (4, 0)), r"layers_per_stage=\(4, 0\)"),
+        ((2, 0, (4,)), r"layers_per_stage=\(4,\)"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    layers = arguments[2] if len(arguments) > 2 else None
+    with pytest.raises(ValueError, match=message):
+        split_into_stages(make(), *arguments[:2], layers_per_stage=layers)
+
+
+class OneParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+
+def shares_a_layer() -> nn.Module:
+    model = make()
+    model.model.layers[3] = model.model.layers[0]
+    return model
+
+
+def scaled_between_layers() -> nn.Module:
+    """A model that does something between its layers, which no stage would do."""
+    model = make()
+    inner = model.model
+
+    class Scaled(type(inner)):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            halves = nn.ModuleList(self.layers)
+            embedded = self.embed_tokens(keywords["input_ids"])
+            rotary = self.rotary_emb(embedded, torch.arange(embedded.size(1))[None])
+            for layer in halves:
+                embedded = layer(embedded, position_embeddings=rotary) * 0.5
+            return type("Output", (), {"last_hidden_state": self.norm(embedded)})()
+
+    inner.__class__ = Scaled
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_one", "message"),
+    [
+        (OneParameter, "OneParameter has no list of as many layers"),
+        (shares_a_layer, r"are one parameter, in stages \[0, 1\]"),
+        (scaled_between_layers, "do not get just what the layer before them gave"),
+        (lambda: split_into_stages(make(), 2, 0), "already. Split the whole model"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused_and_left_alone(
+    make_one: Any, message: str
+) -> None:
+    model = make_one()
+    before, modules = dict(model.named_parameters()), list(model.modules())
+    with pytest.raises(ValueError, match=message):
+        split_into_stages(model, 2, 0)
+    assert dict(model.named_parameters()) == before
+    assert list(model.modules()) == modules
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_loss_over_all_routers_is_refused() -> None:
+    model = make()
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits=True adds a loss over the routers"):
+        split_into_stages(model, 2, 0)
+
+
+def test_splitting_takes_no_random_numbers() -> None:
+    model = make()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    split_into_stages(model, 2, 0)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_plan_for_the_whole_model_splits_a_stage() -> None:
+    plan = {
+        "model.embed_tokens": RowwiseParallel(),
+        "model.layers.0.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(),
+    }
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), ranks=[0, 5])
+        model = make()
+        last = split_into_stages(model, 2, 1)
+        apply_tp_plan(last, mesh, plan)
+        split = {name for name, each in last.named_parameters() if isinstance(each, DTensor)}
+        with pytest.raises(ValueError, match="has no modules"):
+            apply_tp_plan(split_into_stages(make(), 2, 1), mesh, {"lm_haed": ColwiseParallel()})
+    assert split == {
+        "lm_head.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.layers.3.mlp.down_proj.weight",
+    }
+
+
+def test_the_manager_takes_stages_with_the_whole_mesh() -> None:
+    with fake_world(8, 5):
+        config = FSDP2Config()
+        meshes = create_device_meshes(config, ParallelismSizes(pp_size=2, tp_size=2))
+        manager = FSDP2Manager(config, *meshes)
+        (stage,) = pipeline_stages(make(), meshes[0]["pp"])
+        assert manager.parallelize(stage) is stage
+        assert isinstance(stage, FSDPModule)
+        weights = dict(stage.named_parameters())
+        assert weights["lm_head.weight"].device_mesh.mesh_dim_names == ("dp_shard", "tp")
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM would be whole .*pipeline_stages"):
+            manager.parallelize(make())
+        with pytest.raises(ValueError, match="stage 0 of 2, and this rank is number 1 of pp=2"):
+            manager.parallelize(split_into_stages(make(), 2, 0))
+
+
+def test_a_sharded_model_is_refused() -> None:
+    with fake_world(8):
+        config = FSDP2Config()
+        model = make()
+        FSDP2Manager(config, *create_device_meshes(config, ParallelismSizes())).parallelize(model)
+        with pytest.raises(ValueError, match=r"is distributed already\. Split it into"):
+            split_into_stages(model, 2, 0)
