@@ -1,0 +1,307 @@
+"""The ranks by node, a line each; of what repeats, one that stands for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshverse._core import RankGroups, RankMap
+
+from .model import PicturedGroups, printable
+from .repeats import Folded, Part, Row, Run, fold
+
+__all__ = ["Cell", "Gap", "Line", "Panel", "Piece", "panel_of", "pieces_of"]
+
+_N_DRAWN_WHOLE = 16  # nodes: as many are drawn one by one
+_N_DRAWN_PARTS = 8  # parts of a run: as many short ones are drawn one by one
+_MOST_RANKS_IN_LINE = 128  # of larger nodes, a line is a piece
+_RANKS_IN_LINE = 8  # where nobody knows the nodes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank.
+
+    Attributes:
+        rank: global.
+        group: index of its group.
+        is_mine: whether that is the group of the picture's rank.
+        is_me: whether it is the picture's rank, or stands for it.
+    """
+
+    rank: int
+    group: int
+    is_mine: bool
+    is_me: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks of a node.
+
+    Attributes:
+        label: which node it is, or which nodes if they come after each other.
+        cells: its ranks, ascending; of several nodes, those of the first.
+        times: how many nodes have the same groups.
+    """
+
+    label: str
+    cells: tuple[Cell, ...]
+    times: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What is left out between two lines: more of the same, with other groups."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axis.
+
+    Attributes:
+        title: names of the axes.
+        subtitle: how many groups, and how large.
+        lines: from the first node to the last.
+    """
+
+    title: str
+    subtitle: str
+    lines: tuple[Line | Gap, ...]
+
+    @property
+    def most_cells(self) -> int:
+        """Cells of the longest line."""
+        return max((len(line.cells) for line in self.lines if isinstance(line, Line)), default=0)
+
+    @property
+    def largest_group(self) -> int:
+        """The largest number of a group that is written."""
+        lines = [line for line in self.lines if isinstance(line, Line)]
+        return max((cell.group for line in lines for cell in line.cells), default=0)
+
+
+Piece = Sequence[int]
+"""Ascending ranks that are drawn as one line: a node, or a piece of a large one."""
+
+
+def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
+    """The ranks of a picture, by node. O(ranks).
+
+    Args:
+        rank_map: position -> global rank.
+        node_size: ranks 0 to n-1 are on the first node, and so on; None where that is unknown.
+    """
+    if rank_map.is_identity:
+        n = rank_map.size
+        size = node_size or _RANKS_IN_LINE
+        nodes = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    elif node_size is None:
+        ranks = sorted(rank_map.ranks().tolist())
+        starts = range(0, len(ranks), _RANKS_IN_LINE)
+        nodes = [ranks[start : start + _RANKS_IN_LINE] for start in starts]
+    else:
+        ranks = sorted(rank_map.ranks().tolist())
+        by_node = itertools.groupby(ranks, key=lambda rank: rank // node_size)
+        nodes = [list(of_node) for _, of_node in by_node]
+    size = _MOST_RANKS_IN_LINE
+    return [node[start : start + size] for node in nodes for start in range(0, len(node), size)]
+
+
+def panel_of(
+    groups: PicturedGroups,
+    rank_map: RankMap,
+    rank: int,
+    node_size: int | None,
+    pieces: Sequence[Piece],
+) -> Panel:
+    """The groups of one axis, drawn. O(ranks).
+
+    Args:
+        groups: of the axis.
+        rank_map: position -> global rank.
+        rank: global; its group is marked. One outside the rank map has none.
+        node_size: as of `pieces_of`.
+        pieces: what it gave.
+    """
+    rank_groups = RankGroups(groups.axis, rank_map)
+    count, size = rank_groups.n_groups, rank_groups.group_size
+    return Panel(
+        title=", ".join(map(printable, groups.names)),
+        subtitle=f"{count:,} group{'s' * (count != 1)} of {size:,}, layout {groups.axis}",
+        lines=tuple(_Drawer(rank_groups, pieces, rank, node_size).lines()),
+    )
+
+
+def _seams(groups: RankGroups, pieces: Sequence[Piece]) -> list[int]:
+    """Numbers of lines after which a digit of the layouts changes."""
+    if not groups.rank_map.is_identity:
+        return []
+    in_line = len(pieces[0])
+    strides = {*groups.axis.strides, *groups.offsets.strides}
+    return [stride // in_line for stride in sorted(strides) if stride and stride % in_line == 0]
+
+
+class _Drawer:
+    def __init__(
+        self, groups: RankGroups, pieces: Sequence[Piece], rank: int, node_size: int | None
+    ) -> None:
+        self._pieces = pieces
+        self._node_size = node_size
+        self._rank = rank
+        self._seams = _seams(groups, pieces)
+        # Of all ranks at once: a million calls take seconds.
+        all_groups = groups.all().tolist()
+        group_of = {rank: index for index, ranks in enumerate(all_groups) for rank in ranks}
+        self._rows = [tuple(map(group_of.__getitem__, piece)) for piece in pieces]
+        self._mine = group_of.get(rank)
+        self._me = next((i for i, piece in enumerate(pieces) if rank in piece), None)
+
+    def lines(self) -> Iterator[Line | Gap]:
+        if len(self._rows) <= _N_DRAWN_WHOLE:
+            for index in range(len(self._rows)):
+                yield self._line(index, (), self._me)
+            return
+        yield from self._parts(fold(self._rows, self._seams), 0, (), self._me)
+
+    def _parts(
+        self, parts: Folded, start: int, times: _Times, me: int | None
+    ) -> Iterator[Line | Gap]:
+        starts = []
+        for part, _ in parts:
+            starts.append(start)
+            start += part.span
+        shown = range(len(parts))
+        if len(parts) > _N_DRAWN_WHOLE:
+            edge = _N_DRAWN_WHOLE // 2
+            near = {
+                index
+                for index, (part, _) in enumerate(parts)
+                if _covers(part, starts[index], me)
+                or _has(part, self._first_of(starts[index]), self._mine)
+            }
+            mine = sorted(near)[:_N_DRAWN_PARTS]
+            shown = sorted({*range(edge), *mine, len(parts) - 1})  # type: ignore[assignment]
+        last = -1
+        for index in shown:
+            if index > last + 1:
+                yield self._gap(starts[last + 1], starts[index], times, alike=False)
+            part, _ = parts[index]
+            yield from self._part(part, starts[index], times, me)
+            last = index
+
+    def _part(self, part: Part, start: int, times: _Times, me: int | None) -> Iterator[Line | Gap]:
+        if isinstance(part, Row):
+            yield self._line(start, times, me)
+        elif isinstance(part, Run):
+            yield from self._run(part, start, times, me)
+        else:
+            yield from self._parts(list(part.parts), start, times, me)
+
+    def _run(self, run: Run, start: int, times: _Times, me: int | None) -> Iterator[Line | Gap]:
+        inner = run.part.span
+        if run.step == 0:
+            if _covers(run, start, me):
+                assert me is not None
+                me = start + (me - start) % inner
+            yield from self._part(run.part, start, (*times, (run.count, inner)), me)
+            return
+        last = -1
+        for k in self._shown(run, start, self._first_of(start), me):
+            if k > last + 1:
+                yield self._gap(start + (last + 1) * inner, start + k * inner, times, alike=True)
+            yield from self._part(run.part, start + k * inner, times, me)
+            last = k
+
+    def _shown(self, run: Run, start: int, first: int, me: int | None) -> Sequence[int]:
+        """Which parts of a run are drawn: all of a few, else the first, mine and the last."""
+        if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
+            return range(run.count)
+        inner = run.part.span
+        mine = [
+            k
+            for k in range(run.count)
+            if _covers(run.part, start + k * inner, me)
+            or _has(run.part, first + k * run.step, self._mine)
+        ]
+        return sorted({0, *mine[:_N_DRAWN_PARTS], run.count - 1})
+
+    def _first_of(self, row: int) -> int:
+        return self._rows[row][0]
+
+    def _line(self, index: int, times: _Times, me: int | None) -> Line:
+        piece, row = self._pieces[index], self._rows[index]
+        here = None
+        if me == index and self._me is not None:  # in this one, or in one that is as this one
+            here = self._pieces[self._me].index(self._rank)
+        cells = tuple(
+            Cell(rank, group, group == self._mine, here == place)
+            for place, (rank, group) in enumerate(zip(piece, row, strict=True))
+        )
+        n_times = 1
+        for count, _ in times:
+            n_times *= count
+        return Line(self._label(index, times), cells, n_times)
+
+    def _label(self, index: int, times: _Times) -> str:
+        stop = index + 1
+        span = 1
+        for count, step in sorted(times, key=lambda pair: pair[1]):
+            if step != span:
+                break
+            span *= count
+        else:
+            stop = index + span
+        first, last = self._pieces[index], self._pieces[stop - 1]
+        if not self._node_size:
+            return f"ranks {first[0]}\N{EN DASH}{last[-1]}"
+        node, last_node = first[0] // self._node_size, last[0] // self._node_size
+        if self._node_size > _MOST_RANKS_IN_LINE:
+            return f"node {node}: {first[0]}\N{EN DASH}{last[-1]}"
+        return f"node {node}" if node == last_node else f"nodes {node}\N{EN DASH}{last_node}"
+
+    def _gap(self, start: int, stop: int, times: _Times, *, alike: bool) -> Gap:
+        n = stop - start
+        what = "node" if self._node_size and self._node_size <= _MOST_RANKS_IN_LINE else "line"
+        rows = self._rows[start:stop]
+        lowest, highest = min(map(min, rows)), max(map(max, rows))
+        text = f"{n:,} more {what}{'s' * (n != 1)}{' like these' * alike}"
+        text += f", groups {lowest} to {highest}"
+        n_times = 1
+        for count, _ in times:
+            n_times *= count
+        return Gap(text if n_times == 1 else f"{text} (\N{MULTIPLICATION SIGN}{n_times:,})")
+
+
+_Times = tuple[tuple[int, int], ...]
+"""The repeats that a line is in, outermost first: how often, and how many lines further each."""
+
+
+def _n_lines(part: Part) -> int:
+    """Lines that stand for a part, if all of it that differs is drawn."""
+    if isinstance(part, Row):
+        return 1
+    if isinstance(part, Run):
+        return _n_lines(part.part) * (part.count if part.step else 1)
+    return sum(_n_lines(inner) for inner, _ in part.parts)
+
+
+def _covers(part: Part, start: int, index: int | None) -> bool:
+    return index is not None and start <= index < start + part.span
+
+
+def _has(part: Part, add: int, group: int | None) -> bool:
+    """Whether a part, with this number added, has a rank of the group."""
+    if group is None:
+        return False
+    if isinstance(part, Row):
+        return group - add in part.numbers
+    if isinstance(part, Run):
+        return any(
+            _has(part.part, add + k * part.step, group)
+            for k in range(part.count if part.step else 1)
+        )
+    return any(_has(inner, add + more, group) for inner, more in part.parts)
