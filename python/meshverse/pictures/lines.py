@@ -15,6 +15,7 @@ __all__ = ["Cell", "Gap", "Line", "Panel", "Piece", "panel_of", "pieces_of"]
 
 _N_DRAWN_WHOLE = 16  # nodes: as many are drawn one by one
 _N_DRAWN_PARTS = 8  # parts of a run: as many short ones are drawn one by one
+_MOST_LINES = 48  # where more are left after folding, most of them are left out
 _MOST_RANKS_IN_LINE = 128  # of larger nodes, a line is a piece
 _RANKS_IN_LINE = 8  # where nobody knows the nodes
 
@@ -165,7 +166,11 @@ class _Drawer:
             for index in range(len(self._rows)):
                 yield self._line(index, (), self._me)
             return
-        yield from self._parts(fold(self._rows, self._seams), 0, (), self._me)
+        drawn = list(self._parts(fold(self._rows, self._seams), 0, (), self._me))
+        if len(drawn) > _MOST_LINES:
+            one_by_one: Folded = [(Row(row), 0) for row in self._rows]
+            drawn = list(self._parts(one_by_one, 0, (), self._me))
+        yield from drawn
 
     def _parts(
         self, parts: Folded, start: int, times: _Times, me: int | None
@@ -176,15 +181,9 @@ class _Drawer:
             start += part.span
         shown = range(len(parts))
         if len(parts) > _N_DRAWN_WHOLE:
-            edge = _N_DRAWN_WHOLE // 2
-            near = {
-                index
-                for index, (part, _) in enumerate(parts)
-                if _covers(part, starts[index], me)
-                or _has(part, self._first_of(starts[index]), self._mine)
-            }
-            mine = sorted(near)[:_N_DRAWN_PARTS]
-            shown = sorted({*range(edge), *mine, len(parts) - 1})  # type: ignore[assignment]
+            edge = range(_N_DRAWN_WHOLE // 2)
+            mine = self._mine_of([part for part, _ in parts], starts, me)
+            shown = sorted({*edge, *mine, len(parts) - 1})  # type: ignore[assignment]
         last = -1
         for index in shown:
             if index > last + 1:
@@ -210,27 +209,30 @@ class _Drawer:
             yield from self._part(run.part, start, (*times, (run.count, inner)), me)
             return
         last = -1
-        for k in self._shown(run, start, self._first_of(start), me):
+        for k in self._shown(run, start, me):
             if k > last + 1:
                 yield self._gap(start + (last + 1) * inner, start + k * inner, times, alike=True)
             yield from self._part(run.part, start + k * inner, times, me)
             last = k
 
-    def _shown(self, run: Run, start: int, first: int, me: int | None) -> Sequence[int]:
+    def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
         """Which parts of a run are drawn: all of a few, else the first, mine and the last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
-        inner = run.part.span
-        mine = [
-            k
-            for k in range(run.count)
-            if _covers(run.part, start + k * inner, me)
-            or _has(run.part, first + k * run.step, self._mine)
-        ]
-        return sorted({0, *mine[:_N_DRAWN_PARTS], run.count - 1})
+        starts = range(start, start + run.span, run.part.span)
+        mine = self._mine_of([run.part] * run.count, starts, me)
+        return sorted({0, *mine, run.count - 1})
 
-    def _first_of(self, row: int) -> int:
-        return self._rows[row][0]
+    def _mine_of(self, parts: Sequence[Part], starts: Sequence[int], me: int | None) -> list[int]:
+        """Which parts have me, and the first few that have ranks of my group."""
+        pairs = list(zip(parts, starts, strict=True))
+        with_me = [i for i, (part, start) in enumerate(pairs) if _covers(part, start, me)]
+        with_mine = (
+            i
+            for i, (part, start) in enumerate(pairs)
+            if _has(part, self._rows[start][0] - _least_of(part), self._mine)
+        )
+        return with_me + list(itertools.islice(with_mine, _N_DRAWN_PARTS))
 
     def _line(self, index: int, times: _Times, me: int | None) -> Line:
         piece, row = self._pieces[index], self._rows[index]
@@ -291,6 +293,13 @@ def _n_lines(part: Part) -> int:
 
 def _covers(part: Part, start: int, index: int | None) -> bool:
     return index is not None and start <= index < start + part.span
+
+
+def _least_of(part: Part) -> int:
+    """The first number of a part, to which what is added to the part is added."""
+    while not isinstance(part, Row):
+        part = part.part if isinstance(part, Run) else part.parts[0][0]
+    return part.numbers[0]
 
 
 def _has(part: Part, add: int, group: int | None) -> bool:

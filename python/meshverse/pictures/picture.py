@@ -97,7 +97,7 @@ class Picture:
 
     def to_svg(self) -> str:
         """As an SVG document, light or dark as the reader's screen is."""
-        legend = _legend(self, "outlined", "outlined and dashed")
+        legend = _legend(self, "Outlined", "Outlined twice")
         return as_svg(self.panels, printable(self.title), legend)
 
     def _repr_html_(self) -> str:
@@ -117,8 +117,15 @@ class Picture:
             node_size=self.node_size,
             summary=self.summary,
             notes=self.notes,
-            legend=_legend(self, "outlined", "outlined twice"),
+            legend=_PAGE_LEGEND,
         )
+
+
+_PAGE_LEGEND = (
+    "Number and colour: the group. Outlined: the group of the chosen rank. Outlined twice: the "
+    "rank. \N{MULTIPLICATION SIGN}n: n lines with these groups, drawn once. Click a rank to choose "
+    "it, or move with the arrow keys and press Enter."
+)
 
 
 def _legend(picture: Picture, group_mark: str, rank_mark: str) -> str:

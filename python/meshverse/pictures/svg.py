@@ -25,11 +25,10 @@ _STYLE = """\
 .mv{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
 .mv .bg{fill:#fff}.mv .t{fill:#1b1f24}.mv .s{fill:#59636e;font-size:11px}
 .mv .h{font-size:15px;font-weight:650}.mv .n{text-anchor:middle;font-variant-numeric:tabular-nums}
-.mv .mine{fill:none;stroke:#1b1f24;stroke-width:2.5}
-.mv .me{fill:none;stroke:#fff;stroke-width:1.5;stroke-dasharray:3 2}
+.mv .mine,.mv .me{fill:none;stroke:#1b1f24;stroke-width:2.5}.mv .me{stroke-width:1.5}
 @media(prefers-color-scheme:dark){
-.mv .bg{fill:#0d1117}.mv .t{fill:#e6edf3}.mv .s{fill:#9da7b1}.mv .mine{stroke:#fff}
-.mv .me{stroke:#0d1117}}
+.mv .bg{fill:#0d1117}.mv .t{fill:#e6edf3}.mv .s{fill:#9da7b1}.mv .mine{stroke:#fff}}
+.mv .me.ifff{stroke:#fff}
 """
 _COLOURS = "".join(
     f".mv .c{index}{{fill:{colour}}}.mv .i{index}{{fill:{ink}}}"
@@ -147,8 +146,9 @@ def _cell(cell: Cell, x: float, y: float, width: float, line: Line) -> str:
 def _outlines(cell: Cell, x: float, y: float, width: float) -> Iterator[str]:
     if cell.is_mine:
         yield _outline("mine", x + 1, y + 1, width - 2, _CELL_HEIGHT - 2)
-    if cell.is_me:
-        yield _outline("me", x + 1, y + 1, width - 2, _CELL_HEIGHT - 2)
+    if cell.is_me:  # on its colour, so in the ink of that
+        kind = f"me {'ifff' if INKS[colour_index(cell.group)] == '#fff' else ''}".rstrip()
+        yield _outline(kind, x + 4, y + 4, width - 8, _CELL_HEIGHT - 8)
 
 
 def _outline(kind: str, x: float, y: float, width: float, height: float) -> str:

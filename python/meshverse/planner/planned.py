@@ -121,7 +121,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else: pick a view, an axis and a rank; see its groups."""
+        """One HTML page that needs nothing else: pick a view, an axis, a rank; see its groups."""
         return self.picture.to_html()
 
     def to_svg(self) -> str:
@@ -173,8 +173,7 @@ def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
     if not group.created:
         facts["made"] = "none: the default group itself"
     for each in group.crossings:
-        spans = str(each.max) if each.min == each.max else f"{each.min} to {each.max}"
-        facts[f"{each.level}s a group"] = spans
+        facts[f"{each.level}s a group"] = _spans(each)
         facts[f"ring steps out of a {each.level}"] = _steps(each)
     return PicturedGroups(
         names=group.axes,
@@ -217,13 +216,15 @@ def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     for group in groups:
         row = [" ".join(group.axes), group.layout, f"{group.size:,}", f"{group.count:,}"]
         row.append(f"x{group.stock_copies}" if group.created else "none")
-        row += [
-            str(each.max) if each.min == each.max else f"{each.min} to {each.max}"
-            for each in group.crossings
-        ]
+        row += [_spans(each) for each in group.crossings]
         row += [_steps(each) for each in group.crossings]
         rows.append(row)
     return aligned(rows, right=range(2, len(titles)))
+
+
+def _spans(crossing: Crossing) -> str:
+    same = crossing.min == crossing.max
+    return str(crossing.max) if same else f"{crossing.min} to {crossing.max}"
 
 
 def _steps(crossing: Crossing) -> str:

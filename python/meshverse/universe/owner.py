@@ -113,7 +113,7 @@ class GroupOwner:
         return self._explain(communicator_bytes, node_size_here())
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
-        """The process groups here as a picture: the ranks by node, coloured by group, mine outlined.
+        """The process groups as a picture: the ranks by node, coloured by group, mine outlined.
 
         `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
         and `.to_html()` give it to write to a file. O(ranks), when it is shown.

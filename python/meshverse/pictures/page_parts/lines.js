@@ -4,6 +4,7 @@
 
 const N_DRAWN_WHOLE = 16; // nodes: as many are drawn one by one
 const N_DRAWN_PARTS = 8; // parts of a run: as many short ones are drawn one by one
+const MOST_LINES = 48; // where more are left after folding, most of them are left out
 const MOST_RANKS_IN_LINE = 128; // of larger nodes, a line is a piece
 const RANKS_IN_LINE = 8; // where nobody knows the nodes
 
@@ -140,6 +141,12 @@ function nLines(part) {
   return part.parts.reduce((sum, [inner]) => sum + nLines(inner), 0);
 }
 
+/** The first number of a part, to which what is added to the part is added. */
+function leastOf(part) {
+  while (!part.rel) part = part.part || part.parts[0][0];
+  return part.rel[0];
+}
+
 function hasGroup(part, add, group) {
   if (group === null) return false;
   if (part.rel) return part.rel.includes(group - add);
@@ -215,6 +222,16 @@ function linesOf(groups, rankMap, nodeSize, rank) {
       last = k;
     }
   };
+  /** Which parts have me, and the first few that have ranks of my group. */
+  const mineOf = (parts, me) => {
+    const found = [];
+    const near = [];
+    parts.forEach(([part, start], i) => {
+      if (covers(part, start, me)) found.push(i);
+      if (near.length < N_DRAWN_PARTS && hasGroup(part, rows[start][0] - leastOf(part), mine)) near.push(i);
+    });
+    return found.concat(near);
+  };
   const drawParts = (parts, start, times, me) => {
     const starts = [];
     for (const [part] of parts) {
@@ -223,8 +240,7 @@ function linesOf(groups, rankMap, nodeSize, rank) {
     }
     let shown = range(parts.length);
     if (parts.length > N_DRAWN_WHOLE) {
-      const near = shown.filter((i) => covers(parts[i][0], starts[i], me)
-        || hasGroup(parts[i][0], rows[starts[i]][0], mine)).slice(0, N_DRAWN_PARTS);
+      const near = mineOf(parts.map(([part], i) => [part, starts[i]]), me);
       shown = inOrder([...range(N_DRAWN_WHOLE / 2), ...near, parts.length - 1]);
     }
     drawShown(shown, (k) => starts[k], (k) => drawPart(parts[k][0], starts[k], times, me), times,
@@ -239,8 +255,7 @@ function linesOf(groups, rankMap, nodeSize, rank) {
     }
     let shown = range(run.count);
     if (run.count * nLines(run.part) > N_DRAWN_PARTS) {
-      const near = shown.filter((k) => covers(run.part, start + k * inner, me)
-        || hasGroup(run.part, rows[start][0] + k * run.step, mine)).slice(0, N_DRAWN_PARTS);
+      const near = mineOf(shown.map((k) => [run.part, start + k * inner]), me);
       shown = inOrder([0, ...near, run.count - 1]);
     }
     drawShown(shown, (k) => start + k * inner,
@@ -254,6 +269,10 @@ function linesOf(groups, rankMap, nodeSize, rank) {
 
   if (rows.length <= N_DRAWN_WHOLE) range(rows.length).forEach((index) => line(index, [], myPiece));
   else drawParts(fold(rows, seamsOf(groups, rankMap, pieces)), 0, [], myPiece);
+  if (out.length > MOST_LINES) {
+    out.length = 0;
+    drawParts(rows.map((rel) => [{ rel, span: 1 }, 0]), 0, [], myPiece);
+  }
   return out;
 }
 

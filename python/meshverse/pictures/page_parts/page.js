@@ -4,8 +4,10 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const rankMap = new RankMap(data.world, data.ranks);
 const ALL = { title: "all groups", axes: data.groups.map((groups, i) => [groups.names.join(", "), i]) };
-const views = [...data.views, ALL];
-const chosen = { view: 0, axis: 0, rank: data.rank };
+const numbered = data.views.map((view, i) => ({ ...view, title: `${i + 1}: ${view.title}` }));
+const views = [...numbered, ALL];
+const splits = (view) => view.axes.filter(([, index]) => data.groups[index].size > 1).length > 1;
+const chosen = { view: Math.max(0, views.findIndex(splits)), axis: 0, rank: data.rank };
 const MOST_LISTED = 4096;
 
 const $ = (id) => document.getElementById(id);
@@ -95,10 +97,11 @@ function describe() {
   const place = views[chosen.view] === ALL ? "" : axesNow()
     .filter(([, index]) => data.groups[index].size > 1)
     .map(([axis, index]) => `${axis}=${numberOf(data.groups[index].axis, position)}`).join(", ");
-  const node = data.nodeSize ? `, on node ${Math.floor(chosen.rank / data.nodeSize)}` : "";
+  const node = data.nodeSize ? ` on node ${Math.floor(chosen.rank / data.nodeSize)}` : "";
   const first = ranksOf(groups, rankMap, position, 8);
   const rest = groups.size > first.length ? `, and ${inWords(groups.size - first.length)} more` : "";
-  return `Rank ${chosen.rank}${node}${place && ` is at ${place}`}. Its ${name} group is number `
+  const where = [node, place && ` at ${place}`].filter(Boolean).join(",");
+  return `Rank ${chosen.rank}${where && ` is${where}`}. Its ${name} group is number `
     + `${numberOf(groups.offsets, position)} of ${plural(groups.count, "group")} of `
     + `${groups.size}: ${first.join(", ")}${rest}.`;
 }
@@ -194,8 +197,8 @@ function move(cell, event) {
 }
 
 function usersOf(index) {
-  return data.views.flatMap((view) => view.axes.filter(([, other]) => other === index)
-    .map(([name]) => ({ name, view: view.title })));
+  return data.views.flatMap((view, i) => view.axes.filter(([, other]) => other === index)
+    .map(([name]) => ({ name, view: i + 1 })));
 }
 
 function showGroups() {
@@ -219,8 +222,8 @@ function showGroups() {
       element("td", {}, position === null ? "none" : rankList(groups, position)),
       ...(data.nodeSize ? [element("td", { class: "number" }, nodes === null ? "–" : inWords(nodes))] : []),
       element("td", {}, sharing(index)),
-      element("td", { class: "number" }, holds(groups.made, groups.bytes)),
-      element("td", { class: "number" }, holds(groups.stock, groups.bytes)),
+      element("td", { class: "number held" }, holds(groups.made, groups.bytes)),
+      element("td", { class: "number held" }, holds(groups.stock, groups.bytes)),
       element("td", {}, facts(groups)));
   }));
 }
@@ -238,27 +241,30 @@ function sharing(index) {
   const users = usersOf(index);
   if (users.length < 2) return "–";
   return element("ul", {}, ...users.map(({ name, view }) =>
-    element("li", {}, element("b", {}, name), ` of ${view}`)));
+    element("li", {}, element("b", {}, name), ` of view ${view}`)));
 }
 
 function holds(count, bytes) {
   if (count === null) return "unknown";
   if (count === 0) return "0";
-  return bytes === null ? String(count) : `${count}, ${inBytes(count * bytes)}`;
+  return bytes ? `${count} (${inBytes(count * bytes)})` : String(count);
 }
 
 function facts(groups) {
-  return element("dl", {}, ...Object.entries(groups.facts).flatMap(([title, text]) =>
-    [element("dt", {}, title), element("dd", {}, text)]));
+  return element("ul", {}, ...Object.entries(groups.facts).map(([title, text]) =>
+    element("li", {}, element("small", {}, `${title}: `), text)));
 }
 
 function showTotals() {
   const sum = (what) => data.groups.reduce((all, groups) => all + groups[what], 0);
   const bytes = (what) => data.groups.reduce((all, groups) => all + groups[what] * groups.bytes, 0);
-  if (data.groups.some((groups) => groups.made === null || groups.stock === null)) return;
-  const memory = (what) => (data.groups.every((groups) => groups.bytes !== null)
+  if (data.groups.some((groups) => groups.made === null || groups.stock === null)) {
+    for (const cell of document.querySelectorAll(".held")) cell.hidden = true;
+    return;
+  }
+  const memory = (what) => (data.groups.every((groups) => groups.bytes !== null) && bytes("stock") > 0
     ? ` (about ${inBytes(bytes(what))} of device memory)` : "");
-  $("totals").textContent = `Each rank holds ${plural(sum("made"), "communicator")}${memory("made")}. `
+  $("totals").textContent = `Besides the default group, each rank holds ${plural(sum("made"), "communicator")}${memory("made")}. `
     + `Stock torch, which makes one for every request, would hold ${inWords(sum("stock"))}${memory("stock")}.`;
 }
 
@@ -272,6 +278,7 @@ function show() {
   showPicture();
   showGroups();
   say(describe());
+  showTotals();
 }
 
 $("node-column").hidden = !data.nodeSize;
@@ -280,5 +287,4 @@ $("notes-part").hidden = data.notes.length === 0;
 showViews();
 listenToRank();
 listenToPicture();
-showTotals();
 show();
