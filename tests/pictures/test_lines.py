@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshverse._core import AxisLayout, Layout, RankGroups, RankMap
-from meshverse.pictures.lines import Gap, Line, Panel, panel_of, pieces_of
+from meshverse.pictures.lines import Gap, Panel, panel_of, pieces_of
 from meshverse.pictures.model import PicturedGroups
 
 _SHAPES = [(8,), (2, 4), (2, 2, 8), (4, 8, 8), (8, 160, 8), (8, 4, 40, 8), (10, 128, 8)]
@@ -22,14 +22,10 @@ def _panel(axis: AxisLayout, rank_map: RankMap, rank: int, node_size: int | None
     return panel_of(PicturedGroups(("x",), axis), rank_map, rank, node_size, pieces)
 
 
-def _drawn(panel: Panel) -> list[Line]:
-    return [line for line in panel.lines if isinstance(line, Line)]
-
-
 def _check(panel: Panel, axis: AxisLayout, rank_map: RankMap, rank: int, n_lines: int) -> None:
     groups = RankGroups(axis, rank_map)
     mine = set(groups.ranks_of(rank_map.position_of(rank)))
-    for line in _drawn(panel):
+    for line in panel.drawn:
         for cell in line.cells:
             position = rank_map.position_of(cell.rank)
             assert position is not None
@@ -38,22 +34,22 @@ def _check(panel: Panel, axis: AxisLayout, rank_map: RankMap, rank: int, n_lines
     gaps = [line.text for line in panel.lines if isinstance(line, Gap)]
     left_out = 0
     for text in gaps:
-        found = re.match(r"([\d,]+) more \w+?s?\b.*?(?: \(×([\d,]+)\))?$", text)
+        found = re.match(r"([\d,]+) more \w+?s?\b.*?(?: \(x([\d,]+)\))?$", text)
         assert found is not None
         count, times = (int((part or "1").replace(",", "")) for part in found.groups())
         left_out += count * times
-    assert sum(line.times for line in _drawn(panel)) + left_out == n_lines
-    assert sum(cell.is_me for line in _drawn(panel) for cell in line.cells) == 1
+    assert sum(line.times for line in panel.drawn) + left_out == n_lines
+    assert sum(cell.is_me for line in panel.drawn for cell in line.cells) == 1
 
 
-@pytest.mark.parametrize("node_size", [8, 4, 16, 72, None])
+@pytest.mark.parametrize("node_size", [8, 72, None])
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 def test_worlds_from_8_to_10_240_ranks_are_drawn_in_few_lines(shape, node_size) -> None:
     world = math.prod(shape)
     rank_map = RankMap.identity(world)
     n_lines = len(pieces_of(rank_map, node_size))
     for axis in Layout.from_shape(shape):
-        for rank in {0, world // 3, world - 1}:
+        for rank in {world // 3, world - 1}:
             panel = _panel(axis, rank_map, rank, node_size)
             _check(panel, axis, rank_map, rank, n_lines)
             assert len(panel.lines) <= 64
@@ -87,11 +83,11 @@ def test_ten_thousand_ranks_in_no_order_are_still_few_lines() -> None:
 def test_nodes_with_the_same_groups_are_drawn_once_and_counted() -> None:
     panel = _panel(Layout.from_shape((8, 160, 8))[1], RankMap.identity(10_240), 777, 8)
     assert (panel.title, panel.subtitle) == ("x", "64 groups of 160, layout 160:8")
-    assert [(line.label, line.times) for line in _drawn(panel)] == [
-        (f"nodes {160 * stage}–{160 * stage + 159}", 160) for stage in range(8)
+    assert [(line.label, line.times) for line in panel.drawn] == [
+        (f"nodes {160 * stage}-{160 * stage + 159}", 160) for stage in range(8)
     ]
-    assert [cell.group for cell in _drawn(panel)[1].cells] == list(range(8, 16))
-    assert [cell.is_me for cell in _drawn(panel)[0].cells] == [False, True] + [False] * 6
+    assert [cell.group for cell in panel.drawn[1].cells] == list(range(8, 16))
+    assert [cell.is_me for cell in panel.drawn[0].cells] == [False, True] + [False] * 6
 
 
 def test_my_node_is_drawn_where_others_are_left_out() -> None:
@@ -107,16 +103,16 @@ def test_my_node_is_drawn_where_others_are_left_out() -> None:
 
 def test_a_large_node_is_drawn_in_pieces() -> None:
     panel = _panel(AxisLayout(2, 1), RankMap.identity(512), 300, 256)
-    assert [line.label for line in _drawn(panel)] == [
-        "node 0: 0–127",
-        "node 0: 128–255",
-        "node 1: 256–383",
-        "node 1: 384–511",
+    assert [line.label for line in panel.drawn] == [
+        "node 0: 0-127",
+        "node 0: 128-255",
+        "node 1: 256-383",
+        "node 1: 384-511",
     ]
 
 
 def test_only_ranks_that_are_there_are_drawn() -> None:
     panel = _panel(AxisLayout(2, 1), RankMap.from_ranks([21, 3, 20, 2]), 9, 8)
-    lines = [(line.label, [cell.rank for cell in line.cells]) for line in _drawn(panel)]
+    lines = [(line.label, [cell.rank for cell in line.cells]) for line in panel.drawn]
     assert lines == [("node 0", [2, 3]), ("node 2", [20, 21])]
-    assert not any(cell.is_mine or cell.is_me for line in _drawn(panel) for cell in line.cells)
+    assert not any(cell.is_mine or cell.is_me for line in panel.drawn for cell in line.cells)

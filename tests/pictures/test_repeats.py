@@ -17,19 +17,6 @@ def test_any_rows_unfold_to_themselves(rows: list[list[int]], seams: list[int]) 
     assert sum(part.span for part, _ in folded) == len(rows)
 
 
-@given(
-    st.lists(_NUMBERS, min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(1, 6), st.integers(-7, 7)), max_size=3),
-)
-def test_what_was_repeated_folds_to_little(rows: list[list[int]], repeats) -> None:
-    """The folded form does not grow with how often: what is left is the rows and some ends."""
-    for count, step in repeats:
-        rows = [[number + step * k for number in row] for k in range(count * 5) for row in rows]
-    assert list(unfold(fold(rows))) == [tuple(row) for row in rows]
-    if len(rows) > 200:
-        assert len(fold(rows)) <= len(rows) / 5
-
-
 def test_nodes_with_a_group_each_are_one_run() -> None:
     [(run, first)] = fold([[node] * 8 for node in range(1_280)])
     assert (run, first) == (Run(Row((0,) * 8), 1_280, 1, 1_280), 0)

@@ -74,15 +74,19 @@ class Panel:
     lines: tuple[Line | Gap, ...]
 
     @property
+    def drawn(self) -> list[Line]:
+        """The lines without the gaps."""
+        return [line for line in self.lines if isinstance(line, Line)]
+
+    @property
     def most_cells(self) -> int:
         """Cells of the longest line."""
-        return max((len(line.cells) for line in self.lines if isinstance(line, Line)), default=0)
+        return max((len(line.cells) for line in self.drawn), default=0)
 
     @property
     def largest_group(self) -> int:
         """The largest number of a group that is written."""
-        lines = [line for line in self.lines if isinstance(line, Line)]
-        return max((cell.group for line in lines for cell in line.cells), default=0)
+        return max((cell.group for line in self.drawn for cell in line.cells), default=0)
 
 
 Piece = Sequence[int]
@@ -259,11 +263,11 @@ class _Drawer:
             stop = index + span
         first, last = self._pieces[index], self._pieces[stop - 1]
         if not self._node_size:
-            return f"ranks {first[0]}\N{EN DASH}{last[-1]}"
+            return f"ranks {first[0]}-{last[-1]}"
         node, last_node = first[0] // self._node_size, last[0] // self._node_size
         if self._node_size > _MOST_RANKS_IN_LINE:
-            return f"node {node}: {first[0]}\N{EN DASH}{last[-1]}"
-        return f"node {node}" if node == last_node else f"nodes {node}\N{EN DASH}{last_node}"
+            return f"node {node}: {first[0]}-{last[-1]}"
+        return f"node {node}" if node == last_node else f"nodes {node}-{last_node}"
 
     def _gap(self, start: int, stop: int, times: _Times, *, alike: bool) -> Gap:
         n = stop - start
@@ -275,7 +279,7 @@ class _Drawer:
         n_times = 1
         for count, _ in times:
             n_times *= count
-        return Gap(text if n_times == 1 else f"{text} (\N{MULTIPLICATION SIGN}{n_times:,})")
+        return Gap(text if n_times == 1 else f"{text} (x{n_times:,})")
 
 
 _Times = tuple[tuple[int, int], ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,10 +81,12 @@ class Picture:
         )
 
     def __str__(self) -> str:
-        return as_text(self.panels, _legend(self, "[ ]", "< >"))
+        panels = self.panels
+        return as_text(panels, _legend(self, panels, "[ ]", "< >"))
 
     def __rich__(self) -> Text:
-        return as_rich(self.panels, _legend(self, "[ ]", "< >"))
+        panels = self.panels
+        return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
 
     def show(self) -> None:
         """Print it: in colours if rich is installed, which `meshverse[pictures]` brings."""
@@ -97,8 +99,9 @@ class Picture:
 
     def to_svg(self) -> str:
         """As an SVG document, light or dark as the reader's screen is."""
-        legend = _legend(self, "Outlined", "Outlined twice")
-        return as_svg(self.panels, printable(self.title), legend)
+        panels = self.panels
+        legend = _legend(self, panels, "Outlined", "Outlined twice")
+        return as_svg(panels, printable(self.title), legend)
 
     def _repr_html_(self) -> str:
         return self.to_svg()
@@ -123,22 +126,15 @@ class Picture:
 
 _PAGE_LEGEND = (
     "Number and colour: the group. Outlined: the group of the chosen rank. Outlined twice: the "
-    "rank. \N{MULTIPLICATION SIGN}n: n lines with these groups, drawn once. Click a rank to choose "
+    "rank. xN: N lines with these groups, drawn once. Click a rank to choose "
     "it, or move with the arrow keys and press Enter."
 )
 
 
-def _legend(picture: Picture, group_mark: str, rank_mark: str) -> str:
-    return ". ".join(_legend_parts(picture, group_mark, rank_mark)) + "."
-
-
-def _legend_parts(picture: Picture, group_mark: str, rank_mark: str) -> Iterator[str]:
-    yield "Number and colour: the group"
+def _legend(picture: Picture, panels: Sequence[Panel], group_mark: str, rank_mark: str) -> str:
+    parts = ["Number and colour: the group"]
     if picture.rank_map.position_of(picture.rank) is not None:
-        yield f"{group_mark}: the group of rank {picture.rank}"
-        yield f"{rank_mark}: the rank"
-    yield (
-        "\N{MULTIPLICATION SIGN}n: n nodes with these groups"
-        if picture.node_size
-        else ("\N{MULTIPLICATION SIGN}n: n lines with these groups")
-    )
+        parts += [f"{group_mark}: the group of rank {picture.rank}", f"{rank_mark}: the rank"]
+    if any(line.times > 1 for panel in panels for line in panel.drawn):
+        parts.append(f"xN: N {'nodes' if picture.node_size else 'lines'} with these groups")
+    return "; ".join(parts) + "."

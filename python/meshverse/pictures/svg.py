@@ -84,7 +84,7 @@ class _Box:
 
     def __init__(self, panel: Panel) -> None:
         self._panel = panel
-        lines = [line for line in panel.lines if isinstance(line, Line)]
+        lines = panel.drawn
         gaps = [len(line.text) for line in panel.lines if isinstance(line, Gap)]
         self._label = _LETTER * max((len(line.label) for line in lines), default=0) + 8
         self._cell = max(24.0, 9 + _LETTER * len(str(panel.largest_group)))
@@ -105,7 +105,7 @@ class _Box:
         on_top: list[str] = []  # outlines, which the next cells would cover
         for line in self._panel.lines:
             if isinstance(line, Gap):
-                yield _text(x + self._label, y + 15, f"\N{VERTICAL ELLIPSIS} {line.text}", "s")
+                yield _text(x + self._label, y + 15, f"... {line.text}", "s")
             else:
                 yield _text(x, y + 15, line.label, "t")
                 end = x + self._label
@@ -129,7 +129,7 @@ def _height(line: Line | Gap) -> int:
 
 
 def _times(line: Line) -> str:
-    return f"\N{MULTIPLICATION SIGN}{line.times:,}" if line.times > 1 else ""
+    return f"x{line.times:,}" if line.times > 1 else ""
 
 
 def _cell(cell: Cell, x: float, y: float, width: float, line: Line) -> str:

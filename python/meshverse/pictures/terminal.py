@@ -45,19 +45,18 @@ def _pieces(panels: Sequence[Panel], legend: str) -> list[_Piece]:
 
 
 def _lines(panel: Panel) -> list[_Piece]:
-    labels = [line.label for line in panel.lines if isinstance(line, Line)]
-    width = max(map(len, labels), default=0)
+    width = max((len(line.label) for line in panel.drawn), default=0)
     digits = len(str(panel.largest_group))
     pieces: list[_Piece] = []
     for line in panel.lines:
         if not isinstance(line, Line):
-            pieces.append((f"  {'':{width}}  \N{VERTICAL ELLIPSIS} {line.text}\n", "dim"))
+            pieces.append((f"  {'':{width}}  ... {line.text}\n", "dim"))
             continue
         for start in range(0, len(line.cells), _CELLS_IN_ROW):
             pieces.append((f"  {line.label if start == 0 else '':{width}} ", ""))
             pieces += [_cell(cell, digits) for cell in line.cells[start : start + _CELLS_IN_ROW]]
             is_last = start + _CELLS_IN_ROW >= len(line.cells)
-            times = f"  \N{MULTIPLICATION SIGN}{line.times:,}" if line.times > 1 and is_last else ""
+            times = f"  x{line.times:,}" if line.times > 1 and is_last else ""
             pieces.append((f"{times}\n", "bold"))
     return pieces
 

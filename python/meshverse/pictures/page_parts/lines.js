@@ -182,10 +182,10 @@ function linesOf(groups, rankMap, nodeSize, rank) {
     });
     const first = pieces[index];
     const last = pieces[follows ? index + span - 1 : index];
-    if (!nodeSize) return `ranks ${first[0]}–${last[last.length - 1]}`;
+    if (!nodeSize) return `ranks ${first[0]}-${last[last.length - 1]}`;
     const [node, lastNode] = [first[0], last[0]].map((one) => Math.floor(one / nodeSize));
-    if (nodeSize > MOST_RANKS_IN_LINE) return `node ${node}: ${first[0]}–${last[last.length - 1]}`;
-    return node === lastNode ? `node ${node}` : `nodes ${node}–${lastNode}`;
+    if (nodeSize > MOST_RANKS_IN_LINE) return `node ${node}: ${first[0]}-${last[last.length - 1]}`;
+    return node === lastNode ? `node ${node}` : `nodes ${node}-${lastNode}`;
   };
   const nTimes = (times) => times.reduce((n, [count]) => n * count, 1);
   const line = (index, times, me) => {
@@ -208,7 +208,7 @@ function linesOf(groups, rankMap, nodeSize, rank) {
         highest = Math.max(highest, group);
       }
     }
-    const repeated = nTimes(times) > 1 ? ` (×${inWords(nTimes(times))})` : "";
+    const repeated = nTimes(times) > 1 ? ` (x${inWords(nTimes(times))})` : "";
     out.push({
       gap: `${inWords(n)} more ${what}${n === 1 ? "" : "s"}${alike ? " like these" : ""}, `
         + `groups ${lowest} to ${highest}${repeated}`,

@@ -121,14 +121,14 @@ function showPicture() {
 
 function rowsOf(line, inRow) {
   if (line.gap) {
-    const text = element("td", { colspan: inRow + 2, role: "gridcell", class: "gap" }, `⋮ ${line.gap}`);
+    const text = element("td", { colspan: inRow + 2, role: "gridcell", class: "gap" }, `... ${line.gap}`);
     return [element("tr", { role: "row" }, text)];
   }
   const rows = [];
   for (let start = 0; start < line.cells.length; start += inRow) {
     const cells = line.cells.slice(start, start + inRow).map((cell) => cellOf(cell, line));
     const head = start === 0 ? line.label : "";
-    const times = line.times > 1 && start + inRow >= line.cells.length ? `×${inWords(line.times)}` : "";
+    const times = line.times > 1 && start + inRow >= line.cells.length ? `x${inWords(line.times)}` : "";
     const padding = inRow - cells.length;
     rows.push(element("tr", { role: "row" },
       element("th", { scope: "row", role: "rowheader" }, head), ...cells,
@@ -147,7 +147,7 @@ function cellOf(cell, line) {
     tabindex: "-1",
     class: `cell c${colourOf(cell.group)}${cell.mine ? " mine" : ""}${cell.me ? " me" : ""}`,
     "data-rank": cell.rank,
-    "data-me": cell.me,
+    "data-me": String(cell.me),
     "aria-selected": String(cell.me),
     "aria-label": words.join(", "),
     title: words.join(", "),
@@ -233,7 +233,8 @@ function rankList(groups, position) {
   if (ranks.length <= 8) return ranks.join(", ");
   const more = groups.size > ranks.length ? `, and ${inWords(groups.size - ranks.length)} more` : "";
   const last = more ? " …" : `, … ${ranks[ranks.length - 1]}`;
-  return element("details", {}, element("summary", {}, ranks.slice(0, 4).join(", ") + last),
+  const label = `Ranks of the ${groups.names.join(", ")} group`;
+  return element("details", { "aria-label": label }, element("summary", {}, ranks.slice(0, 4).join(", ") + last),
     ranks.join(", ") + more);
 }
 
