@@ -103,7 +103,7 @@ def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
     if rank_map.is_identity:
         n = rank_map.size
         size = node_size or _RANKS_IN_LINE
-        nodes = [range(start, min(start + size, n)) for start in range(0, n, size)]
+        nodes: list[Piece] = [range(start, min(start + size, n)) for start in range(0, n, size)]
     elif node_size is None:
         ranks = sorted(rank_map.ranks().tolist())
         starts = range(0, len(ranks), _RANKS_IN_LINE)

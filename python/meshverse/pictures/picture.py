@@ -100,7 +100,7 @@ class Picture:
     def to_svg(self) -> str:
         """As an SVG document, light or dark as the reader's screen is."""
         panels = self.panels
-        legend = _legend(self, panels, "Outlined", "Outlined twice")
+        legend = _legend(self, panels, "outlined", "outlined twice")
         return as_svg(panels, printable(self.title), legend)
 
     def _repr_html_(self) -> str:

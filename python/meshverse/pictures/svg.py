@@ -48,7 +48,7 @@ def as_svg(panels: Sequence[Panel], title: str, legend: str) -> str:
     rows = list(_rows(boxes))
     width = max(sum(box.width for box in row) + _BETWEEN * (len(row) - 1) for row in rows)
     width = max(width, _SMALL_LETTER * len(legend))
-    parts = []
+    parts: list[str] = []
     y = float(_MARGIN)
     for row in rows:
         x = float(_MARGIN)
@@ -87,7 +87,7 @@ class _Box:
         lines = panel.drawn
         gaps = [len(line.text) for line in panel.lines if isinstance(line, Gap)]
         self._label = _LETTER * max((len(line.label) for line in lines), default=0) + 8
-        self._cell = max(24.0, 9 + _LETTER * len(str(panel.largest_group)))
+        self._cell = max(28.0, 12 + _LETTER * len(str(panel.largest_group)))
         times = max((len(_times(line)) for line in lines), default=0)
         in_row = min(panel.most_cells, _CELLS_IN_ROW)
         self.width = max(
