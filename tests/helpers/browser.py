@@ -52,17 +52,30 @@ class Browser:
 def browser() -> Iterator[Browser]:
     """A browser; without one, the test is skipped."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="a browser is driven by selenium")
-    binary = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    binaries = [path for path in map(shutil.which, _BROWSERS) if path is not None]
     driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
+    if not binaries or driver is None:
         pytest.skip("there is no Chromium or Chrome with its chromedriver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for option in _OPTIONS:
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    chrome = _started(webdriver, binaries, driver)
     try:
         yield Browser(chrome)
     finally:
         chrome.quit()
+
+
+def _started(webdriver: Any, binaries: list[str], driver: str) -> Any:
+    """The first of these browsers that the driver is for."""
+    from selenium.common.exceptions import SessionNotCreatedException
+
+    for binary in binaries:
+        options = webdriver.ChromeOptions()
+        options.binary_location = binary
+        for option in _OPTIONS:
+            options.add_argument(option)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        try:
+            return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        except SessionNotCreatedException:
+            if binary == binaries[-1]:
+                raise
+    raise AssertionError("there is no browser to start")

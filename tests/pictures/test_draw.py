@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import sys
 from xml.etree import ElementTree
 
 import pytest
+import torch.distributed as dist
 
 from helpers.worlds import fake_world, groups_created, in_worlds
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
-from meshverse._core import RankMap
-from meshverse.pictures import Picture
+from meshverse._core import AxisLayout, RankMap
+from meshverse.pictures import Picture, PicturedGroups
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -176,6 +179,43 @@ def test_names_of_users_are_only_text(world) -> None:
     page = mesh.universe.explain().to_html()
     assert page.count("<script") == page.count("</script") == 2
     assert "alert(1)</" not in page
+
+
+@in_worlds((8, 5))
+def test_groups_that_were_given_and_of_other_universes(world) -> None:
+    given = DeviceMesh.from_group(dist.new_group([1, 5, 7]), "cpu", mesh_dim_names=("own",))
+    assert "ranks 1-7 [0]<0>[0]" in str(given.universe.draw())
+    mesh, other = _mesh(), _mesh()
+    joined = DeviceMesh.concatenate([mesh["dp"], other["tp"]])
+    picture = joined.universe.draw()
+    assert [panel.title for panel in picture.panels][:3] == ["pp", "dp", "tp"]
+    assert all(str(each) for each in (picture, joined.draw()))
+    part = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[1, 3, 5, 7])
+    assert part.universe.draw().to_html()
+
+
+@in_worlds((8, 5))
+def test_ranks_in_another_order(world) -> None:
+    """Where ranks do not ascend along an axis, cells stand by rank and groups by the mesh."""
+    ranks = [[[6, 1], [4, 3]], [[2, 5], [0, 7]]]
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        (panel,) = mesh.draw(name).panels
+        cells = [cell for line in panel.drawn for cell in line.cells]
+        assert [cell.rank for cell in cells] == list(range(8))
+        mine = sorted(cell.rank for cell in cells if cell.is_mine)
+        assert mine == dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def test_a_page_allows_only_its_own_script_and_style() -> None:
+    page = Picture("A world", RankMap.identity(8), 0, (PicturedGroups(("tp",), AxisLayout(8, 1)),))
+    html = page.to_html()
+    for kind in ("script", "style"):
+        (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in html
+    assert "default-src 'none'" in html
+    assert not re.findall(r"https?://", html)
 
 
 def test_a_picture_of_nothing_is_refused() -> None:

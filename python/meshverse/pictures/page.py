@@ -74,7 +74,7 @@ def _groups(groups: PicturedGroups, rank_map: RankMap) -> dict[str, Any]:
     of_ranks = RankGroups(groups.axis, rank_map)
     return {
         "names": [printable(name) for name in groups.names],
-        "axis": _layout(groups.axis),
+        "axis": _layout(groups.axis if groups.keeps_order else groups.axis.sorted()),
         "offsets": _layout(of_ranks.offsets),
         "size": of_ranks.group_size,
         "count": of_ranks.n_groups,
