@@ -162,8 +162,9 @@ def test_everything_is_reached_by_keyboard(browser: Browser, planned: Path) -> N
     assert "Its dp group" in _status(browser)
     press(keys.TAB)
     assert focused() == "rank"
-    press(keys.ARROW_UP)
+    press(keys.ARROW_UP, keys.ENTER)
     assert _status(browser).startswith("Rank 778 ")
+    assert browser.js("return location.search") == ""  # nothing was sent, nor the page loaded anew
     press(keys.TAB)  # one stop for all ranks, on the one that stands for rank 778
     assert focused() == "2"
     assert "me" in browser.js("return document.activeElement.className")

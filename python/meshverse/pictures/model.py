@@ -18,7 +18,6 @@ class PicturedGroups:
         names: of the axes that have these groups.
         axis: their layout over positions of the rank map.
         keeps_order: whether group ranks follow the layout, not ascending global ranks.
-        asked: how often they were asked for; None where that is unknown.
         made: how often they were made: once, or not at all; None where that is unknown.
         stock_copies: how often stock would make them; None where that is unknown.
         bytes_each: estimated device memory of one communicator; None where that is unknown.
@@ -28,7 +27,6 @@ class PicturedGroups:
     names: tuple[str, ...]
     axis: AxisLayout
     keeps_order: bool = False
-    asked: int | None = None
     made: int | None = None
     stock_copies: int | None = None
     bytes_each: int | None = None

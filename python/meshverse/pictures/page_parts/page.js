@@ -76,6 +76,7 @@ function listenToRank() {
   const input = $("rank");
   input.min = rankMap.lowest();
   input.max = rankMap.highest();
+  input.form.addEventListener("submit", (event) => event.preventDefault()); // by Enter
   input.addEventListener("input", () => {
     const rank = input.value === "" ? null : Number(input.value);
     const known = rank !== null && rankMap.positionOf(rank) !== null;
