@@ -130,7 +130,7 @@ def test_colours_on_a_terminal_are_beside_the_same_text(world, capsys) -> None:
     with terminal.capture() as captured:
         terminal.print(picture, soft_wrap=True)
     coloured = captured.get()
-    assert "\x1b[30;48;2;86;180;233m" in coloured
+    assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in coloured
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured).rstrip("\n") == str(picture)
     picture.show()
     assert capsys.readouterr().out.rstrip("\n") == str(picture)

@@ -12,7 +12,7 @@ from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse._core import AxisLayout, Layout, RankGroups, RankMap
 from meshverse.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.pictures.lines import Gap, Panel
+from meshverse.pictures.model import Gap, Panel
 from meshverse.planner import plan
 
 VIEWS = ("pp=8,dp=160,tp=8,loss=pp*dp", "pp=8,replicate=4,shard=40,tp=8")

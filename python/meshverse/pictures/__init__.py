@@ -1,6 +1,6 @@
 """Process groups as pictures: on a terminal, as SVG, and as a page to click through.
 
-- `model`: what is drawn: groups, views, and notes, over the ranks of one world.
+- `model`: what is drawn: groups and views of one world, and the lines that show them.
 - `palette`: colours that the colour-blind tell apart too.
 - `repeats`: what repeats, found, so that it is drawn once and counted.
 - `lines`: the ranks by node, a line each, and what stands for many of them.

@@ -4,89 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from meshverse._core import RankGroups, RankMap
 
-from .model import PicturedGroups, printable
+from .model import Cell, Gap, Line, Panel, PicturedGroups, printable
 from .repeats import Folded, Part, Row, Run, fold
 
-__all__ = ["Cell", "Gap", "Line", "Panel", "Piece", "panel_of", "pieces_of"]
+__all__ = ["Piece", "panel_of", "pieces_of"]
 
 _N_DRAWN_WHOLE = 16  # nodes: as many are drawn one by one
 _N_DRAWN_PARTS = 8  # parts of a run: as many short ones are drawn one by one
 _MOST_LINES = 48  # where more are left after folding, most of them are left out
 _MOST_RANKS_IN_LINE = 128  # of larger nodes, a line is a piece
 _RANKS_IN_LINE = 8  # where nobody knows the nodes
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One rank.
-
-    Attributes:
-        rank: global.
-        group: index of its group.
-        is_mine: whether that is the group of the picture's rank.
-        is_me: whether it is the picture's rank, or stands for it.
-    """
-
-    rank: int
-    group: int
-    is_mine: bool
-    is_me: bool
-
-
-@dataclass(frozen=True)
-class Line:
-    """The ranks of a node.
-
-    Attributes:
-        label: which node it is, or which nodes if they come after each other.
-        cells: its ranks, ascending; of several nodes, those of the first.
-        times: how many nodes have the same groups.
-    """
-
-    label: str
-    cells: tuple[Cell, ...]
-    times: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What is left out between two lines: more of the same, with other groups."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One axis.
-
-    Attributes:
-        title: names of the axes.
-        subtitle: how many groups, and how large.
-        lines: from the first node to the last.
-    """
-
-    title: str
-    subtitle: str
-    lines: tuple[Line | Gap, ...]
-
-    @property
-    def drawn(self) -> list[Line]:
-        """The lines without the gaps."""
-        return [line for line in self.lines if isinstance(line, Line)]
-
-    @property
-    def most_cells(self) -> int:
-        """Cells of the longest line."""
-        return max((len(line.cells) for line in self.drawn), default=0)
-
-    @property
-    def largest_group(self) -> int:
-        """The largest number of a group that is written."""
-        return max((cell.group for line in self.drawn for cell in line.cells), default=0)
 
 
 Piece = Sequence[int]

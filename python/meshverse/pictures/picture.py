@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from meshverse._core import RankMap
 
-from .lines import Panel, panel_of, pieces_of
-from .model import PicturedGroups, PicturedView, printable
+from .lines import panel_of, pieces_of
+from .model import Panel, PicturedGroups, PicturedView, printable
 from .page import as_page
 from .svg import as_svg
 from .terminal import as_rich, as_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from .lines import Cell, Gap, Line, Panel
+from .model import Cell, Gap, Line, Panel
 from .palette import COLOURS, INKS, colour_index
 
 __all__ = ["as_svg"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .lines import Cell, Line, Panel
+from .model import Cell, Line, Panel
 from .palette import COLOURS, INKS, colour_index
 
 if TYPE_CHECKING:
@@ -64,6 +64,6 @@ def _lines(panel: Panel) -> list[_Piece]:
 def _cell(cell: Cell, digits: int) -> _Piece:
     before, after = "<>" if cell.is_me else "[]" if cell.is_mine else "  "
     index = colour_index(cell.group)
-    ink = "black" if INKS[index] == "#000" else "white"
+    ink = "#000000" if INKS[index] == "#000" else "#ffffff"  # not as the terminal's theme has it
     style = f"{'bold ' * cell.is_mine}{ink} on {COLOURS[index]}"
     return f"{before}{cell.group}{after}".rjust(digits + 2), style
