@@ -30,6 +30,17 @@ Raises:
 [[0, 4], [1, 5], [2, 6], [3, 7]]
 )");
   groups.def(py::init<AxisLayout, RankMap::Ptr>(), "axis"_a, py::arg("rank_map").none(false))
+      .def_property_readonly("n_groups", &RankGroups::n_groups, "Number of groups.")
+      .def_property_readonly("group_size", &RankGroups::group_size,
+                             "Number of ranks of each group.")
+      .def_property_readonly(
+          "axis", [](const RankGroups& self) { return self.axis(); }, "Layout of the axis.")
+      .def_property_readonly(
+          "rank_map", [](const RankGroups& self) { return self.rank_map(); },
+          "Global rank at every position.")
+      .def_property_readonly(
+          "offsets", [](const RankGroups& self) { return self.offsets(); },
+          "First position of every group: the complement of the axis.")
       .def("group_index", &RankGroups::group_index, "position"_a,
            R"(Place of the group of ``position`` in the order in which torch creates the groups.
 

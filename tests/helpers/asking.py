@@ -90,6 +90,7 @@ OF_MESH: dict[str, Question] = {
     "description": lambda mesh: mesh.description,
     "device_type": lambda mesh: mesh.device_type,
     "flattened": lambda mesh: dict(mesh.flattened),
+    "draw": lambda mesh: (str(mesh.draw()), mesh.draw(0, node_size=4).to_html()),
     "forget_place": lambda mesh: (mesh.forget_place(), mesh.get_coordinate()),
     "get_coordinate": lambda mesh: mesh.get_coordinate(),
     "get_local_rank": _LOCAL_RANKS,
@@ -135,6 +136,7 @@ USES_GROUPS_OF_MESH = {
 
 OF_UNIVERSE: dict[str, Question] = {
     "explain": lambda mesh: (str(mesh.universe.explain()), mesh.universe.explain().to_json()),
+    "draw": lambda mesh: attempt(lambda: str(mesh.universe.draw(node_size=4))),
     "all_over": lambda mesh: Universe.all_over(mesh.universe.rank_map),
     "has_made": lambda mesh: [mesh.universe.has_made(name) for name in mesh.group_names or ()],
     "likeliest_group": lambda mesh: [mesh.universe.likeliest_group(a, "tp") for a in mesh.layout],

@@ -34,6 +34,22 @@ def test_degrees_fill_the_world_that_is_given(capsys) -> None:
     )
 
 
+def test_pictures_are_written_beside_the_data(tmp_path, capsys) -> None:
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+    command = ["plan", "dp=4,tp=8", "--node-size", "8", "--json", "--rank", "9"]
+    assert main([*command, "--html", str(page), "--svg", str(picture)]) == 0
+    caught = capsys.readouterr()
+    assert json.loads(caught.out)["node_size"] == 8
+    assert caught.err == f"Wrote {page}\nWrote {picture}\n"
+    assert "<h1>Planned process groups of 32 ranks</h1>" in page.read_text(encoding="utf-8")
+    assert "the group of rank 9" in picture.read_text(encoding="utf-8")
+
+
+def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
+    assert main(["plan", "dp=4", "--svg", str(tmp_path / "nowhere" / "plan.svg")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

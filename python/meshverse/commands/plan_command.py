@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
@@ -15,6 +17,7 @@ examples:
   meshverse plan pp=8,dp=160,tp=8 --node-size 8
   meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
   meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
+  meshverse plan pp=8,dp=160,tp=8 --node-size 8 --html plan.html --svg plan.svg
 """
 
 _DEGREES = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
@@ -46,6 +49,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--backend", default="nccl", help="of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    parser.add_argument("--html", metavar="FILE", help="write a page to click through, too")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture, too")
     parser.set_defaults(run=_run)
 
 
@@ -64,7 +69,16 @@ def _run(arguments: argparse.Namespace) -> int:
         domain_size=arguments.domain_size,
     )
     print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
+    if arguments.html is not None:
+        _write(arguments.html, planned.to_html())
+    if arguments.svg is not None:
+        _write(arguments.svg, planned.to_svg())
     return 0
+
+
+def _write(name: str, text: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+    print(f"Wrote {name}", file=sys.stderr)  # noqa: T201  # beside the data, which others read
 
 
 def _views_of_degrees(text: str, world_size: int | None) -> list[View]:

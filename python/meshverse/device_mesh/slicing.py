@@ -15,6 +15,7 @@ from meshverse.layouts.derivation import check_has_names, check_known_axes, conc
 from meshverse.layouts.user_input import AxisNames
 from meshverse.mesh.base import MeshBase
 from meshverse.mesh.copies import CopyableMesh
+from meshverse.mesh.drawn import DrawnMesh
 from meshverse.mesh.placed import PlacedMesh
 from meshverse.options.isolation import current_tag
 
@@ -26,7 +27,7 @@ _SLICES_A_FLATTENED_AXIS = (
 )
 
 
-class SlicedMesh(PlacedMesh, CopyableMesh):
+class SlicedMesh(PlacedMesh, DrawnMesh, CopyableMesh):
     """A mesh whose axes can be taken apart and put together again."""
 
     def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> Self:

@@ -8,6 +8,7 @@ Each file has one class, which derives from that of the file before it:
 - `requests`: asking the universe for process groups.
 - `membership`: how meshes come into a universe: derived, under other tags, bound.
 - `placed`: `get_group`, and this rank's place in a group.
+- `drawn`: the mesh as a picture.
 - `copies`: copies and pickles.
 
 `group_names` is no class of meshes: it is the list of names by which torch uses a mesh's groups.

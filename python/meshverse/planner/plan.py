@@ -74,7 +74,8 @@ def plan(
         for axis, names in asked.items()
     )
     warnings = _warnings(groups, known)
-    return Plan(world, read, backend, groups, _mine(rank, list(asked), groups, world), warnings)
+    mine = _mine(rank, list(asked), groups, world)
+    return Plan(world, read, backend, groups, mine, warnings, node_size)
 
 
 def _view(view: View | Mapping[str, int] | str) -> View:

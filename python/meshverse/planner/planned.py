@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshverse._core import AxisLayout, RankMap
+from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.tables import aligned, in_bytes, shortened_ranks
 
 from .crossings import Crossing
@@ -70,6 +72,8 @@ class Mine:
 class Plan:
     """What the views of one world make. `str()` prints it, `to_dict()` gives data.
 
+    `to_html()` gives a page to click through, `to_svg()` a picture.
+
     Attributes:
         world: number of ranks.
         views: as they were given.
@@ -77,6 +81,7 @@ class Plan:
         groups: the distinct groups, in the order in which the views ask for them.
         mine: what one rank has.
         warnings: what to mind, a sentence each.
+        node_size: ranks on each node, 0 to n-1 on the first one; None where that was not said.
     """
 
     world: int
@@ -85,6 +90,7 @@ class Plan:
     groups: tuple[PlannedGroup, ...]
     mine: Mine
     warnings: tuple[str, ...]
+    node_size: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -107,14 +113,76 @@ class Plan:
             "bytes": self.bytes,
             "stock_bytes": self.stock_bytes,
             "warnings": list(self.warnings),
+            "node_size": self.node_size,
         }
 
     def to_json(self) -> str:
         """`to_dict()` as a JSON document."""
         return json.dumps(self.to_dict(), indent=2)
 
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else: pick a view, an axis, a rank; see its groups."""
+        return self.picture.to_html()
+
+    def to_svg(self) -> str:
+        """An SVG document: the ranks by node, coloured by group, a panel for each set of groups."""
+        return self.picture.to_svg()
+
+    @property
+    def picture(self) -> Picture:
+        """The same, to be drawn."""
+        layouts = [view.axis_layouts() for view in self.views]
+        axes = list(
+            dict.fromkeys(axis.sorted() for of_view in layouts for axis in of_view.values())
+        )
+        numbers = {axis: number for number, axis in enumerate(axes)}
+        mine = self.mine
+        memory = ""
+        if mine.stock_bytes and all(group.bytes_each is not None for group in self.groups):
+            memory = (
+                f" Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
+                f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(self.bytes)}, stock "
+                f"{in_bytes(self.stock_bytes)}."
+            )
+        return Picture(
+            title=f"Planned process groups of {self.world:,} ranks",
+            rank_map=RankMap.identity(self.world),
+            rank=mine.rank,
+            groups=tuple(
+                _pictured(group, axis) for group, axis in zip(self.groups, axes, strict=True)
+            ),
+            views=tuple(
+                PicturedView(
+                    str(view),
+                    tuple((name, numbers[axis.sorted()]) for name, axis in axes_of.items()),
+                )
+                for view, axes_of in zip(self.views, layouts, strict=True)
+            ),
+            node_size=self.node_size,
+            summary=f"Backend {self.backend}. The views ask for {mine.requested} process groups: "
+            f"{mine.created} are made, stock makes {mine.stock_created}.{memory}",
+            notes=self.warnings,
+        )
+
     def __str__(self) -> str:
         return "\n".join([*_head(self), *_table(self.groups), "", *_foot(self)])
+
+
+def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
+    facts = {"layout": group.layout}
+    if not group.created:
+        facts["made"] = "none: the default group itself"
+    for each in group.crossings:
+        facts[f"{each.level}s a group"] = _spans(each)
+        facts[f"ring steps out of a {each.level}"] = _steps(each)
+    return PicturedGroups(
+        names=group.axes,
+        axis=axis,
+        made=int(group.created),
+        stock_copies=group.stock_copies,
+        bytes_each=group.bytes_each,
+        facts=facts,
+    )
 
 
 def _group_dict(group: PlannedGroup) -> dict[str, Any]:
@@ -148,13 +216,15 @@ def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     for group in groups:
         row = [" ".join(group.axes), group.layout, f"{group.size:,}", f"{group.count:,}"]
         row.append(f"x{group.stock_copies}" if group.created else "none")
-        row += [
-            str(each.max) if each.min == each.max else f"{each.min} to {each.max}"
-            for each in group.crossings
-        ]
+        row += [_spans(each) for each in group.crossings]
         row += [_steps(each) for each in group.crossings]
         rows.append(row)
     return aligned(rows, right=range(2, len(titles)))
+
+
+def _spans(crossing: Crossing) -> str:
+    same = crossing.min == crossing.max
+    return str(crossing.max) if same else f"{crossing.min} to {crossing.max}"
 
 
 def _steps(crossing: Crossing) -> str:

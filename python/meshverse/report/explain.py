@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 from meshverse.groups.request import Group, Origin
+from meshverse.pictures import Picture
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from .group_explanation import GroupExplanation
+from .pictured import ExplainedView, picture_of
 from .tables import aligned, in_bytes, shortened_ranks
 
 __all__ = ["Explanation", "GroupExplanation", "explain"]
@@ -31,41 +34,10 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class GroupExplanation:
-    """One group, as this rank sees it.
-
-    Attributes:
-        name: c10d's name of my group, None if this rank is in none of the axis's groups.
-        layout: axis layout over the universe's positions, `sizes:strides`.
-        ranks: global ranks of my group, in group-rank order.
-        backend: its backend string.
-        tag: the isolation tag it is shared under; "" for none.
-        options: backend, options and tag, naming what differs from the defaults.
-        how: how the group came to be.
-        created: whether a new group was made for it.
-        requests: how often it was asked for, by axis name.
-        avoided: how many more groups stock would have made for these requests.
-        bytes_each: estimated device memory of one such communicator; None if unknown.
-        suspended: whether it is suspended now.
-    """
-
-    name: str | None
-    layout: str
-    ranks: tuple[int, ...]
-    backend: str
-    tag: str
-    options: str
-    how: str
-    created: bool
-    requests: dict[str, int]
-    avoided: int
-    bytes_each: int | None
-    suspended: bool = False
-
-
-@dataclass(frozen=True)
 class Explanation:
     """A universe's groups and how they were shared. `str()` prints it, `to_dict()` gives data.
+
+    `to_html()` gives a page to click through, and `picture` what it and `Universe.draw` show.
 
     Attributes:
         rank_map: the universe's ranks, in words.
@@ -73,6 +45,7 @@ class Explanation:
         requested: groups asked for; `created` new ones answered them, the rest were shared.
         created: groups made.
         groups: in the order they were first asked for.
+        picture: the same, to be drawn; None where no group was asked for.
     """
 
     rank_map: str
@@ -80,6 +53,7 @@ class Explanation:
     requested: int
     created: int
     groups: tuple[GroupExplanation, ...]
+    picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
     def shared(self) -> int:
@@ -103,7 +77,29 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
-        return {**asdict(self), **numbers}
+        plain = asdict(replace(self, picture=None))
+        del plain["picture"]
+        return {**plain, **numbers}
+
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else: pick a view, an axis and a rank; see its groups.
+
+        Raises:
+            ValueError: no group was asked for yet.
+        """
+        return self.drawn().to_html()
+
+    def drawn(self) -> Picture:
+        """The picture.
+
+        Raises:
+            ValueError: no group was asked for yet.
+        """
+        if self.picture is None:
+            raise ValueError(
+                f"There is nothing to draw of {self.rank_map} yet: make a mesh with groups first."
+            )
+        return self.picture
 
     def to_json(self) -> str:
         """`to_dict()` as a JSON document."""
@@ -112,17 +108,21 @@ class Explanation:
     def __str__(self) -> str:
         titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
         rows = [_row(group) for group in self.groups]
-        head = (
-            f"Universe of {self.rank_map}, seen by rank {self.rank}. Asked for {self.requested} "
-            f"process groups: {self.created} made, {self.shared} reused. Not made: {self.avoided}"
-        )
-        if self.saved_bytes:
-            head += f" (about {in_bytes(self.saved_bytes)} of device memory)"
+        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
             "Reused: asked for again, and answered with the group that was there. Not made: what "
             "torch, which makes one each time, would have made besides."
         )
         return "\n".join([head, *aligned([titles, *rows], right=(3,)), foot])
+
+    def _in_numbers(self) -> str:
+        text = (
+            f"Asked for {self.requested} process groups: {self.created} made, {self.shared} "
+            f"reused. Not made: {self.avoided}"
+        )
+        if self.saved_bytes:
+            text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
+        return text
 
 
 def _row(group: GroupExplanation) -> tuple[str, ...]:
@@ -151,17 +151,33 @@ def explain(
     groups: Iterable[Group],
     communicator_bytes: Mapping[str, int] | None = None,
     suspended: Collection[str] = (),
+    views: Sequence[ExplainedView] = (),
+    node_size: int | None = None,
 ) -> Explanation:
-    """What happened to the groups of a universe; see `Universe.explain`."""
+    """What happened to the groups of a universe; see `Universe.explain`.
+
+    Args:
+        rank_map: of the universe.
+        rank: this process's, global.
+        groups: of the universe.
+        communicator_bytes: as of `Universe.explain`.
+        suspended: c10d names of groups that are.
+        views: the meshes of the universe, for the picture.
+        node_size: ranks on each node, for the picture; None where that is unknown.
+    """
+    groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
     explained = tuple(_explain_group(group, figures, suspended) for group in groups)
-    return Explanation(
+    told = Explanation(
         rank_map=str(rank_map),
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
         created=sum(group.created for group in explained),
         groups=explained,
     )
+    pairs = list(zip(groups, explained, strict=True))
+    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{told._in_numbers()}.")
+    return replace(told, picture=picture)
 
 
 def _explain_group(

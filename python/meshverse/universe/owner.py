@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
+from meshverse.pictures import Picture
 from meshverse.report.explain import Explanation, explain
+from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
@@ -111,14 +113,41 @@ class GroupOwner:
         """Which groups exist, for which axes, how each came to be, and how often it was asked for.
 
         `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
-        data.
+        data, and `.to_html()` a page where one picks a view, an axis and a rank.
 
         Args:
             communicator_bytes: device memory of one communicator by backend name, where you know
                 it better than `meshverse.report.communicator_memory`.
         """
+        return self._explain(communicator_bytes, node_size_here())
+
+    def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
+        """The process groups as a picture: the ranks by node, coloured by group, mine outlined.
+
+        `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
+        and `.to_html()` give it to write to a file. O(ranks), when it is shown.
+
+        Args:
+            axis: name that the groups were asked for by; by default all groups are drawn.
+            node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
+                says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
+
+        Raises:
+            KeyError: no groups were asked for by this name.
+            ValueError: there are no groups yet; a node size that is not positive.
+        """
+        picture = self._explain(None, node_size_here() if node_size is None else node_size).drawn()
+        return picture if axis is None else picture.of_axes(axis)
+
+    def _explain(self, figures: Mapping[str, int] | None, node_size: int | None) -> Explanation:
         asleep = () if self.world is None else self.world.state(Asleep).names
-        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes, asleep)
+        groups = self._groups or ()
+        views = self._views()
+        return explain(self.rank_map, self.rank, groups, figures, asleep, views, node_size)
+
+    def _views(self) -> list[ExplainedView]:
+        """The meshes that split all ranks, for pictures."""
+        return []
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
         """The group of an axis with this options key, if there is one already."""

@@ -19,6 +19,7 @@ from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
+from meshverse.report.pictured import ExplainedView
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World
 
@@ -40,6 +41,10 @@ class Member(RootedMesh, Protocol):
     @property
     def has_groups(self) -> bool:
         """Whether process groups were made for the mesh."""
+
+    @property
+    def group_names(self) -> tuple[str, ...] | None:
+        """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
 
     @property
     def intern_key(self) -> Hashable:
@@ -224,6 +229,20 @@ class Universe(GroupOwner):
         self.keeps_places = False
         for mesh in (*list(self._meshes.values()), *self._others.alive()):
             mesh.forget_place()
+
+    def _views(self) -> list[ExplainedView]:
+        views: dict[tuple[object, ...], ExplainedView] = {}
+        for mesh in list(self._meshes.values()):
+            what = mesh._description
+            if what.layout.size == self.size:
+                key = (what.labels, what.layout, mesh.group_names)
+                flattened = {} if views else self._flattened_axes()
+                views.setdefault(key, ExplainedView(what, mesh.group_names, flattened))
+        return list(views.values())
+
+    def _flattened_axes(self) -> dict[str, AxisLayout]:
+        flattened = cast("Mapping[str, Member]", self.flattened)
+        return {name: mesh._description.layout.collapse() for name, mesh in flattened.items()}
 
     def _keep(self) -> None:
         # Every call that makes groups gives a mesh, so this sees them all.

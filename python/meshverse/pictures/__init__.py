@@ -1,0 +1,18 @@
+"""Process groups as pictures: on a terminal, as SVG, and as a page to click through.
+
+- `model`: what is drawn: groups and views of one world, and the lines that show them.
+- `palette`: colours that the colour-blind tell apart too.
+- `repeats`: what repeats, found, so that it is drawn once and counted.
+- `lines`: the ranks by node, a line each, and what stands for many of them.
+- `terminal`, `svg`, `page`: the three ways to show it.
+- `picture`: `Picture`, which has all of them.
+
+Nothing here knows torch: it draws layouts over a rank map.
+"""
+
+from __future__ import annotations
+
+from .model import PicturedGroups, PicturedView
+from .picture import Picture
+
+__all__ = ["Picture", "PicturedGroups", "PicturedView"]

@@ -1,0 +1,140 @@
+"""`Picture`: process groups, to be shown on a terminal, as SVG, or as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from meshverse._core import RankMap
+
+from .lines import panel_of, pieces_of
+from .model import Panel, PicturedGroups, PicturedView, printable
+from .page import as_page
+from .svg import as_svg
+from .terminal import as_rich, as_text
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["Picture"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Process groups over the ranks of one world, a panel for each axis.
+
+    The ranks are drawn by node, in the colour and with the number of their group; the groups of one
+    rank are outlined. Nodes that have the same groups are drawn once and counted. `print()` shows
+    it as text, `show()` in colours where rich is installed; a notebook shows it as SVG.
+
+    Attributes:
+        title: what it shows.
+        rank_map: position -> global rank.
+        rank: global rank whose groups are outlined.
+        groups: the distinct groups.
+        views: the ways to split the world that a page offers.
+        node_size: ranks 0 to n-1 are on the first node, and so on; None where nobody knows.
+        summary: what a page says first.
+        notes: what to mind, a sentence each.
+    """
+
+    title: str
+    rank_map: RankMap
+    rank: int
+    groups: tuple[PicturedGroups, ...]
+    views: tuple[PicturedView, ...] = ()
+    node_size: int | None = None
+    summary: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.node_size is not None and self.node_size < 1:
+            raise ValueError(f"node_size={self.node_size} is no number of ranks: give 1 or more.")
+        if not self.groups:
+            raise ValueError(f"There is nothing to draw yet: {self.title} has no process groups.")
+
+    def of_axes(self, *names: str) -> Picture:
+        """The same of only those groups that have one of these axis names.
+
+        Raises:
+            KeyError: no groups have one of the names.
+        """
+        known = [name for groups in self.groups for name in groups.names]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise KeyError(f"There is no axis {unknown[0]!r} to draw: the axes are {known}.")
+        return replace(
+            self,
+            groups=tuple(groups for groups in self.groups if set(names) & {*groups.names}),
+            views=(),
+        )
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """What is drawn: a panel for each axis. Groups of one rank only if there are no others."""
+        large = [groups for groups in self.groups if groups.axis.size > 1]
+        pieces = pieces_of(self.rank_map, self.node_size)
+        return tuple(
+            panel_of(groups, self.rank_map, self.rank, self.node_size, pieces)
+            for groups in large or self.groups
+        )
+
+    def __str__(self) -> str:
+        panels = self.panels
+        return as_text(panels, _legend(self, panels, "[ ]", "< >"))
+
+    def __rich__(self) -> Text:
+        panels = self.panels
+        return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
+
+    def show(self) -> None:
+        """Print it: in colours if rich is installed, which `meshverse[pictures]` brings."""
+        try:
+            from rich.console import Console
+        except ImportError:
+            print(self)  # noqa: T201  # that is what was asked for
+        else:
+            Console().print(self, soft_wrap=True)
+
+    def to_svg(self) -> str:
+        """As an SVG document, light or dark as the reader's screen is."""
+        panels = self.panels
+        legend = _legend(self, panels, "outlined", "outlined twice")
+        return as_svg(panels, printable(self.title), legend)
+
+    def _repr_html_(self) -> str:
+        return self.to_svg()
+
+    def to_html(self) -> str:
+        """As one HTML page that needs nothing else: pick a view, an axis and a rank.
+
+        Its size does not grow with the world where the ranks are 0, 1, 2, ...: it computes groups.
+        """
+        return as_page(
+            self.title,
+            self.rank_map,
+            self.rank,
+            groups=self.groups,
+            views=self.views,
+            node_size=self.node_size,
+            summary=self.summary,
+            notes=self.notes,
+            legend=_PAGE_LEGEND,
+        )
+
+
+_PAGE_LEGEND = (
+    "Number and colour: the group. Outlined: the group of the chosen rank. Outlined twice: the "
+    "rank. xN: N lines with these groups, drawn once. Click a rank to choose "
+    "it, or move with the arrow keys and press Enter."
+)
+
+
+def _legend(picture: Picture, panels: Sequence[Panel], group_mark: str, rank_mark: str) -> str:
+    parts = ["Number and colour: the group"]
+    if picture.rank_map.position_of(picture.rank) is not None:
+        parts += [f"{group_mark}: the group of rank {picture.rank}", f"{rank_mark}: the rank"]
+    if any(line.times > 1 for panel in panels for line in panel.drawn):
+        parts.append(f"xN: N {'nodes' if picture.node_size else 'lines'} with these groups")
+    return "; ".join(parts) + "."

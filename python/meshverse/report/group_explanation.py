@@ -1,0 +1,40 @@
+"""What is said of one process group, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GroupExplanation"]
+
+
+@dataclass(frozen=True)
+class GroupExplanation:
+    """One group, as this rank sees it.
+
+    Attributes:
+        name: c10d's name of my group, None if this rank is in none of the axis's groups.
+        layout: axis layout over the universe's positions, `sizes:strides`.
+        ranks: global ranks of my group, in group-rank order.
+        backend: its backend string.
+        tag: the isolation tag it is shared under; "" for none.
+        options: backend, options and tag, naming what differs from the defaults.
+        how: how the group came to be.
+        created: whether a new group was made for it.
+        requests: how often it was asked for, by axis name.
+        avoided: groups that stock would have made for these requests beside what was created.
+        bytes_each: estimated device memory of one such communicator; None if unknown.
+        suspended: whether it is suspended now.
+    """
+
+    name: str | None
+    layout: str
+    ranks: tuple[int, ...]
+    backend: str
+    tag: str
+    options: str
+    how: str
+    created: bool
+    requests: dict[str, int]
+    avoided: int
+    bytes_each: int | None
+    suspended: bool = False

@@ -1,0 +1,105 @@
+"""What a universe has, as a picture draws it: its groups, and its meshes as views of the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from meshverse._core import AxisLayout, RankMap
+from meshverse.groups.request import Group
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.pictures import Picture, PicturedGroups, PicturedView
+
+from .group_explanation import GroupExplanation
+
+__all__ = ["ExplainedView", "node_size_here", "picture_of"]
+
+
+class ExplainedView(NamedTuple):
+    """A mesh, as a view of the ranks.
+
+    Attributes:
+        description: what the mesh is.
+        group_names: c10d names of its groups on this rank, one an axis; None or none where it has
+            no groups here.
+        flattened: axes flattened from it or its submeshes, by name.
+    """
+
+    description: MeshDescription
+    group_names: Sequence[str] | None
+    flattened: Mapping[str, AxisLayout]
+
+
+def node_size_here() -> int | None:
+    """Ranks on each node, as torchrun says it; None where nobody does."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdecimal() and int(said) > 0 else None
+
+
+def picture_of(
+    rank_map: RankMap,
+    rank: int,
+    groups: Sequence[tuple[Group, GroupExplanation]],
+    views: Sequence[ExplainedView],
+    node_size: int | None,
+    summary: str,
+) -> Picture | None:
+    """The picture of a universe; None where it has no groups.
+
+    Args:
+        rank_map: of the universe.
+        rank: global; whose groups are outlined.
+        groups: of the universe, with what is said of each.
+        views: its meshes.
+        node_size: ranks on each node; None where that is unknown.
+        summary: what a page says first.
+    """
+    # A group of another universe, which came with a mesh of it, is over other ranks.
+    here = [(group, told) for group, told in groups if group.request.rank_map == rank_map]
+    if not here:
+        return None
+    return Picture(
+        title=f"Process groups of {rank_map}",
+        rank_map=rank_map,
+        rank=rank,
+        groups=tuple(_pictured(group, told) for group, told in here),
+        views=tuple(_view(view, [group for group, _ in here]) for view in views),
+        node_size=node_size,
+        summary=summary,
+    )
+
+
+def _pictured(group: Group, told: GroupExplanation) -> PicturedGroups:
+    is_mine = told.avoided or told.created
+    facts = {"backend": told.backend, "made": told.how + ", suspended" * told.suspended}
+    if told.tag:
+        facts["isolated as"] = told.tag
+    asked = ", ".join(f"{name} {times}x" for name, times in told.requests.items())
+    return PicturedGroups(
+        names=tuple(told.requests) or (group.request.axis_name,),
+        axis=group.request.axis,
+        keeps_order=group.request.keeps_order,
+        made=int(told.created),
+        stock_copies=told.created + told.avoided if is_mine else 0,
+        bytes_each=told.bytes_each,
+        facts={**facts, "asked for": asked},
+    )
+
+
+def _view(view: ExplainedView, groups: Sequence[Group]) -> PicturedView:
+    """The axes of a mesh whose groups are known, and of what was flattened from it."""
+    layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
+    names = dict(zip(layouts, view.group_names or (), strict=False))
+    found = []
+    for axis_name, layout in (layouts | dict(view.flattened)).items():
+        of_axis = [i for i, group in enumerate(groups) if _is_along(group, layout)]
+        named = [i for i in of_axis if groups[i].name == names.get(axis_name)]
+        asked = [i for i in of_axis if axis_name in groups[i].requests]
+        found += [(axis_name, index) for index in (named or asked or of_axis)[:1]]
+    sizes = ", ".join(f"{name}={axis.size}" for name, axis in layouts.items())
+    return PicturedView(sizes, tuple(found))
+
+
+def _is_along(group: Group, layout: AxisLayout) -> bool:
+    return group.request.axis in (layout, layout.sorted())

@@ -1,0 +1,237 @@
+"""`mesh.draw()` and `universe.draw()`: what they draw, in which forms, and what they refuse."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as dist
+
+from helpers.worlds import fake_world, groups_created, in_worlds
+from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
+from meshverse._core import AxisLayout, RankMap
+from meshverse.pictures import Picture, PicturedGroups
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "\"quote\" & 'apostrophe'",
+    "new\nline \x1b[31m\x00",
+)
+
+
+def _mesh(**options: object) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"), **options)
+
+
+@in_worlds((8, 5))
+def test_a_mesh_as_text(world) -> None:
+    assert str(_mesh().draw(node_size=4)) == (
+        "pp  4 groups of 2, layout 2:4\n"
+        "  node 0  0 [1] 2  3 \n"
+        "  node 1  0 <1> 2  3 \n"
+        "\n"
+        "dp  4 groups of 2, layout 2:2\n"
+        "  node 0  0  1  0  1 \n"
+        "  node 1  2 <3> 2 [3]\n"
+        "\n"
+        "tp  4 groups of 2, layout 2:1\n"
+        "  node 0  0  0  1  1 \n"
+        "  node 1 [2]<2> 3  3 \n"
+        "\n"
+        "Number and colour: the group; [ ]: the group of rank 5; < >: the rank."
+    )
+
+
+@in_worlds((8, 5))
+def test_one_axis_by_name_or_index(world) -> None:
+    mesh = _mesh()
+    titles = [[panel.title for panel in mesh.draw(axis).panels] for axis in ("dp", 1, -2)]
+    assert titles == [["dp"]] * 3
+    assert [panel.title for panel in mesh["tp"].draw().panels] == ["tp"]
+    with pytest.raises(KeyError, match=r"no axis 'cp' to draw: the axes are \['pp', 'dp', 'tp'\]"):
+        mesh.draw("cp")
+    with pytest.raises(IndexError, match="no axis 3 to draw: the mesh has 3"):
+        mesh.draw(3)
+    with pytest.raises(ValueError, match="node_size=0 is no number of ranks"):
+        mesh.draw(node_size=0)
+
+
+@in_worlds((8, 5))
+def test_a_universe_draws_each_set_of_groups_once(world) -> None:
+    mesh = _mesh()
+    mesh["pp", "dp"].flatten("loss")
+    other = init_device_mesh(
+        "cpu", (2, 4), mesh_dim_names=("stage", "rest"), universe=mesh.universe
+    )
+    with isolate("apart"):
+        _ = other["rest"]
+    picture = mesh.universe.draw(node_size=4)
+    titles = [panel.title for panel in picture.panels]
+    assert titles == ["pp, stage", "dp", "tp", "loss", "rest", "rest"]
+    assert [panel.title for panel in mesh.universe.draw("stage").panels] == ["pp, stage"]
+    assert [view.title for view in picture.views] == ["pp=2, dp=2, tp=2", "stage=2, rest=4"]
+    assert picture.views[0].axes == (("pp", 0), ("dp", 1), ("tp", 2), ("loss", 3))
+    assert picture.views[1].axes == (("stage", 0), ("rest", 4))
+    with pytest.raises(KeyError, match="no axis 'cp' to draw"):
+        mesh.universe.draw("cp")
+
+
+@in_worlds((8, 5))
+def test_drawing_makes_no_group(world) -> None:
+    with groups_created(0):
+        mesh = _mesh(lazy=True)
+        pictures = [mesh.draw(), mesh.universe.draw(), mesh.universe.explain().picture]
+        for picture in pictures:
+            assert picture is not None
+            assert str(picture)
+            assert picture.to_html()
+    with groups_created(3):
+        mesh.get_all_groups()
+
+
+@in_worlds((8, 5))
+def test_a_universe_without_groups_says_so(world) -> None:
+    universe = Universe(8)
+    told = universe.explain()
+    assert told.picture is None
+    for draw in (universe.draw, told.to_html):
+        with pytest.raises(ValueError, match="nothing to draw of ranks 0 to 7 yet: make a mesh"):
+            draw()
+
+
+def test_torchruns_nodes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        assert "ranks 0-7" in str(mesh.draw())
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert "node 1" in str(mesh.draw())
+        assert "node 1" in str(mesh.universe.draw())
+        assert "node 3" in str(mesh.draw(node_size=2))
+
+
+@in_worlds((8, 0))
+def test_a_rank_outside_the_mesh_has_no_group_to_mark(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[4, 5, 6, 7])
+    text = str(mesh.draw(node_size=4))
+    assert "node 1  0  0  1  1 " in text
+    assert "rank 0" not in text
+    assert "[" not in text
+
+
+@in_worlds((8, 5))
+def test_colours_on_a_terminal_are_beside_the_same_text(world, capsys) -> None:
+    console = pytest.importorskip("rich.console", reason="the picture is coloured with rich")
+    picture = _mesh().draw(node_size=4)
+    terminal = console.Console(color_system="truecolor", force_terminal=True, width=40)
+    with terminal.capture() as captured:
+        terminal.print(picture, soft_wrap=True)
+    coloured = captured.get()
+    assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).rstrip("\n") == str(picture)
+    picture.show()
+    assert capsys.readouterr().out.rstrip("\n") == str(picture)
+
+
+@in_worlds((8, 5))
+def test_without_rich_it_is_shown_as_text(world, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    picture = _mesh().draw()
+    picture.show()
+    assert capsys.readouterr().out == f"{picture}\n"
+
+
+def _svg_of(picture: Picture) -> ElementTree.Element:
+    svg = ElementTree.fromstring(picture.to_svg())
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
+    return svg
+
+
+@in_worlds((8, 5))
+def test_svg_has_numbers_outlines_and_words_for_those_who_do_not_see_it(world) -> None:
+    picture = _mesh().draw("tp", node_size=4)
+    svg = _svg_of(picture)
+    name = "{http://www.w3.org/2000/svg}"
+    numbers = [t.text for t in svg.iter(f"{name}text") if t.get("class", "").startswith("n ")]
+    assert numbers == list("00112233")
+    outlines = [rect.get("class") for rect in svg.iter(f"{name}rect")]
+    assert outlines.count("mine") == 2
+    assert sum((kind or "").startswith("me") for kind in outlines) == 1
+    assert svg.get("role") == "img"
+    assert svg.get("aria-label") == "Mesh pp=2, dp=2, tp=2 of ranks 0 to 7"
+    assert "tp: 4 groups of 2" in (svg.findtext(f"{name}desc") or "")
+    assert "prefers-color-scheme:dark" in (svg.findtext(f"{name}style") or "")
+    assert picture._repr_html_() == picture.to_svg()
+
+
+@in_worlds((8, 5))
+def test_names_of_users_are_only_text(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=HOSTILE)
+    text = str(mesh.draw())
+    assert "\x1b" not in text
+    assert "\x00" not in text
+    svg = _svg_of(mesh.draw())
+    assert not [element for element in svg.iter() if element.tag.endswith("script")]
+    assert any(text and HOSTILE[0] in text for text in svg.itertext())
+    page = mesh.universe.explain().to_html()
+    assert page.count("<script") == page.count("</script") == 2
+    assert "alert(1)</" not in page
+
+
+@in_worlds((8, 5))
+def test_groups_that_were_given_and_of_other_universes(world) -> None:
+    given = DeviceMesh.from_group(dist.new_group([1, 5, 7]), "cpu", mesh_dim_names=("own",))
+    assert "ranks 1-7 [0]<0>[0]" in str(given.universe.draw())
+    mesh, other = _mesh(), _mesh()
+    joined = DeviceMesh.concatenate([mesh["dp"], other["tp"]])
+    picture = joined.universe.draw()
+    assert [panel.title for panel in picture.panels][:3] == ["pp", "dp", "tp"]
+    assert all(str(each) for each in (picture, joined.draw()))
+    part = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[1, 3, 5, 7])
+    assert part.universe.draw().to_html()
+
+
+@in_worlds((8, 5))
+def test_ranks_in_another_order(world) -> None:
+    """Where ranks do not ascend along an axis, cells stand by rank and groups by the mesh."""
+    ranks = [[[6, 1], [4, 3]], [[2, 5], [0, 7]]]
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        (panel,) = mesh.draw(name).panels
+        cells = [cell for line in panel.drawn for cell in line.cells]
+        assert [cell.rank for cell in cells] == list(range(8))
+        mine = sorted(cell.rank for cell in cells if cell.is_mine)
+        assert mine == dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def test_a_page_allows_only_its_own_script_and_style() -> None:
+    page = Picture("A world", RankMap.identity(8), 0, (PicturedGroups(("tp",), AxisLayout(8, 1)),))
+    html = page.to_html()
+    for kind in ("script", "style"):
+        (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in html
+    assert "default-src 'none'" in html
+    assert not re.findall(r"https?://", html)
+
+
+def test_a_picture_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to draw yet: A world has no process groups"):
+        Picture("A world", RankMap.identity(8), 0, ())
+
+
+def test_pictures_do_not_grow_with_the_world() -> None:
+    with fake_world(10_240, 777):
+        mesh = init_device_mesh("cpu", (8, 160, 8), mesh_dim_names=("pp", "dp", "tp"))
+        picture = mesh.universe.draw(node_size=8)
+        assert len(str(picture).splitlines()) < 40
+        assert len(picture.to_svg()) < 40_000
+        assert len(picture.to_html()) < 60_000
+        permuted = init_device_mesh(
+            "cpu", (8, 160, 8), mesh_dim_names=("pp", "dp", "tp"), ranks=range(10_239, -1, -1)
+        )
+        assert len(permuted.universe.explain().to_html()) < 200_000
+        assert len(str(permuted.draw(node_size=8)).splitlines()) < 40

@@ -1,0 +1,54 @@
+"""docs/plan.md and the committed pictures show what the commands give today."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.commands.main import main
+
+_DOCS = Path(__file__).parents[2] / "docs"
+_PAGE = (_DOCS / "plan.md").read_text(encoding="utf-8")
+_PICTURES = {
+    "groups.svg": "pp=2,dp=4,tp=4 --node-size 8 --rank 13",
+    "plan.svg": "pp=8,dp=160,tp=8 --view pp=8,replicate=4,shard=40,tp=8 --node-size 8 --rank 777",
+}
+
+
+def test_the_command_prints_what_the_page_shows(capsys) -> None:
+    shown = re.search(r"```console\n\$ meshverse (.+)\n([\s\S]+?)```", _PAGE)
+    assert shown is not None
+    assert main(shlex.split(shown[1])) == 0
+    assert capsys.readouterr().out == shown[2]
+
+
+def test_the_data_is_what_the_page_shows(capsys) -> None:
+    shown = re.search(r"```json\n([\s\S]+?)```", _PAGE)
+    assert shown is not None
+    assert main(["plan", *shlex.split(_PICTURES["groups.svg"]), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    del data["groups"][1:], data["mine"]["groups"][1:]
+    assert json.loads(shown[1]) == data
+
+
+def test_the_text_is_what_the_page_shows() -> None:
+    shown = re.search(r"```text\n([\s\S]+?)```", _PAGE)
+    assert shown is not None
+    with fake_world(32, 13):
+        mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=("pp", "dp", "tp"))
+        assert f"{mesh.draw('dp', node_size=8)}\n" == shown[1]
+
+
+@pytest.mark.parametrize("name", _PICTURES)
+def test_the_committed_picture_is_what_is_drawn(name: str, tmp_path: Path, capsys) -> None:
+    drawn = tmp_path / name
+    assert main(["plan", *shlex.split(_PICTURES[name]), "--svg", str(drawn)]) == 0
+    capsys.readouterr()
+    again = f"draw it again: meshverse plan {_PICTURES[name]} --svg docs/{name}"
+    assert drawn.read_text(encoding="utf-8") == (_DOCS / name).read_text(encoding="utf-8"), again
