@@ -10,6 +10,7 @@ from typing import Any
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 from meshverse.groups.request import Group, Origin
+from meshverse.topology import Topology
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from .tables import aligned, in_bytes, shortened_ranks
@@ -47,6 +48,7 @@ class GroupExplanation:
         avoided: groups that stock would have made for these requests beside what was created.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
+        nodes: on how many nodes my group is; None where no topology tells.
     """
 
     name: str | None
@@ -61,6 +63,7 @@ class GroupExplanation:
     avoided: int
     bytes_each: int | None
     suspended: bool = False
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,12 @@ class Explanation:
 
     def __str__(self) -> str:
         titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
-        rows = [_row(group) for group in self.groups]
+        rows = [titles, *(_row(group) for group in self.groups)]
+        numbers = [3]
+        if any(group.nodes is not None for group in self.groups):
+            nodes = ["nodes", *(str(group.nodes or "?") for group in self.groups)]
+            rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
+            numbers.append(4)
         head = (
             f"Universe of {self.rank_map}, seen by rank {self.rank}. Asked for {self.requested} "
             f"process groups: {self.created} made, {self.shared} reused. Not made: {self.avoided}"
@@ -121,7 +129,7 @@ class Explanation:
             "Reused: asked for again, and answered with the group that was there. Not made: what "
             "torch, which makes one each time, would have made besides."
         )
-        return "\n".join([head, *aligned([titles, *rows], right=(3,)), foot])
+        return "\n".join([head, *aligned(rows, right=numbers), foot])
 
 
 def _row(group: GroupExplanation) -> tuple[str, ...]:
@@ -150,10 +158,11 @@ def explain(
     groups: Iterable[Group],
     communicator_bytes: Mapping[str, int] | None = None,
     suspended: Collection[str] = (),
+    topology: Topology | None = None,
 ) -> Explanation:
     """What happened to the groups of a universe; see `Universe.explain`."""
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
-    explained = tuple(_explain_group(group, figures, suspended) for group in groups)
+    explained = tuple(_explain_group(group, figures, suspended, topology) for group in groups)
     return Explanation(
         rank_map=str(rank_map),
         rank=rank,
@@ -164,7 +173,10 @@ def explain(
 
 
 def _explain_group(
-    group: Group, figures: Mapping[str, int], suspended: Collection[str]
+    group: Group,
+    figures: Mapping[str, int],
+    suspended: Collection[str],
+    topology: Topology | None,
 ) -> GroupExplanation:
     request = group.request
     options = request.options
@@ -184,6 +196,7 @@ def _explain_group(
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.name in suspended,
+        nodes=None if topology is None else topology.spans("node", ranks),
     )
 
 

@@ -9,6 +9,7 @@ from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.report.explain import Explanation, explain
+from meshverse.topology import Topology
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
@@ -48,6 +49,7 @@ class GroupOwner:
     rank: int
     world: World | None
     is_over: bool
+    topology: Topology | None
     _groups: UniverseGroups | None
     _ended: Ending | None
     _ranks_checked: bool
@@ -109,7 +111,14 @@ class GroupOwner:
                 it better than `meshverse.report.communicator_memory`.
         """
         asleep = () if self.world is None else self.world.state(Asleep).names
-        return explain(self.rank_map, self.rank, self._groups or (), communicator_bytes, asleep)
+        return explain(
+            self.rank_map,
+            self.rank,
+            self._groups or (),
+            communicator_bytes,
+            asleep,
+            self.topology,
+        )
 
     def known_group(self, axis: AxisLayout, key_digest: str | None) -> Group | None:
         """The group of an axis with this options key, if there is one already."""

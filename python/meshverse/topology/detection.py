@@ -1,0 +1,149 @@
+"""Ranks tell each other through the store of the default process group where they are.
+
+Each rank writes one line under a key of its own. Rank 0 reads them all, and writes them as one
+compact text, which each of the others reads: two keys a rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from meshverse.agreement import Board, shortened
+from meshverse.world.world import World, WorldState
+
+from .environment import own_node, own_switches
+from .nvlink import nvlink_domain
+
+__all__ = ["Place", "gather", "own_place"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.5
+_HERE = "here"  # the line of rank 0, which reads the others'
+_FAILED = "!"  # begins the text of rank 0, if ranks did not come
+
+Place = dict[str, str]
+"""Where one rank is: the name of its part of each level. "boot" tells equal host names apart."""
+
+
+class Detections(WorldState):
+    """How many times the ranks of a world have told each other where they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
+    """Where this process is, as far as it can tell and is not told."""
+    place = own_switches(os.environ) if switches is None else dict(switches)
+    if node is None:
+        place["node"] = own_node(os.environ, socket.gethostname())
+        place["boot"] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
+    else:
+        place["node"] = node
+    if domain is None:
+        domain = nvlink_domain() or place.get("domain", "")
+    return {**place, "domain": domain} if domain else place
+
+
+def gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
+    """Where each rank is. All ranks call this together.
+
+    Args:
+        mine: where this rank is.
+        world: of the default process group.
+        timeout: how long rank 0 waits for the others; these wait for rank 0 as long, and again as
+            long once it has come.
+
+    Raises:
+        RuntimeError: ranks did not come in time, who are named; the default group has no store
+            that ranks could meet in.
+    """
+    board = world.board
+    if board is None:
+        raise RuntimeError(
+            "Topology.detect() needs a store that all ranks read, and the default process group "
+            "has none. Use Topology.from_environment() or from_file()."
+        )
+    detections = world.state(Detections)
+    key = f"topology/{detections.count}"
+    detections.count += 1
+    if world.size == 1:
+        return [mine]
+    if world.rank == 0:
+        board.write(f"{key}/0", _HERE)
+        return _gathered(board, key, mine, world.size, timeout)
+    board.write(f"{key}/{world.rank}", json.dumps(mine))
+    return _answered(board, key, timeout)
+
+
+def _gathered(
+    board: Board, key: str, mine: Place, world_size: int, timeout: timedelta
+) -> list[Place]:
+    places, pause = [mine], _FIRST_PAUSE_SECONDS
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (rank := len(places)) < world_size:
+        if line := board.read(f"{key}/{rank}"):
+            places.append(json.loads(line))
+        elif time.monotonic() < deadline:
+            board.pause(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+        elif missing := [r for r in range(rank, world_size) if not board.read(f"{key}/{r}")]:
+            text = (
+                f"Topology.detect(): {world_size - len(missing)} of {world_size} ranks came in "
+                f"{timeout}. Not seen were ranks {shortened(missing)}. They have died, or do not "
+                "call it: all ranks call it together."
+            )
+            board.write(key, _FAILED + text)
+            _remove_lines(board, key, world_size)
+            raise RuntimeError(text)
+    board.write(key, _packed(places))
+    _remove_lines(board, key, world_size)
+    return places
+
+
+def _remove_lines(board: Board, key: str, world_size: int) -> None:
+    for rank in range(world_size):
+        board.remove(f"{key}/{rank}")
+
+
+def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
+    start, pause, has_come = time.monotonic(), _FIRST_PAUSE_SECONDS, False
+    limit = timeout.total_seconds()
+    while not (text := board.read(key)):
+        waited = time.monotonic() - start
+        if waited > limit and not has_come:
+            has_come = bool(board.read(f"{key}/0"))
+            limit = 2 * limit if has_come else limit
+        if waited > limit:
+            raise RuntimeError(
+                f"Topology.detect(): rank 0, which gathers what the ranks tell, "
+                f"{'has come but not answered' if has_come else 'did not come'} in "
+                f"{timedelta(seconds=limit)}. All ranks call it together."
+            )
+        board.pause(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+    if text.startswith(_FAILED):
+        raise RuntimeError(text.removeprefix(_FAILED))
+    return _unpacked(text)
+
+
+def _packed(places: list[Place]) -> str:
+    """Places as a short text: what differs, and which of these each rank has."""
+    kinds: dict[str, int] = {}
+    of_rank = [kinds.setdefault(json.dumps(p, sort_keys=True), len(kinds)) for p in places]
+    told = json.dumps([list(kinds), of_rank]).encode()
+    return base64.b64encode(zlib.compress(told)).decode()
+
+
+def _unpacked(text: str) -> list[Place]:
+    kinds, of_rank = json.loads(zlib.decompress(base64.b64decode(text)))
+    places = [json.loads(kind) for kind in kinds]
+    return [places[index] for index in of_rank]
