@@ -156,7 +156,8 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
             )
         warnings += [
             f"Axis {group.axes[0]} loads the {several(crossing.level)} unevenly: "
-            f"{crossing.busiest} ring steps leave the busiest one, {crossing.mean:.3g} the average one."
+            f"{crossing.busiest} ring steps leave the busiest one, {crossing.mean:.3g} the average "
+            "one."
             for crossing in group.crossings
             if crossing.imbalance > 1.01
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,8 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     Raises:
         ValueError: a size below 1.
     """
-    for what, size in (("world_size", world_size), (f"{name}_size", block_size)):
+    given: dict[str, Any] = {"world_size": world_size, f"{name}_size": block_size}
+    for what, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{what}={size!r}: give an int above 0.")
     of_rank = torch.arange(world_size) // block_size
@@ -68,7 +70,10 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
 
 
 def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Levels in order, innermost first: each part lies inside one part of the next level.
+    """Levels of which each part lies inside one part of the next level.
+
+    Args:
+        levels: innermost first, but for "domain", which may be inside or outside of "node".
 
     Raises:
         ValueError: levels of different numbers of ranks, or a part that lies in two of the next.
@@ -79,10 +84,21 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"the {name} of {size} ranks" for name, size in sizes.items())
         raise ValueError(f"The levels tell {told}: tell each level of every rank.")
-    ordered = sorted(levels, key=lambda level: -len(level.parts))  # stable: as given, where equal
+    ordered = _with_domain_beside_node(levels)
     for inner, outer in itertools.pairwise(ordered):
         _check_nested(inner, outer)
     return tuple(ordered)
+
+
+def _with_domain_beside_node(levels: Sequence[Level]) -> list[Level]:
+    named = {level.name: level for level in levels}
+    node, domain = named.get("node"), named.get("domain")
+    if node is None or domain is None:
+        return list(levels)
+    others = [level for level in levels if level is not domain]
+    is_inside = len(domain.parts) > len(node.parts)
+    others.insert(others.index(node) + (not is_inside), domain)
+    return others
 
 
 def _check_nested(inner: Level, outer: Level) -> None:
@@ -100,7 +116,7 @@ def _check_nested(inner: Level, outer: Level) -> None:
         f"{inner.name.capitalize()} {inner.parts[part]!r} is on two {outer.name} parts: rank "
         f"{other} is on {outer.name} {outer.parts[int(outer.of_rank[other])]!r}, rank {rank} on "
         f"{outer.parts[int(outer.of_rank[rank])]!r}. Levels are nested: all ranks of a "
-        f"{inner.name} are on one {outer.name}."
+        f"{inner.name} are on one {outer.name}. Correct one of the two levels, or leave it out."
     )
 
 

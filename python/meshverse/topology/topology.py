@@ -39,8 +39,9 @@ class Topology:
     or a node several domains. Levels can have any names; "node" is the one that `explain()` tells.
 
     Args:
-        parts: for each level the name of the part that each rank is on, one a rank: `{"node":
-            ["tux0", "tux0", "tux1", "tux1"]}`.
+        parts: for each level, innermost first, the name of the part that each rank is on, one a
+            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. A "domain" is put inside or outside
+            of "node", as it fits.
 
     Attributes:
         levels: innermost first.
@@ -247,9 +248,9 @@ class Topology:
             ranks: global ranks.
         """
         level = self.level(name)
-        return (
-            None if level is None else len(set(level.of_rank[torch.tensor(ranks).long()].tolist()))
-        )
+        if level is None:
+            return None
+        return len(set(level.of_rank[torch.tensor(ranks, dtype=torch.int64)].tolist()))
 
     def to_dict(self) -> dict[str, dict[str, str]]:
         """The ranks of each part of each level, in ranges: what a JSON file of ours has."""
