@@ -15,6 +15,8 @@ from .levels import Level
 
 __all__ = ["Placements"]
 
+_AT_ONCE = 1 << 15  # positions, which then stay in the processor's cache
+
 
 class Placements:
     """Placements of one mesh on one cluster, and what they cost.
@@ -93,7 +95,9 @@ class Placements:
             torch.tensor(self.weights, dtype=torch.float64),
             torch.tensor(self.factors, dtype=torch.float64),
         )
-        return (self.ring_steps(placements) * each).sum(dim=(1, 2))
+        few = max(1, _AT_ONCE // placements.shape[1])
+        steps = torch.cat([self.ring_steps(some) for some in torch.split(placements, few)])
+        return (steps * each).sum(dim=(1, 2))
 
     def ranks(self, placement: torch.Tensor) -> torch.Tensor:
         """The ranks of a placement: at each position the lowest of its spot that is left.

@@ -10,6 +10,7 @@ All ranks search in the same way, with the same result: nothing depends on time 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ _SEARCHED_IN_FULL = 40_000  # placements
 _IMPROVED = 40  # ranks up to which swaps are tried
 _IMPROVEMENTS = 60
 _STARTS = 4  # placements that swaps begin with
-_EVALUATED = 600_000  # ranks of all placements that are tried, together
+_EVALUATED = 1_000_000  # ranks of all placements that are tried, together
 _LARGEST_CHAIN = 3_000  # boxes up to which chains of boxes are searched
 
 
@@ -37,9 +38,25 @@ def best_placement(problem: Placements) -> torch.Tensor:
     Returns:
         The spot at each position, shape (world size,).
     """
+    with _one_thread():
+        return _best_placement(problem)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch use one thread: ranks that share a node would wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_placement(problem: Placements) -> torch.Tensor:
     identity = problem.spot_of_rank
     tried = torch.stack([identity, *candidates(problem)])
-    costs = torch.cat([problem.costs(some) for some in torch.split(tried, 8)])
+    costs = problem.costs(tried)
     if _count(problem) <= _SEARCHED_IN_FULL:
         everything = torch.tensor(list(_arrangements(problem.sizes.tolist())))
         found = everything[problem.costs(everything).argmin()]

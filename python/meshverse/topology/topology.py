@@ -23,7 +23,7 @@ from .cost import Placements
 from .detection import Place, gather, own_place
 from .environment import nodes_of_environment, own_switches
 from .files import is_json, levels_of_json, levels_of_network, levels_on_nodes, levels_to_dict
-from .levels import Level, level_of, level_of_blocks, nested
+from .levels import Level, level_of, level_of_blocks, levels_of, nested
 from .orders import best_placement
 from .slurm import Network, read_network
 
@@ -59,7 +59,7 @@ class Topology:
     levels: tuple[Level, ...]
 
     def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
-        self.levels = nested([level_of(name, of_ranks) for name, of_ranks in parts.items()])
+        self.levels = levels_of(parts)
 
     @classmethod
     def _of(cls, levels: Sequence[Level]) -> Topology:
