@@ -101,17 +101,16 @@ def _gathered(
                 f"{timeout}. Not seen were ranks {shortened(missing)}. They have died, or do not "
                 "call it: all ranks call it together."
             )
-            board.write(key, _FAILED + text)
-            _remove_lines(board, key, world_size)
-            raise RuntimeError(text)
-    board.write(key, _packed(places))
-    _remove_lines(board, key, world_size)
-    return places
+            return _outcome(board, key, _FAILED + text, world_size)
+    return _outcome(board, key, _packed(places), world_size)
 
 
-def _remove_lines(board: Board, key: str, world_size: int) -> None:
+def _outcome(board: Board, key: str, text: str, world_size: int) -> list[Place]:
+    """What rank 0 found, unless a rank has given up before: all ranks get the same."""
+    text = board.put_first(key, text)
     for rank in range(world_size):
         board.remove(f"{key}/{rank}")
+    return _unpacked(text)
 
 
 def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
@@ -123,15 +122,15 @@ def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
             has_come = bool(board.read(f"{key}/0"))
             limit = 2 * limit if has_come else limit
         if waited > limit:
-            raise RuntimeError(
-                f"Topology.detect(): rank 0, which gathers what the ranks tell, "
+            text = (
+                "Topology.detect(): rank 0, which gathers what the ranks tell, "
                 f"{'has come but not answered' if has_come else 'did not come'} in "
-                f"{timedelta(seconds=limit)}. All ranks call it together."
+                f"{timedelta(seconds=limit)} (told by rank {board.rank}). All ranks call it "
+                "together."
             )
+            return _unpacked(board.put_first(key, _FAILED + text))
         board.pause(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-    if text.startswith(_FAILED):
-        raise RuntimeError(text.removeprefix(_FAILED))
     return _unpacked(text)
 
 
@@ -144,6 +143,8 @@ def _packed(places: list[Place]) -> str:
 
 
 def _unpacked(text: str) -> list[Place]:
+    if text.startswith(_FAILED):
+        raise RuntimeError(text.removeprefix(_FAILED))
     kinds, of_rank = json.loads(zlib.decompress(base64.b64decode(text)))
     places = [json.loads(kind) for kind in kinds]
     return [places[index] for index in of_rank]

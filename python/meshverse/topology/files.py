@@ -70,7 +70,7 @@ def levels_of_json(text: str, source: str) -> list[Level]:
             "ranks of each part by level."
         )
     parts = {name: _part_of_rank(name, told[name], source) for name in told}
-    world_size = max(map(len, parts.values()))
+    world_size = 1 + max(max(part_of_rank) for part_of_rank in parts.values())
     return [level_of(name, _complete(name, parts[name], world_size, source)) for name in parts]
 
 
@@ -98,7 +98,7 @@ def _complete(
         shown = _ranges(torch.tensor(missing[:1000]))
         raise ValueError(
             f"{source}: ranks {shown} are on no {level}. Name each of the ranks 0 to "
-            f"{max(world_size, max(part_of_rank) + 1) - 1} once at each level."
+            f"{world_size - 1} once at each level."
         )
     return [part_of_rank[rank] for rank in range(world_size)]
 

@@ -1,0 +1,136 @@
+"""Real processes tell each other where they are, and their groups follow it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.crew import Crew
+from meshverse import Topology, init_device_mesh
+from meshverse.world.world import World
+
+_SHORT = timedelta(seconds=1)
+
+
+def _on_this_machine() -> dict[str, dict[str, str]]:
+    return Topology.detect().to_dict()
+
+
+def test_processes_of_one_machine_are_on_one_node(four: Crew) -> None:
+    on_one = {"node": {socket.gethostname(): "0-3"}}
+    assert four.run(_on_this_machine, 4) == [on_one] * 4
+
+
+def _pretended() -> tuple[dict[str, dict[str, str]], list[list[int]], list[int], float, str]:
+    rank = dist.get_rank()
+    topology = Topology.detect(
+        node="ab"[rank % 2], domain=f"d{rank % 2}", switches={"switch": "leaf"}
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), topology=topology)
+    groups = [dist.get_process_group_ranks(mesh.get_group(name)) for name in ("dp", "tp")]
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    nodes = [group.nodes for group in mesh.universe.explain().groups]
+    return topology.to_dict(), groups, nodes, float(total), str(mesh.mesh.tolist())
+
+
+def test_groups_follow_the_nodes(four: Crew) -> None:
+    for rank, (told, (dp, tp), nodes, total, ranks) in enumerate(four.run(_pretended, 4)):
+        assert told == {
+            "node": {"a": "0,2", "b": "1,3"},
+            "domain": {"d0": "0,2", "d1": "1,3"},
+            "switch": {"leaf": "0-3"},
+        }
+        assert ranks == "[[0, 2], [1, 3]]"
+        assert tp == [rank % 2, rank % 2 + 2]  # the ranks of one node
+        assert dp == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert nodes == [2, 1]
+        assert total == sum(tp)
+
+
+def _again_and_again() -> list[int]:
+    sizes = []
+    for turn in range(3):
+        node = str(dist.get_rank() // (turn + 1))
+        sizes.append(len(Topology.detect(node=node).levels[0].parts))
+    return sizes
+
+
+def test_ranks_tell_again(four: Crew) -> None:
+    assert four.run(_again_and_again, 4) == [[4, 2, 2]] * 4
+
+
+def _keys_left(world_size: int) -> list[str]:
+    """The ranks whose lines are in the store after all have read the answer."""
+    world = World.current()
+    assert world is not None
+    board = world.board
+    assert board is not None
+    Topology.detect(node="a")
+    dist.barrier()
+    return [str(rank) for rank in range(world_size) if board.read(f"topology/0/{rank}")]
+
+
+def test_the_lines_of_the_ranks_are_removed(four: Crew) -> None:
+    assert four.run(_keys_left, 4, 4) == [[]] * 4
+
+
+def _without_rank(absent: int) -> str:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    if rank == absent:
+        store.wait(["they were told"])
+        with pytest.raises(RuntimeError, match="detect") as caught:
+            Topology.detect(timeout=_SHORT)
+        return str(caught.value)
+    with pytest.raises(RuntimeError, match="detect") as caught:
+        Topology.detect(timeout=_SHORT)
+    if store.add("told", 1) == dist.get_world_size() - 1:
+        store.set("they were told", "yes")
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named_to_all(four: Crew) -> None:
+    told = four.run(_without_rank, 4, 2)
+    assert len(set(told)) == 1  # also the one that comes late
+    assert "3 of 4 ranks came in 0:00:01. Not seen were ranks [2]." in told[0]
+
+
+def test_rank_0_is_named_where_it_does_not_come(four: Crew) -> None:
+    told = four.run(_without_rank, 4, 0)
+    assert len(set(told)) == 1  # rank 0 too, though all lines are there when it comes
+    assert "rank 0, which gathers what the ranks tell, did not come in 0:00:01" in told[0]
+
+
+def _some_tell_no_switch() -> str:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="tells no switch") as caught:
+        Topology.detect(node=f"n{rank}", switches={} if rank == 2 else {"switch": "leaf"})
+    return str(caught.value)
+
+
+def test_a_rank_that_tells_less_than_the_others_is_named(four: Crew) -> None:
+    for text in four.run(_some_tell_no_switch, 4):
+        assert text.startswith("Rank 2 on node 'n2' tells no switch, but rank 0 tells 'leaf'")
+
+
+def _differ() -> str:
+    nodes = ["aabb", "abab"][dist.get_rank() == 3]
+    with pytest.raises(RuntimeError) as caught:
+        init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp", "tp"), topology=Topology({"node": list(nodes)})
+        )
+    return str(caught.value)
+
+
+def test_ranks_with_different_topologies_are_told(four: Crew) -> None:
+    for text in four.run(_differ, 4):
+        assert "Ranks are building different meshes" in text
+
+
+def test_there_are_no_ranks_to_ask_before_the_default_group() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group"):
+        Topology.detect()
