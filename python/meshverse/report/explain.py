@@ -116,7 +116,10 @@ class Explanation:
         rows = [titles, *(_row(group) for group in self.groups)]
         numbers = [3]
         if any(group.nodes is not None for group in self.groups):
-            nodes = ["nodes", *(str(group.nodes or "?") for group in self.groups)]
+            nodes = [
+                "nodes",
+                *("?" if group.nodes is None else str(group.nodes) for group in self.groups),
+            ]
             rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
             numbers.append(4)
         head = (

@@ -294,10 +294,10 @@ class Topology:
 
         The cost is never above that of ranks 0, 1, 2, ... in order, which is the answer if nothing
         cheaper is found. Where there are at most 40,000 ways to place the mesh, all are tried, so
-        it is the least there is. On other clusters, it is the least that was found: of boxes of the
+        it is the least there is. On larger clusters, it is the least that was found: of boxes of the
         mesh inside each other, one for each part, and on uneven clusters of several ways to fill
-        the parts. The search depends on nothing else, so all ranks find the same. It takes some
-        tenths of a second for 10,000 ranks.
+        the parts. Nothing depends on time or chance, so all ranks find the same. It takes some
+        tenths of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
 
         Args:
             mesh_shape: size of each axis.
@@ -366,7 +366,8 @@ class Topology:
         if size != self.world_size:
             raise ValueError(
                 f"mesh_shape {shape} has {size} ranks, but the topology has {self.world_size}: "
-                "it tells where each rank of the mesh is, so the numbers are equal."
+                "it tells where each rank of the mesh is. For a mesh over some ranks, make a topology "
+                "of these in their order, and give ranks= yourself."
             )
         weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
         if traffic is not None:
