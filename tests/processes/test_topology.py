@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from meshverse import Topology, init_device_mesh
+from meshverse.topology import detection
 from meshverse.world.world import World
 
 _SHORT = timedelta(seconds=1)
@@ -23,6 +26,20 @@ def _on_this_machine() -> dict[str, dict[str, str]]:
 def test_processes_of_one_machine_are_on_one_node(four: Crew) -> None:
     on_one = {"node": {socket.gethostname(): "0-3"}}
     assert four.run(_on_this_machine, 4) == [on_one] * 4
+
+
+def _machines_of_one_name(boots: str) -> dict[str, dict[str, str]]:
+    file = Path(tempfile.mkdtemp()) / "boot_id"
+    file.write_text(boots[dist.get_rank()] * 36 + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detection, "_BOOT_ID", file)
+        patch.setenv("SLURMD_NODENAME", "localhost")
+        return Topology.detect().to_dict()
+
+
+def test_machines_of_one_name_are_told_apart(four: Crew) -> None:
+    nodes = {"localhost (aaaaaaaa)": "0,2-3", "localhost (bbbbbbbb)": "1"}
+    assert four.run(_machines_of_one_name, 4, "abaa") == [{"node": nodes}] * 4
 
 
 def _pretended() -> tuple[dict[str, dict[str, str]], list[list[int]], list[int], float, str]:

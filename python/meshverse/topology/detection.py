@@ -29,8 +29,10 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.5
 _HERE = "here"  # the line of rank 0, which reads the others'
 _FAILED = "!"  # begins the text of rank 0, if ranks did not come
 
+_BOOT = "boot"  # when a machine was started: tells those of one name apart
+
 Place = dict[str, str]
-"""Where one rank is: the name of its part of each level. "boot" tells equal host names apart."""
+"""Where one rank is: the name of its part of each level."""
 
 
 class Detections(WorldState):
@@ -45,7 +47,7 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
     place = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
         place["node"] = own_node(os.environ, socket.gethostname())
-        place["boot"] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
+        place[_BOOT] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
     else:
         place["node"] = node
     if domain is None:
@@ -76,7 +78,7 @@ def gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
     key = f"topology/{detections.count}"
     detections.count += 1
     if world.size == 1:
-        return [mine]
+        return _with_unique_nodes([mine])
     if world.rank == 0:
         board.write(f"{key}/0", _HERE)
         return _gathered(board, key, mine, world.size, timeout)
@@ -102,7 +104,21 @@ def _gathered(
                 "call it: all ranks call it together."
             )
             return _outcome(board, key, _FAILED + text, world_size)
-    return _outcome(board, key, _packed(places), world_size)
+    return _outcome(board, key, _packed(_with_unique_nodes(places)), world_size)
+
+
+def _with_unique_nodes(places: list[Place]) -> list[Place]:
+    """Places without boots, which are in the names of nodes where those alone are not unique."""
+    boots: dict[str, set[str]] = {}
+    for place in places:
+        boots.setdefault(place["node"], set()).add(place.get(_BOOT, ""))
+    named = []
+    for place in places:
+        node, boot = place["node"], place.get(_BOOT, "")
+        node = node if len(boots[node]) == 1 else f"{node} ({boot})"
+        rest = {name: part for name, part in place.items() if name not in ("node", _BOOT)}
+        named.append({"node": node, **rest})
+    return named
 
 
 def _outcome(board: Board, key: str, text: str, world_size: int) -> list[Place]:

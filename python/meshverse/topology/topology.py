@@ -212,11 +212,11 @@ class Topology:
         network = None if network_file is None else _read_network_file(network_file)
         limit = timeout or world.default_options.timeout or dist.default_pg_timeout
         places = gather(own_place(node, domain, switches), world, limit)
-        nodes = _node_names(places)
+        nodes = [place["node"] for place in places]
         levels = levels_on_nodes(nodes, network)
         known = {level.name for level in levels}
         for name in dict.fromkeys(key for place in places for key in place):
-            if name not in {"boot", *known}:
+            if name not in known:
                 levels.append(level_of(name, _parts_told(name, places, nodes)))
         return cls._of(levels)
 
@@ -294,9 +294,9 @@ class Topology:
 
         The cost is never above that of ranks 0, 1, 2, ... in order, which is the answer if nothing
         cheaper is found. Where there are at most 40,000 ways to place the mesh, all are tried, so
-        it is the least there is. On larger clusters, it is the least that was found: of boxes of the
-        mesh inside each other, one for each part, and on uneven clusters of several ways to fill
-        the parts. Nothing depends on time or chance, so all ranks find the same. It takes some
+        it is the least there is. On larger clusters, it is the least that was found: of boxes of
+        the mesh inside each other, one for each part, and on uneven clusters of several ways to
+        fill the parts. Nothing depends on time or chance, so all ranks find the same. It takes some
         tenths of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
 
         Args:
@@ -366,8 +366,8 @@ class Topology:
         if size != self.world_size:
             raise ValueError(
                 f"mesh_shape {shape} has {size} ranks, but the topology has {self.world_size}: "
-                "it tells where each rank of the mesh is. For a mesh over some ranks, make a topology "
-                "of these in their order, and give ranks= yourself."
+                "it tells where each rank of the mesh is. For a mesh over some ranks, make a "
+                "topology of these in their order, and give ranks= yourself."
             )
         weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
         if traffic is not None:
@@ -394,19 +394,6 @@ def _checked(
 
 def _read_network_file(path: str | os.PathLike[str]) -> Network:
     return read_network(Path(path).read_text(encoding="utf-8"), os.fspath(path))
-
-
-def _node_names(places: Sequence[Place]) -> list[str]:
-    """The node of each rank; machines of one name are told apart by when they were started."""
-    boots: dict[str, set[str]] = {}
-    for place in places:
-        boots.setdefault(place["node"], set()).add(place.get("boot", ""))
-    return [
-        place["node"]
-        if len(boots[place["node"]]) == 1
-        else f"{place['node']} ({place.get('boot', '')})"
-        for place in places
-    ]
 
 
 def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
