@@ -168,6 +168,11 @@ def test_a_factor_makes_a_level_count_more() -> None:
     assert topology.cost([0, 2, 1, 3], (2, 2), factors={"node": 7}) == 7 * once
 
 
+def test_axes_without_names_count_the_same_where_traffic_is_given() -> None:
+    named = _FOUR.cost([0, 2, 1, 3], (2, 2), ("a", "b"), {"a": 1, "b": 1})
+    assert _FOUR.cost([0, 2, 1, 3], (2, 2), None, {}) == named
+
+
 _FOUR = Topology({"node": list("aabb")})
 
 

@@ -7,13 +7,21 @@ leave a node, or none if n is 1; and the same holds at each level of the cluster
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from meshverse._core import Layout
+from meshverse.layouts.user_input import check_axis_names
+
 from .levels import Level
 
-__all__ = ["Placements"]
+__all__ = ["Placements", "placements_of"]
+
+_DEFAULT_RATIO = 10.0  # of the traffic of an axis to that of the axis before it
 
 _AT_ONCE = 1 << 15  # positions, which then stay in the processor's cache
 
@@ -108,3 +116,49 @@ class Placements:
         ranks = torch.empty_like(placement)
         ranks[placement.argsort(stable=True)] = self.spot_of_rank.argsort(stable=True)
         return ranks
+
+
+def placements_of(
+    levels: Sequence[Level],
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None,
+    traffic: Mapping[str, float] | None,
+    factors: Mapping[str, float] | None,
+) -> Placements:
+    """The placements of a mesh, with what `Topology.order` is given read and checked.
+
+    Raises:
+        ValueError: a mesh of another number of ranks; traffic of an axis or factors of a level
+            that there is not, or which are negative or no finite numbers.
+        RuntimeError: names that repeat or do not match the shape.
+    """
+    shape, world_size = tuple(mesh_shape), len(levels[0].of_rank)
+    size = Layout.from_shape(shape).size
+    names = check_axis_names(mesh_dim_names, len(shape)) or ()
+    if size != world_size:
+        raise ValueError(
+            f"mesh_shape {shape} has {size} ranks, but the topology has {world_size}: it tells "
+            "where each rank of the mesh is. For a mesh over some ranks, make a topology of these "
+            "in their order, and give ranks= yourself."
+        )
+    weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
+    if traffic is not None:
+        said = _checked("traffic", traffic, names, "axes")
+        weights = [said.get(names[axis], 1.0) if names else 1.0 for axis in range(len(shape))]
+    level_names = [level.name for level in levels]
+    costs = _checked("factors", factors or {}, level_names, "levels")
+    return Placements(levels, shape, weights, [costs.get(name, 1.0) for name in level_names])
+
+
+def _checked(
+    what: str, given: Mapping[str, Any], names: Sequence[str], of: str
+) -> dict[str, float]:
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(
+            f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}: name these."
+        )
+    for name, value in given.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{what}[{name!r}]={value!r}: give a finite number of 0 or more.")
+    return {name: float(value) for name, value in given.items()}

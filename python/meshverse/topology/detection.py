@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,9 +20,12 @@ from meshverse.agreement import Board, shortened
 from meshverse.world.world import World, WorldState
 
 from .environment import own_node, own_switches
+from .files import levels_on_nodes
+from .levels import Level, level_of
 from .nvlink import nvlink_domain
+from .slurm import Network
 
-__all__ = ["Place", "gather", "own_place"]
+__all__ = ["levels_detected", "own_place"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.5
@@ -55,7 +58,41 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
     return {**place, "domain": domain} if domain else place
 
 
-def gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
+def levels_detected(
+    mine: Place, network: Network | None, world: World, timeout: timedelta
+) -> list[Level]:
+    """The levels that the ranks tell each other; see `Topology.detect`.
+
+    Args:
+        mine: where this rank is.
+        network: how nodes are connected, where that is not left to the ranks.
+        world: of the default process group.
+        timeout: see `_gather`.
+    """
+    places = _gather(mine, world, timeout)
+    nodes = [place["node"] for place in places]
+    levels = levels_on_nodes(nodes, network)
+    known = {level.name for level in levels}
+    told = dict.fromkeys(name for place in places for name in place if name not in known)
+    return levels + [level_of(name, _parts_told(name, places, nodes)) for name in told]
+
+
+def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
+    """The part of each rank at a level that some ranks have told."""
+    parts = [place.get(name, "") for place in places]
+    if name == "domain":
+        return [part or f"node {node}" for part, node in zip(parts, nodes, strict=True)]
+    if "" in parts:
+        rank = parts.index("")
+        other = next(rank for rank, part in enumerate(parts) if part)
+        raise ValueError(
+            f"Rank {rank} on node {nodes[rank]!r} tells no {name}, but rank {other} tells "
+            f"{parts[other]!r}: have all ranks tell it (switches=, SLURM_TOPOLOGY_ADDR), or none."
+        )
+    return parts
+
+
+def _gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
     """Where each rank is. All ranks call this together.
 
     Args:

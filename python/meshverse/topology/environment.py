@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
+from .files import levels_on_nodes, read_network_file
+from .levels import Level, level_of
 from .slurm import expand_hosts, expand_tasks, switches_of_address
 
-__all__ = ["nodes_of_environment", "own_node", "own_switches"]
+__all__ = ["levels_of_environment", "own_node", "own_switches"]
 
 _CURE = "Topology.detect() asks the ranks themselves, after init_process_group()."
 
 
-def nodes_of_environment(environment: Mapping[str, str]) -> tuple[list[str], bool]:
+def levels_of_environment(
+    environment: Mapping[str, str], network_file: str | os.PathLike[str] | None
+) -> list[Level]:
+    """The levels that the environment tells; see `Topology.from_environment`."""
+    nodes, are_named = _nodes(environment)
+    if network_file is not None:
+        if not are_named:
+            raise ValueError(
+                f"{os.fspath(network_file)} tells how nodes are connected, by their names, but "
+                "torchrun tells numbers of nodes only. Use Topology.detect(network_file=...)."
+            )
+        return levels_on_nodes(nodes, read_network_file(network_file))
+    switches = own_switches(environment) if len(set(nodes)) == 1 else {}
+    upper = [level_of(name, [part] * len(nodes)) for name, part in switches.items()]
+    return [level_of("node", nodes), *upper]
+
+
+def _nodes(environment: Mapping[str, str]) -> tuple[list[str], bool]:
     """The node that each rank is on, and whether these are names that Slurm gives.
 
     What torchrun says goes before what Slurm says: under Slurm, torchrun is one task a node.

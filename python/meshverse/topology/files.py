@@ -9,8 +9,10 @@ Ours has, for each level, the ranks of each part:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +20,28 @@ import torch
 from .levels import Level, level_of
 from .slurm import Network, expand_hosts, read_network
 
-__all__ = [
-    "is_json",
-    "levels_of_json",
-    "levels_of_network",
-    "levels_on_nodes",
-    "levels_to_dict",
-]
+__all__ = ["levels_of_file", "levels_on_nodes", "levels_to_dict", "read_network_file"]
 
 _LARGEST_WORLD = 1 << 24
 
 
-def is_json(text: str) -> bool:
-    """Whether a file is one of ours."""
-    return text.lstrip().startswith("{")
+def levels_of_file(
+    path: str | os.PathLike[str], nodes: str | Sequence[str] | None, node_size: int | None
+) -> list[Level]:
+    """The levels in a file of either form; see `Topology.from_file`."""
+    source, text = os.fspath(path), Path(path).read_text(encoding="utf-8")
+    if not text.lstrip().startswith("{"):
+        return _levels_of_network(text, source, nodes, node_size)
+    if nodes is not None or node_size is not None:
+        raise ValueError(
+            f"{source} tells which ranks are on each node: leave nodes= and node_size= out."
+        )
+    return _levels_of_json(text, source)
+
+
+def read_network_file(path: str | os.PathLike[str]) -> Network:
+    """The network in a topology.conf."""
+    return read_network(Path(path).read_text(encoding="utf-8"), os.fspath(path))
 
 
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
@@ -54,7 +64,7 @@ def _ranges(ranks: torch.Tensor) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
-def levels_of_json(text: str, source: str) -> list[Level]:
+def _levels_of_json(text: str, source: str) -> list[Level]:
     """The levels in a file of ours.
 
     Raises:
@@ -116,7 +126,7 @@ def _read_ranks(told: Any, where: str) -> Iterable[int]:
     return ranks
 
 
-def levels_of_network(
+def _levels_of_network(
     text: str, source: str, nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
     """The levels of ranks that fill nodes of a topology.conf one after the other.

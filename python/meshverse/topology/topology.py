@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshverse._core import Layout, RankMap
-from meshverse.layouts.user_input import check_axis_names
+from meshverse._core import RankMap
 from meshverse.options.group_options import check_timeout
 from meshverse.world.world import World
 
-from .cost import Placements
-from .detection import Place, gather, own_place
-from .environment import nodes_of_environment, own_switches
-from .files import is_json, levels_of_json, levels_of_network, levels_on_nodes, levels_to_dict
-from .levels import Level, level_of, level_of_blocks, levels_of, nested
+from .cost import placements_of
+from .detection import levels_detected, own_place
+from .environment import levels_of_environment
+from .files import levels_of_file, levels_to_dict, read_network_file
+from .levels import Level, level_of_blocks, levels_of, nested
 from .orders import best_placement
-from .slurm import Network, read_network
 
 __all__ = ["Topology"]
-
-_DEFAULT_RATIO = 10.0  # of the traffic of an axis to that of the axis before it
 
 
 class Topology:
@@ -119,17 +112,7 @@ class Topology:
                 file, or one that does not name a node of the job.
             OSError: the file cannot be read.
         """
-        nodes, are_named = nodes_of_environment(os.environ)
-        if network_file is not None:
-            if not are_named:
-                raise ValueError(
-                    f"{os.fspath(network_file)} tells how nodes are connected, by their names, but "
-                    "torchrun tells numbers of nodes only. Use Topology.detect(network_file=...)."
-                )
-            return cls._of(levels_on_nodes(nodes, _read_network_file(network_file)))
-        switches = own_switches(os.environ) if len(set(nodes)) == 1 else {}
-        told = {name: [part] * len(nodes) for name, part in switches.items()}
-        return cls({"node": nodes, **told})
+        return cls._of(levels_of_environment(os.environ, network_file))
 
     @classmethod
     def from_file(
@@ -158,14 +141,7 @@ class Topology:
                 given for JSON.
             OSError: the file cannot be read.
         """
-        source, text = os.fspath(path), Path(path).read_text(encoding="utf-8")
-        if not is_json(text):
-            return cls._of(levels_of_network(text, source, nodes, node_size))
-        if nodes is not None or node_size is not None:
-            raise ValueError(
-                f"{source} tells which ranks are on each node: leave nodes= and node_size= out."
-            )
-        return cls._of(levels_of_json(text, source))
+        return cls._of(levels_of_file(path, nodes, node_size))
 
     @classmethod
     def detect(
@@ -209,16 +185,9 @@ class Topology:
             )
         if timeout is not None:
             check_timeout(timeout)
-        network = None if network_file is None else _read_network_file(network_file)
+        network = None if network_file is None else read_network_file(network_file)
         limit = timeout or world.default_options.timeout or dist.default_pg_timeout
-        places = gather(own_place(node, domain, switches), world, limit)
-        nodes = [place["node"] for place in places]
-        levels = levels_on_nodes(nodes, network)
-        known = {level.name for level in levels}
-        for name in dict.fromkeys(key for place in places for key in place):
-            if name not in known:
-                levels.append(level_of(name, _parts_told(name, places, nodes)))
-        return cls._of(levels)
+        return cls._of(levels_detected(own_place(node, domain, switches), network, world, limit))
 
     # --- what it says ---------------------------------------------------------------------------
 
@@ -317,7 +286,7 @@ class Topology:
                 that there is not, or which are negative or no finite numbers.
             RuntimeError: names that repeat or do not match the shape.
         """
-        problem = self._problem(mesh_shape, mesh_dim_names, traffic, factors)
+        problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
         placement = best_placement(problem)
         if placement is problem.spot_of_rank:
             return torch.arange(self.world_size)
@@ -344,7 +313,7 @@ class Topology:
         Raises:
             ValueError: as `order`, or ranks that are not each rank of the world once.
         """
-        problem = self._problem(mesh_shape, mesh_dim_names, traffic, factors)
+        problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
         given = torch.arange(self.world_size) if ranks is None else torch.as_tensor(ranks).flatten()
         if not torch.equal(given.sort().values, torch.arange(self.world_size)):
             raise ValueError(
@@ -352,60 +321,3 @@ class Topology:
                 f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
             )
         return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
-
-    def _problem(
-        self,
-        mesh_shape: Sequence[int],
-        mesh_dim_names: Sequence[str] | None,
-        traffic: Mapping[str, float] | None,
-        factors: Mapping[str, float] | None,
-    ) -> Placements:
-        shape = tuple(mesh_shape)
-        size = Layout.from_shape(shape).size
-        names = check_axis_names(mesh_dim_names, len(shape)) or ()
-        if size != self.world_size:
-            raise ValueError(
-                f"mesh_shape {shape} has {size} ranks, but the topology has {self.world_size}: "
-                "it tells where each rank of the mesh is. For a mesh over some ranks, make a "
-                "topology of these in their order, and give ranks= yourself."
-            )
-        weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
-        if traffic is not None:
-            checked = _checked("traffic", traffic, names, "axes")
-            weights = [checked.get(name, 1.0) for name in names]
-        levels = [level.name for level in self.levels]
-        checked = _checked("factors", factors or {}, levels, "levels")
-        return Placements(self.levels, shape, weights, [checked.get(name, 1.0) for name in levels])
-
-
-def _checked(
-    what: str, given: Mapping[str, Any], names: Sequence[str], of: str
-) -> dict[str, float]:
-    if unknown := [name for name in given if name not in names]:
-        raise ValueError(
-            f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}: name these."
-        )
-    for name, value in given.items():
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{what}[{name!r}]={value!r}: give a finite number of 0 or more.")
-    return {name: float(value) for name, value in given.items()}
-
-
-def _read_network_file(path: str | os.PathLike[str]) -> Network:
-    return read_network(Path(path).read_text(encoding="utf-8"), os.fspath(path))
-
-
-def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
-    """The part of each rank at a level that some ranks have told."""
-    parts = [place.get(name, "") for place in places]
-    if name == "domain":
-        return [part or f"node {node}" for part, node in zip(parts, nodes, strict=True)]
-    if "" in parts:
-        rank = parts.index("")
-        other = next(rank for rank, part in enumerate(parts) if part)
-        raise ValueError(
-            f"Rank {rank} on node {nodes[rank]!r} tells no {name}, but rank {other} tells "
-            f"{parts[other]!r}: have all ranks tell it (switches=, SLURM_TOPOLOGY_ADDR), or none."
-        )
-    return parts
