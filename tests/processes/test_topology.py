@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 from datetime import timedelta
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend "fake"
 
 from helpers.crew import Crew
 from meshverse import Topology, init_device_mesh
@@ -120,6 +122,58 @@ def test_rank_0_is_named_where_it_does_not_come(four: Crew) -> None:
     told = four.run(_without_rank, 4, 0)
     assert len(set(told)) == 1  # rank 0 too, though all lines are there when it comes
     assert "rank 0, which gathers what the ranks tell, did not come in 0:00:01" in told[0]
+
+
+def _one_fails_first(file: str) -> tuple[str, int]:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("SLURM_TOPOLOGY_ADDR", "leaf")
+            patch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            Topology.detect()
+    network_file = file if rank == 1 else None
+    with pytest.raises(OSError, match="nowhere") if rank == 1 else contextlib.nullcontext():
+        Topology.detect(node=f"n{rank}", network_file=network_file)
+    dist.barrier()
+    return str(caught.value), len(Topology.detect(node=f"n{rank}").levels[0].parts)
+
+
+def test_a_rank_that_fails_by_itself_tells_the_others_and_all_can_try_again(
+    four: Crew, tmp_path: Path
+) -> None:
+    answers = four.run(_one_fails_first, 4, str(tmp_path / "nowhere"))
+    assert [parts for _, parts in answers] == [4] * 4
+    assert answers[1][0].startswith("SLURM_TOPOLOGY_ADDR='leaf' does not fit its pattern")
+    for rank in (0, 2, 3):  # at once: they do not wait for their timeout
+        assert answers[rank][0].startswith("Topology.detect() failed on rank 1: SLURM_TOPOLOGY")
+
+
+def _two_runs_on_one_store(folder: str) -> list[dict[str, dict[str, str]]]:
+    rank, size, told = dist.get_rank(), dist.get_world_size(), []
+    own = dist.PrefixStore("kept", dist.FileStore(f"{folder}/store", size))
+    for names in ("aabb", "abab"):
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:fake", store=own, rank=rank, world_size=size)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        told.append(Topology.detect(node=names[rank]).to_dict())
+        mesh.universe.destroy()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/{names}", size),
+            rank=rank,
+            world_size=size,
+        )
+    return told
+
+
+def test_a_later_run_on_the_same_store_does_not_read_what_an_earlier_one_told(
+    four: Crew, tmp_path: Path
+) -> None:
+    expected = [{"node": {"a": "0-1", "b": "2-3"}}, {"node": {"a": "0,2", "b": "1,3"}}]
+    assert four.run(_two_runs_on_one_store, 4, str(tmp_path)) == [expected] * 4
 
 
 def _some_tell_no_switch() -> str:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from meshverse.agreement import Board, shortened
 from meshverse.world.world import World, WorldState
 
 from .environment import own_node, own_switches
-from .files import levels_on_nodes
+from .files import levels_on_nodes, read_network_file
 from .levels import Level, level_of
 from .nvlink import nvlink_domain
-from .slurm import Network
 
 __all__ = ["levels_detected", "own_place"]
 
@@ -59,17 +58,22 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
 
 
 def levels_detected(
-    mine: Place, network: Network | None, world: World, timeout: timedelta
+    own_place: Callable[[], Place],
+    network_file: str | os.PathLike[str] | None,
+    world: World,
+    timeout: timedelta,
 ) -> list[Level]:
     """The levels that the ranks tell each other; see `Topology.detect`.
 
     Args:
-        mine: where this rank is.
-        network: how nodes are connected, where that is not left to the ranks.
+        own_place: tells where this rank is.
+        network_file: Slurm's topology.conf, where switches are not left to the ranks.
         world: of the default process group.
         timeout: see `_gather`.
     """
-    places = _gather(mine, world, timeout)
+    places = _gather(own_place, world, timeout)
+    # A rank that cannot read it fails now, and keeps no other rank waiting.
+    network = None if network_file is None else read_network_file(network_file)
     nodes = [place["node"] for place in places]
     levels = levels_on_nodes(nodes, network)
     known = {level.name for level in levels}
@@ -92,11 +96,11 @@ def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> lis
     return parts
 
 
-def _gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
+def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) -> list[Place]:
     """Where each rank is. All ranks call this together.
 
     Args:
-        mine: where this rank is.
+        own_place: tells where this rank is.
         world: of the default process group.
         timeout: how long rank 0 waits for the others; these wait for rank 0 as long, and again as
             long once it has come.
@@ -112,8 +116,16 @@ def _gather(mine: Place, world: World, timeout: timedelta) -> list[Place]:
             "has none. Use Topology.from_environment() or from_file()."
         )
     detections = world.state(Detections)
+    if not detections.count:
+        # For good: the answer stays, and a later run on this store must not find it as its own.
+        world.run.add_user()
     key = f"topology/{detections.count}"
-    detections.count += 1
+    detections.count += 1  # first: whatever fails here, all ranks count the same
+    try:
+        mine = own_place()
+    except (OSError, ValueError) as error:
+        board.put_first(key, f"{_FAILED}Topology.detect() failed on rank {world.rank}: {error}")
+        raise
     if world.size == 1:
         return _with_unique_nodes([mine])
     if world.rank == 0:
@@ -132,6 +144,8 @@ def _gathered(
         if line := board.read(f"{key}/{rank}"):
             places.append(json.loads(line))
         elif time.monotonic() < deadline:
+            if failed := board.read(key):
+                return _outcome(board, key, failed, world_size)
             board.pause(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
         elif missing := [r for r in range(rank, world_size) if not board.read(f"{key}/{r}")]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from meshverse.world.world import World
 from .cost import placements_of
 from .detection import levels_detected, own_place
 from .environment import levels_of_environment
-from .files import levels_of_file, levels_to_dict, read_network_file
+from .files import levels_of_file, levels_to_dict
 from .levels import Level, level_of_blocks, levels_of, nested
 from .orders import best_placement
 
@@ -185,9 +186,9 @@ class Topology:
             )
         if timeout is not None:
             check_timeout(timeout)
-        network = None if network_file is None else read_network_file(network_file)
         limit = timeout or world.default_options.timeout or dist.default_pg_timeout
-        return cls._of(levels_detected(own_place(node, domain, switches), network, world, limit))
+        own = partial(own_place, node, domain, switches)
+        return cls._of(levels_detected(own, network_file, world, limit))
 
     # --- what it says ---------------------------------------------------------------------------
 
