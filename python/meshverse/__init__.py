@@ -23,6 +23,7 @@ from .dropin import install, installed, uninstall
 from .options.isolation import isolate
 from .report.explain import Explanation, GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
+from .topology import Topology
 from .universe import Universe
 
 __version__ = _core.__version__
@@ -37,6 +38,7 @@ __all__ = [
     "Explanation",
     "GroupExplanation",
     "MeshPart",
+    "Topology",
     "Universe",
     "__version__",
     "init_device_mesh",

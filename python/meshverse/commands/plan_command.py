@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
+from meshverse.topology import Topology
 
 __all__ = ["add_plan"]
 
@@ -16,6 +17,7 @@ _EXAMPLES = """\
 examples:
   meshverse plan pp=8,dp=160,tp=8 --node-size 8
   meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
+  meshverse plan dp=4,tp=8 --topology topology.conf --nodes tux[0-3] --node-size 8
   meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
   meshverse plan pp=8,dp=160,tp=8 --node-size 8 --html plan.html --svg plan.svg
 """
@@ -46,6 +48,15 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--world-size", type=int, help="ranks; by default those of the first view")
     parser.add_argument("--node-size", type=int, help="ranks on each node")
     parser.add_argument("--domain-size", type=int, help="ranks in each NVLink domain")
+    parser.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="where the ranks are: JSON that Topology.save() wrote, or Slurm's topology.conf with "
+        "--node-size",
+    )
+    parser.add_argument(
+        "--nodes", help="of a topology.conf, the job's nodes in the order of its ranks: tux[0-3,7]"
+    )
     parser.add_argument("--backend", default="nccl", help="of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
@@ -60,13 +71,22 @@ def _run(arguments: argparse.Namespace) -> int:
         views.append(arguments.mesh)
     if arguments.degrees is not None:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
+    topology, node_size = None, arguments.node_size
+    if arguments.topology is not None:
+        topology = Topology.from_file(
+            arguments.topology, nodes=arguments.nodes, node_size=node_size
+        )
+        node_size = None  # which the topology has taken
+    elif arguments.nodes is not None:
+        raise ValueError(f"--nodes {arguments.nodes} chooses from a --topology FILE: give one.")
     planned = plan(
         [*views, *arguments.view],
         world_size=arguments.world_size,
         backend=arguments.backend,
         rank=arguments.rank,
-        node_size=arguments.node_size,
+        node_size=node_size,
         domain_size=arguments.domain_size,
+        topology=topology,
     )
     print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
     if arguments.html is not None:

@@ -16,6 +16,7 @@ from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import check_axis_names, check_device_type, read_rank_map
 from meshverse.options.group_options import Defaults
 from meshverse.options.overrides import BackendOverride, normalize_overrides, normalize_tags
+from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
 
 from .device_mesh import DeviceMesh
@@ -37,6 +38,8 @@ class MeshPart(TypedDict, total=False):
     lazy: bool
     check_consistency: bool | None
     universe: Universe | None
+    topology: Topology | None
+    traffic: Mapping[str, float] | None
 
 
 def init_device_mesh(
@@ -53,6 +56,8 @@ def init_device_mesh(
     lazy: bool = False,
     check_consistency: bool | None = None,
     universe: Universe | None = None,
+    topology: Topology | None = None,
+    traffic: Mapping[str, float] | None = None,
 ) -> DeviceMesh:
     """A mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
 
@@ -77,13 +82,19 @@ def init_device_mesh(
         check_consistency: compare with the other ranks what is about to be made; by default unless
             the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
         universe: build the mesh in this universe, on its ranks and process groups.
+        topology: where each rank of the world is: places the mesh in the order of ranks that keeps
+            axes with much traffic inside nodes, domains and switches (`Topology.order`), and has
+            `explain()` tell how many nodes a group is on. The same on all ranks.
+        traffic: for a topology: by axis name, what a rank sends along it, relative to the others.
+            By default each axis has 10 times that of the axis before it.
 
     Raises:
         RuntimeError: names that repeat or do not match the shape; a device type with an index; an
             override for an axis that is not there; a mesh larger than the world; other ranks are
             building another mesh.
         ValueError: a size below 1, an unknown backend, another number of ranks than the universe
-            or `ranks` has; or what belongs to a universe given beside one.
+            or `ranks` or `topology` has; a topology beside `ranks`, or traffic without one; or
+            what belongs to a universe given beside one.
         TypeError: a timeout that is no timedelta, or options that are no options object.
 
     Example:
@@ -104,6 +115,8 @@ def init_device_mesh(
         lazy=lazy,
         check_consistency=check_consistency,
         universe=universe,
+        topology=topology,
+        traffic=traffic,
     )
     build()
     return mesh
@@ -123,6 +136,8 @@ def plan_mesh(
     options: compat.BackendOptions | None = None,
     lazy: bool = False,
     check_consistency: bool | None = None,
+    topology: Topology | None = None,
+    traffic: Mapping[str, float] | None = None,
 ) -> tuple[DeviceMesh, Callable[[], None]]:
     """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
 
@@ -131,10 +146,12 @@ def plan_mesh(
     check_device_type(device_type)
     layout = Layout.from_shape(tuple(mesh_shape))
     names = check_axis_names(mesh_dim_names, len(layout))
+    if topology is not None or traffic is not None:
+        ranks = _ordered(layout, names, ranks, topology, traffic)
     rank_map = _rank_map_for(layout, ranks, universe)
     make_universe: Callable[..., Universe] = Universe
-    if lazy or not (timeout is options is check_consistency is None):
-        said = {"timeout": timeout, "options": options, "lazy": lazy or None}
+    if lazy or topology is not None or not (timeout is options is check_consistency is None):
+        said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
         make_universe = _universe_maker(universe, {**said, "check_consistency": check_consistency})
     description = MeshDescription(device_type, layout, names, preserve_rank_order)
     if tags := normalize_tags(isolate, names, len(layout)):
@@ -162,6 +179,31 @@ def _universe_maker(universe: Universe | None, given: dict[str, Any]) -> Callabl
     # Here too, before the default process group is started.
     Defaults.of(given["timeout"], given["options"])
     return partial(Universe, **said)
+
+
+def _ordered(
+    layout: Layout,
+    names: Sequence[str] | None,
+    ranks: Sequence[int] | torch.Tensor | None,
+    topology: Topology | None,
+    traffic: Mapping[str, float] | None,
+) -> torch.Tensor:
+    if topology is None:
+        raise ValueError(
+            f"init_device_mesh(traffic={traffic}): traffic says which axes a topology keeps inside "
+            "nodes. Give topology= too, such as Topology.detect()."
+        )
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            f"topology={topology!r} of type {type(topology).__name__}: give a meshverse.Topology, "
+            "such as Topology.from_environment()."
+        )
+    if ranks is not None:
+        raise ValueError(
+            "init_device_mesh(ranks=..., topology=...): both say in which order ranks are placed. "
+            "Leave one out: topology= gives ranks=topology.order(mesh_shape, mesh_dim_names)."
+        )
+    return topology.order(layout.shape, names, traffic)
 
 
 def _rank_map_for(

@@ -33,8 +33,8 @@ def init_mesh_partition(
 
     Raises:
         TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` has not.
-        ValueError: two parts have a rank in common; `ranks` given for some parts only; and as
-            `init_device_mesh`.
+        ValueError: two parts have a rank in common; `ranks` given for some parts only; a
+            `topology`; and as `init_device_mesh`.
 
     Example:
         >>> meshes = init_mesh_partition(  # doctest: +SKIP
@@ -54,6 +54,11 @@ def init_mesh_partition(
         raise ValueError(
             f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
             "all parts, or for none."
+        )
+    if "topology" in common or any("topology" in part for part in parts.values()):
+        raise ValueError(
+            "init_mesh_partition takes no topology=: a topology is of all ranks of one mesh. Order "
+            "the ranks of each part yourself: ranks=..."
         )
     ranks: dict[str, Sequence[int]] = {}
     first = 0

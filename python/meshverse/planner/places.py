@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Places"]
+from meshverse.topology import Topology
+
+__all__ = ["Places", "several"]
+
+
+def several(level: str) -> str:
+    """The plural of a level's name: "nodes", "switches"."""
+    return f"{level}es" if level.endswith(("ch", "s", "x")) else f"{level}s"
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,16 @@ class Places:
         if block_size < 1:
             raise ValueError(f"{block_size} ranks on each {level}: give an int above 0.")
         return Places(level, torch.arange(world_size) // block_size)
+
+    @staticmethod
+    def of_topology(topology: Topology) -> list[Places]:
+        """The levels of a topology, innermost first."""
+        return [Places(level.name, level.of_rank) for level in topology.levels]
+
+    @property
+    def several(self) -> str:
+        """What several parts are called."""
+        return several(self.level)
 
     @property
     def count(self) -> int:

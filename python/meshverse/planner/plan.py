@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.topology import Topology
 
 from .crossings import crossing_of, ranks_of_all_groups
-from .places import Places
+from .places import Places, several
 from .planned import Mine, Plan, PlannedGroup
 from .views import View, check_fits, read_view
 
@@ -27,6 +29,7 @@ def plan(
     node_size: int | None = None,
     domain_size: int | None = None,
     places: Sequence[Places] = (),
+    topology: Topology | None = None,
     communicator_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
     """What process groups these views of one world make, as one universe would make them.
@@ -42,11 +45,13 @@ def plan(
         node_size: ranks on each node: 0 to n-1 on the first one, and so on.
         domain_size: the same for NVLink domains.
         places: where the ranks are, if it is not in such blocks.
+        topology: the same, of a cluster that is known: all its levels.
         communicator_bytes: device memory of one communicator by backend, where you have measured.
 
     Raises:
         ValueError: a view that cannot be read or does not cover the world; a rank outside of it;
-            node or domain sizes below 1; places of another number of ranks.
+            node or domain sizes below 1; places or a topology of another number of ranks; a level
+            that is given twice.
     """
     read = tuple(_view(view) for view in views)
     if not read:
@@ -56,15 +61,20 @@ def plan(
         check_fits(view, world)
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} is outside the world: give one of 0 to {world - 1}.")
-    known = [*places]
+    known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
     if node_size is not None:
         known.append(Places.in_blocks("node", world, node_size))
     if domain_size is not None:
         known.append(Places.in_blocks("domain", world, domain_size))
+    if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
+        raise ValueError(
+            f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
+            "places= out where a topology tells the level."
+        )
     for level in known:
         if len(level.of_rank) != world:
             raise ValueError(
-                f"The {level.level}s of {len(level.of_rank)} ranks are given, but the world has "
+                f"The {level.several} of {len(level.of_rank)} ranks are given, but the world has "
                 f"{world}: give one for each rank."
             )
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
@@ -146,8 +156,9 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
                 "axis the last one, of a size that divides the ranks of a node."
             )
         warnings += [
-            f"Axis {group.axes[0]} loads the {crossing.level}s unevenly: {crossing.busiest} ring "
-            f"steps leave the busiest one, {crossing.mean:.3g} the average one."
+            f"Axis {group.axes[0]} loads the {several(crossing.level)} unevenly: "
+            f"{crossing.busiest} ring steps leave the busiest one, {crossing.mean:.3g} the average "
+            "one."
             for crossing in group.crossings
             if crossing.imbalance > 1.01
         ]
@@ -160,7 +171,7 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
         sizes = level.of_rank.bincount()
         if len(sizes) and int(sizes.min()) != int(sizes.max()):
             warnings.append(
-                f"The {level.level}s are uneven: they have {int(sizes.min())} to "
+                f"The {level.several} are uneven: they have {int(sizes.min())} to "
                 f"{int(sizes.max())} ranks."
             )
     return tuple(warnings)

@@ -12,6 +12,7 @@ from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.tables import aligned, in_bytes, shortened_ranks
 
 from .crossings import Crossing
+from .places import several
 from .views import View
 
 __all__ = ["Mine", "Plan", "PlannedGroup"]
@@ -187,7 +188,7 @@ def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
 
 def _group_dict(group: PlannedGroup) -> dict[str, Any]:
     crossings = {
-        f"{crossing.level}s": {
+        several(crossing.level): {
             "min": crossing.min,
             "max": crossing.max,
             "busiest": crossing.busiest,
@@ -210,7 +211,7 @@ def _head(plan: Plan) -> Iterator[str]:
 def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     levels = [crossing.level for crossing in groups[0].crossings]
     titles = ["axes", "layout", "size", "groups", "stock makes"]
-    titles += [f"{level}s a group" for level in levels]
+    titles += [f"{several(level)} a group" for level in levels]
     titles += [f"ring steps out of a {level}" for level in levels]
     rows = [titles]
     for group in groups:

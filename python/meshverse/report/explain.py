@@ -11,6 +11,7 @@ from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 from meshverse.groups.request import Group, Origin
 from meshverse.pictures import Picture
+from meshverse.topology import Topology
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from .group_explanation import GroupExplanation
@@ -107,13 +108,21 @@ class Explanation:
 
     def __str__(self) -> str:
         titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
-        rows = [_row(group) for group in self.groups]
+        rows = [titles, *(_row(group) for group in self.groups)]
+        numbers = [3]
+        if any(group.nodes is not None for group in self.groups):
+            nodes = [
+                "nodes",
+                *("?" if group.nodes is None else str(group.nodes) for group in self.groups),
+            ]
+            rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
+            numbers.append(4)
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
             "Reused: asked for again, and answered with the group that was there. Not made: what "
             "torch, which makes one each time, would have made besides."
         )
-        return "\n".join([head, *aligned([titles, *rows], right=(3,)), foot])
+        return "\n".join([head, *aligned(rows, right=numbers), foot])
 
     def _in_numbers(self) -> str:
         text = (
@@ -153,6 +162,7 @@ def explain(
     suspended: Collection[str] = (),
     views: Sequence[ExplainedView] = (),
     node_size: int | None = None,
+    topology: Topology | None = None,
 ) -> Explanation:
     """What happened to the groups of a universe; see `Universe.explain`.
 
@@ -164,10 +174,11 @@ def explain(
         suspended: c10d names of groups that are.
         views: the meshes of the universe, for the picture.
         node_size: ranks on each node, for the picture; None where that is unknown.
+        topology: where the ranks are, if that is known.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
-    explained = tuple(_explain_group(group, figures, suspended) for group in groups)
+    explained = tuple(_explain_group(group, figures, suspended, topology) for group in groups)
     told = Explanation(
         rank_map=str(rank_map),
         rank=rank,
@@ -181,7 +192,10 @@ def explain(
 
 
 def _explain_group(
-    group: Group, figures: Mapping[str, int], suspended: Collection[str]
+    group: Group,
+    figures: Mapping[str, int],
+    suspended: Collection[str],
+    topology: Topology | None,
 ) -> GroupExplanation:
     request = group.request
     options = request.options
@@ -201,6 +215,7 @@ def _explain_group(
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.name in suspended,
+        nodes=None if topology is None else topology.spans("node", ranks),
     )
 
 

@@ -24,6 +24,7 @@ class GroupExplanation:
         avoided: groups that stock would have made for these requests beside what was created.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
+        nodes: on how many nodes my group is; None where no topology tells.
     """
 
     name: str | None
@@ -38,3 +39,4 @@ class GroupExplanation:
     avoided: int
     bytes_each: int | None
     suspended: bool = False
+    nodes: int | None = None

@@ -11,6 +11,7 @@ from meshverse.groups.request import Group
 from meshverse.pictures import Picture
 from meshverse.report.explain import Explanation, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
+from meshverse.topology import Topology
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
@@ -55,6 +56,7 @@ class GroupOwner:
     rank: int
     world: World | None
     is_over: bool
+    topology: Topology | None
     _groups: UniverseGroups | None
     _ended: Ending | None
     _ranks_checked: bool
@@ -143,7 +145,10 @@ class GroupOwner:
         asleep = () if self.world is None else self.world.state(Asleep).names
         groups = self._groups or ()
         views = self._views()
-        return explain(self.rank_map, self.rank, groups, figures, asleep, views, node_size)
+        return explain(
+            *(self.rank_map, self.rank, groups, figures, asleep, views, node_size),
+            topology=self.topology,
+        )
 
     def _views(self) -> list[ExplainedView]:
         """The meshes that split all ranks, for pictures."""

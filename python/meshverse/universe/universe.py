@@ -20,6 +20,7 @@ from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
 from meshverse.report.pictured import ExplainedView
+from meshverse.topology import Topology
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World
 
@@ -84,6 +85,7 @@ class Universe(GroupOwner):
         rank: this process's global rank; by default that of the default process group.
         decoupled: whether its meshes have nothing to do with the current default group, and equal
             no others, until they are bound.
+        topology: where the ranks of the world are, for `explain()`. It does not order `ranks`.
 
     Attributes:
         rank_map: position -> global rank.
@@ -96,13 +98,15 @@ class Universe(GroupOwner):
         roots: of the meshes made in this universe, and their flattened meshes.
         keeps_places: whether meshes can keep this rank's coordinate, as its rank does not change.
         is_over: whether it was destroyed or aborted.
+        topology: where the ranks of the world are, if that is known.
         generation: how many universes of this world had ended when it was made.
         serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
             in this world, so it is the same on all of them. Negative for universes that made no
             process groups: they are numbered in each process, so ranks may differ.
 
     Raises:
-        ValueError: ranks that repeat or are negative; a timeout that is not positive.
+        ValueError: ranks that repeat or are negative, or that the topology does not have; a timeout
+            that is not positive.
         TypeError: a timeout that is no timedelta, or options that are no options object.
     """
 
@@ -116,6 +120,7 @@ class Universe(GroupOwner):
         check_consistency: bool | None = None,
         rank: int | None = None,
         decoupled: bool = False,
+        topology: Topology | None = None,
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         defaults = Defaults.of(timeout, options)
@@ -124,6 +129,9 @@ class Universe(GroupOwner):
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
+        if topology is not None:
+            topology.check_has(self.rank_map)
+        self.topology = topology
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank = rank

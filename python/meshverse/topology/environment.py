@@ -1,0 +1,135 @@
+"""On which node each rank is, from what torchrun and Slurm put into the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .files import levels_on_nodes, read_network_file
+from .levels import Level, level_of
+from .slurm import expand_hosts, expand_tasks, switches_of_address
+
+__all__ = ["levels_of_environment", "own_node", "own_switches"]
+
+_CURE = "Topology.detect() asks the ranks themselves, after init_process_group()."
+
+
+def levels_of_environment(
+    environment: Mapping[str, str], network_file: str | os.PathLike[str] | None
+) -> list[Level]:
+    """The levels that the environment tells; see `Topology.from_environment`."""
+    nodes, are_named = _nodes(environment)
+    if network_file is not None:
+        if not are_named:
+            raise ValueError(
+                f"{os.fspath(network_file)} tells how nodes are connected, by their names, but "
+                "torchrun tells numbers of nodes only. Use Topology.detect(network_file=...)."
+            )
+        return levels_on_nodes(nodes, read_network_file(network_file))
+    switches = own_switches(environment) if len(set(nodes)) == 1 else {}
+    upper = [level_of(name, [part] * len(nodes)) for name, part in switches.items()]
+    return [level_of("node", nodes), *upper]
+
+
+def _nodes(environment: Mapping[str, str]) -> tuple[list[str], bool]:
+    """The node that each rank is on, and whether these are names that Slurm gives.
+
+    What torchrun says goes before what Slurm says: under Slurm, torchrun is one task a node.
+
+    Raises:
+        ValueError: variables that are missing, contradict each other, or tell too little.
+    """
+    if "LOCAL_WORLD_SIZE" in environment and "GROUP_RANK" in environment:
+        return _of_torchrun(environment), False
+    if _slurm(environment, "NODELIST"):
+        return _of_slurm(environment), True
+    raise ValueError(
+        "The environment tells no topology: neither torchrun's LOCAL_WORLD_SIZE and GROUP_RANK nor "
+        f"Slurm's SLURM_JOB_NODELIST are set. {_CURE}"
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise ValueError(f"{name}={value!r} in the environment is no number. {_CURE}")
+    return int(value)
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> list[str]:
+    world, here, node, rank = (
+        _number(environment, name)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK")
+    )
+    local = _number(environment, "LOCAL_RANK")
+    count = (
+        _number(environment, "GROUP_WORLD_SIZE")
+        if "GROUP_WORLD_SIZE" in environment
+        else world // max(here, 1)
+    )
+    if count * here != world or node * here + local != rank or not local < here:
+        raise ValueError(
+            f"torchrun says WORLD_SIZE={world}, LOCAL_WORLD_SIZE={here} on node {node} of {count}, "
+            f"RANK={rank}, LOCAL_RANK={local}: the nodes have different numbers of ranks, or are "
+            f"not numbered as the ranks are, and a rank knows only its own. {_CURE}"
+        )
+    return [f"node{index}" for index in range(count) for _ in range(here)]
+
+
+def _slurm(environment: Mapping[str, str], name: str) -> str:
+    """A variable of the step, or else of the job."""
+    names = (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}")
+    return next((environment[each] for each in names if environment.get(each)), "")
+
+
+def _of_slurm(environment: Mapping[str, str]) -> list[str]:
+    hosts = expand_hosts(_slurm(environment, "NODELIST"))
+    told = _slurm(environment, "TASKS_PER_NODE")
+    if not told:
+        raise ValueError(
+            f"Slurm names {len(hosts)} nodes but not SLURM_TASKS_PER_NODE: start the ranks with "
+            f"srun. {_CURE}"
+        )
+    tasks = expand_tasks(told)
+    if len(tasks) != len(hosts):
+        raise ValueError(
+            f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks)}: "
+            f"{_slurm(environment, 'NODELIST')} and SLURM_TASKS_PER_NODE={told}. {_CURE}"
+        )
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        if environment.get(name):
+            if _number(environment, name) != sum(tasks):
+                raise ValueError(
+                    f"Slurm runs {sum(tasks)} tasks (SLURM_TASKS_PER_NODE={told}), but "
+                    f"{name}={environment[name]}: the ranks of the job are not Slurm's tasks. "
+                    f"{_CURE}"
+                )
+            break
+    return _distributed(hosts, tasks, environment.get("SLURM_DISTRIBUTION", "block"))
+
+
+def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
+    """The host of each task, as `srun --distribution` hands tasks out."""
+    across_nodes = how.replace(",", ":").split(":")[0].lower()
+    if across_nodes in ("", "*", "block", "pack", "nopack"):
+        return [host for host, count in zip(hosts, tasks, strict=True) for _ in range(count)]
+    if across_nodes == "cyclic":
+        rounds = range(max(tasks))
+        pairs = list(zip(hosts, tasks, strict=True))
+        return [host for turn in rounds for host, count in pairs if turn < count]
+    raise ValueError(
+        f"SLURM_DISTRIBUTION={how}: where the ranks are then is known for block and cyclic only. "
+        f"{_CURE}"
+    )
+
+
+def own_node(environment: Mapping[str, str], host_name: str) -> str:
+    """The node of this process, by Slurm's name if it has one."""
+    return environment.get("SLURMD_NODENAME") or host_name
+
+
+def own_switches(environment: Mapping[str, str]) -> dict[str, str]:
+    """The switches of this process's node, by level, from `SLURM_TOPOLOGY_ADDR`."""
+    address = environment.get("SLURM_TOPOLOGY_ADDR", "")
+    pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    return switches_of_address(address, pattern) if address and pattern else {}

@@ -1,0 +1,125 @@
+"""The levels of a cluster: which node, NVLink domain and switch each rank is on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Level", "level_of", "level_of_blocks", "levels_of", "nested"]
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Where the ranks of a world are, at one level of the cluster.
+
+    Attributes:
+        name: what the parts are called, such as "node".
+        parts: the name of each part.
+        of_rank: index of the part that each rank is on: an int64 tensor of shape (world size,).
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    of_rank: torch.Tensor
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Ranks on each part, shape (number of parts,)."""
+        return self.of_rank.bincount(minlength=len(self.parts))
+
+
+def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
+    """A level from the name of the part that each rank is on.
+
+    Raises:
+        TypeError: names that are no strings.
+        ValueError: no ranks, or an empty name.
+    """
+    if isinstance(part_of_rank, str) or not all(isinstance(part, str) for part in part_of_rank):
+        raise TypeError(
+            f"The {name} of each rank is given by its name, one string a rank; got {part_of_rank!r}"
+        )
+    if not len(part_of_rank):
+        raise ValueError(f"There is no rank on any {name}: a topology needs at least one.")
+    numbers: dict[str, int] = {}
+    indices = [numbers.setdefault(part, len(numbers)) for part in part_of_rank]
+    if "" in numbers:
+        raise ValueError(
+            f"Rank {list(part_of_rank).index('')} is on a {name} without a name: give every rank's."
+        )
+    return Level(name, tuple(numbers), torch.tensor(indices))
+
+
+def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
+    """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    given: dict[str, Any] = {"world_size": world_size, f"{name}_size": block_size}
+    for what, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{what}={size!r}: give an int above 0.")
+    of_rank = torch.arange(world_size) // block_size
+    count = -(-world_size // block_size)
+    return Level(name, tuple(f"{name}{index}" for index in range(count)), of_rank)
+
+
+def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Levels of which each part lies inside one part of the next level.
+
+    Args:
+        levels: innermost first, but for "domain", which may be inside or outside of "node".
+
+    Raises:
+        ValueError: levels of different numbers of ranks, or a part that lies in two of the next.
+    """
+    if not levels:
+        raise ValueError('A topology needs a level: give one, such as {"node": ["a", "a", "b"]}.')
+    sizes = {level.name: len(level.of_rank) for level in levels}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"the {name} of {size} ranks" for name, size in sizes.items())
+        raise ValueError(f"The levels tell {told}: tell each level of every rank.")
+    ordered = _with_domain_beside_node(levels)
+    for inner, outer in itertools.pairwise(ordered):
+        _check_nested(inner, outer)
+    return tuple(ordered)
+
+
+def _with_domain_beside_node(levels: Sequence[Level]) -> list[Level]:
+    named = {level.name: level for level in levels}
+    node, domain = named.get("node"), named.get("domain")
+    if node is None or domain is None:
+        return list(levels)
+    others = [level for level in levels if level is not domain]
+    is_inside = len(domain.parts) > len(node.parts)
+    others.insert(others.index(node) + (not is_inside), domain)
+    return others
+
+
+def _check_nested(inner: Level, outer: Level) -> None:
+    first = torch.empty(len(inner.parts), dtype=torch.int64)
+    # The last rank to write wins, so written from the back it is the first one.
+    first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
+    of_first = outer.of_rank[first][inner.of_rank]
+    torn = (of_first != outer.of_rank).nonzero()
+    if not len(torn):
+        return
+    rank = int(torn[0])
+    part = int(inner.of_rank[rank])
+    other = int(first[part])
+    raise ValueError(
+        f"{inner.name.capitalize()} {inner.parts[part]!r} is on two {outer.name} parts: rank "
+        f"{other} is on {outer.name} {outer.parts[int(outer.of_rank[other])]!r}, rank {rank} on "
+        f"{outer.parts[int(outer.of_rank[rank])]!r}. Levels are nested: all ranks of a "
+        f"{inner.name} are on one {outer.name}. Correct one of the two levels, or leave it out."
+    )
+
+
+def levels_of(parts_of_ranks: Mapping[str, Sequence[str]]) -> tuple[Level, ...]:
+    """Nested levels from the name of the part that each rank is on, by level."""
+    return nested([level_of(name, parts) for name, parts in parts_of_ranks.items()])

@@ -1,0 +1,241 @@
+"""What Slurm tells: lists of hosts, tasks on each node, and the network in topology.conf.
+
+The forms are those of Slurm's manual pages srun(1), "OUTPUT ENVIRONMENT VARIABLES", and
+topology.conf(5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Network", "expand_hosts", "expand_tasks", "read_network", "switches_of_address"]
+
+_LARGEST_LIST = 1 << 20  # of hosts: more is a typing error
+
+# What the levels of switches are called, from the one that nodes are connected to.
+_TIERS = ("switch", "spine", "core")
+_BLOCK_TIERS = ("domain", "block")  # topology/block is for NVLink domains
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list such as "tux[0-2,07],gpu-[1-2]n[1-2],login", in its order.
+
+    Raises:
+        ValueError: brackets that do not match, a range that runs backwards, or too many hosts.
+    """
+    hosts = []
+    for part in _split(text):
+        hosts += _expand(part, text)
+        if len(hosts) > _LARGEST_LIST:
+            raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
+    return hosts
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts of a list, at the commas outside of brackets."""
+    depth, start = 0, 0
+    for index, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            break
+        if character == "," and not depth:
+            yield text[start:index].strip()
+            start = index + 1
+    if depth:
+        raise ValueError(f"The brackets of the host list {text!r} do not match.")
+    yield text[start:].strip()
+
+
+def _expand(part: str, text: str) -> list[str]:
+    if not part:
+        raise ValueError(f"The host list {text!r} has an empty part: write hosts as in tux[0-3].")
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, tail = rest.partition("]")
+    tails = _expand(tail, text) if tail else [""]
+    numbers = [number for piece in inside.split(",") for number in _numbers(piece, text)]
+    if len(numbers) * len(tails) > _LARGEST_LIST:
+        raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
+    return [f"{head}{number}{end}" for number in numbers for end in tails]
+
+
+def _numbers(piece: str, text: str) -> list[str]:
+    """The numbers of "3" or "01-12", with the zeros that they begin with."""
+    found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+    if found is None or (found[2] and int(found[2]) < int(found[1])):
+        raise ValueError(
+            f"{piece!r} in the host list {text!r} is no number and no range: write it as in "
+            "tux[0-3,07]."
+        )
+    if found[2] is None:
+        return [found[1]]
+    first, last, width = int(found[1]), int(found[2]), len(found[1])
+    if last - first >= _LARGEST_LIST:
+        raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
+    return [str(number).zfill(width) for number in range(first, last + 1)]
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Tasks on each node, from a list such as "8(x3),4".
+
+    Raises:
+        ValueError: something else.
+    """
+    tasks: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        times = int(found[2] or 1) if found else 0
+        if found is None or len(tasks) + times > _LARGEST_LIST:
+            raise ValueError(f"{part!r} in the tasks per node {text!r} is not as in 8(x3),4.")
+        tasks += [int(found[1])] * times
+    return tasks
+
+
+def switches_of_address(address: str, pattern: str) -> dict[str, str]:
+    """The switches of one node, by level, from `SLURM_TOPOLOGY_ADDR` and its pattern.
+
+    Example: "core0.leaf3.tux7" with "switch.switch.node" is {"switch": "leaf3", "spine": "core0"}.
+
+    Raises:
+        ValueError: the two have different numbers of parts.
+    """
+    parts, kinds = address.split("."), pattern.split(".")
+    if len(parts) != len(kinds):
+        if kinds[-1:] != ["node"] or len(parts) < len(kinds):
+            raise ValueError(
+                f"SLURM_TOPOLOGY_ADDR={address!r} does not fit its pattern {pattern!r}: they have "
+                f"{len(parts)} and {len(kinds)} parts."
+            )
+        parts = parts[: len(kinds) - 1]  # a node's name may have dots; it is the last
+    named = list(zip(parts, kinds, strict=False))[::-1]
+    found: dict[str, str] = {}
+    for tiers, kind in ((_TIERS, "switch"), (_BLOCK_TIERS, "block")):
+        names = [name for name, of_kind in named if of_kind == kind]
+        found |= {_tier(tiers, height): name for height, name in enumerate(names)}
+    return found
+
+
+def _tier(tiers: Sequence[str], height: int) -> str:
+    return tiers[height] if height < len(tiers) else f"{tiers[-1]}{height - len(tiers) + 2}"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The nodes of a topology.conf and what they are connected to.
+
+    Attributes:
+        source: where it was read, for messages.
+        nodes: in the order of the file.
+        levels: the name of each level, and in it the part of each node.
+    """
+
+    source: str
+    nodes: tuple[str, ...]
+    levels: Mapping[str, Mapping[str, str]]
+
+    def of_nodes(self, nodes: Sequence[str]) -> dict[str, list[str]]:
+        """The part that each of these nodes is on, by level.
+
+        Raises:
+            ValueError: nodes that the file does not name.
+        """
+        known = set(self.nodes)
+        missing = sorted({node for node in nodes if node not in known})
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" * (len(missing) > 8))
+            raise ValueError(
+                f"{self.source} does not name {shown}, on which ranks run: add them, or leave the "
+                "file out."
+            )
+        return {name: [of_node[node] for node in nodes] for name, of_node in self.levels.items()}
+
+
+def read_network(text: str, source: str) -> Network:
+    """The network of a topology.conf: its switches (topology/tree) or blocks (topology/block).
+
+    Levels are "switch", "spine", "core", ... from the switches that nodes are connected to, and
+    "domain" for blocks. Where some nodes are fewer switches away from the top than others, their
+    topmost switch stands for the missing ones.
+
+    Args:
+        text: of the file.
+        source: its name, for messages.
+
+    Raises:
+        ValueError: a line that is none of these, a switch or node that is listed twice, a switch
+            above itself, or a file without nodes.
+    """
+    above: dict[str, str] = {}  # the switch of each node and of each switch, as " name"
+    blocks: dict[str, str] = {}
+    for fields, line in _lines(text, source):
+        if "switchname" in fields:
+            children = expand_hosts(fields["nodes"]) if "nodes" in fields else []
+            switches = expand_hosts(fields["switches"]) if "switches" in fields else []
+            for child in [*children, *(f" {switch}" for switch in switches)]:
+                if above.setdefault(child, fields["switchname"]) != fields["switchname"]:
+                    raise ValueError(
+                        f"{source}: {child.strip()} is below {above[child]} and below "
+                        f"{fields['switchname']}. Name it below one switch."
+                    )
+        elif "blockname" in fields and "nodes" in fields:
+            for node in expand_hosts(fields["nodes"]):
+                if blocks.setdefault(node, fields["blockname"]) != fields["blockname"]:
+                    raise ValueError(
+                        f"{source}: {node} is in {blocks[node]} and in {fields['blockname']}."
+                    )
+        elif "blocksizes" not in fields and "blockname" not in fields:
+            raise ValueError(
+                f"{source}: {line!r} begins with neither SwitchName= nor BlockName=. It is read as "
+                "Slurm's topology.conf; a JSON file begins with {."
+            )
+    nodes = tuple(dict.fromkeys([*(name for name in above if name[0] != " "), *blocks]))
+    if not nodes:
+        raise ValueError(f"{source} has no line with Nodes=: there is no node in it.")
+    levels = {"domain": blocks} if blocks else {}
+    return Network(source, nodes, levels | _tiers(above, source))
+
+
+def _lines(text: str, source: str) -> Iterator[tuple[dict[str, str], str]]:
+    for line in text.replace("\\\n", " ").splitlines():
+        words = line.partition("#")[0].split()
+        if words:
+            pairs = [word.partition("=") for word in words]
+            if not all(equals and value for _, equals, value in pairs):
+                raise ValueError(f"{source}: {line.strip()!r} is not of the form Name=value ...")
+            yield {name.lower(): value for name, _, value in pairs}, line.strip()
+
+
+def _tiers(above: Mapping[str, str], source: str) -> dict[str, dict[str, str]]:
+    nodes = [name for name in above if name[0] != " "]
+    chains = {node: _chain(node, above, source) for node in nodes}
+    heights: dict[str, int] = {}
+    for chain in chains.values():
+        for height, switch in enumerate(chain):
+            heights[switch] = max(heights.get(switch, 0), height)
+    # A switch may have nodes, and switches that have nodes: then it is as high as the latter say.
+    for _ in range(max(map(len, chains.values()), default=0)):
+        for chain in chains.values():
+            for below, switch in itertools.pairwise(chain):
+                heights[switch] = max(heights[switch], heights[below] + 1)
+    tiers: dict[str, dict[str, str]] = {}
+    for height in range(max(heights.values(), default=-1) + 1):
+        tiers[_tier(_TIERS, height)] = {
+            node: next(
+                (switch for switch in reversed(chain) if heights[switch] <= height), chain[0]
+            )
+            for node, chain in chains.items()
+        }
+    return tiers
+
+
+def _chain(node: str, above: Mapping[str, str], source: str) -> list[str]:
+    chain = [above[node]]
+    while (upper := above.get(f" {chain[-1]}")) is not None:
+        if upper in chain:
+            raise ValueError(f"{source}: the switch {upper} is above itself.")
+        chain.append(upper)
+    return chain

@@ -1,0 +1,324 @@
+"""`Topology`: which node, NVLink domain and switch each rank is on, and how a mesh fits that."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshverse._core import RankMap
+from meshverse.options.group_options import check_timeout
+from meshverse.world.world import World
+
+from .cost import placements_of
+from .detection import levels_detected, own_place
+from .environment import levels_of_environment
+from .files import levels_of_file, levels_to_dict
+from .levels import Level, level_of_blocks, levels_of, nested
+from .orders import best_placement
+
+__all__ = ["Topology"]
+
+
+class Topology:
+    """Which node, NVLink domain and switch each rank of a world is on.
+
+    The levels are nested: all ranks of a node are on one switch. A domain may have several nodes,
+    or a node several domains. Levels can have any names; "node" is the one that `explain()` tells.
+
+    Args:
+        parts: for each level, innermost first, the name of the part that each rank is on, one a
+            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. A "domain" is put inside or outside
+            of "node", as it fits.
+
+    Attributes:
+        levels: innermost first.
+
+    Raises:
+        ValueError: levels that are not nested, or not of the same number of ranks; no level.
+        TypeError: names that are no strings.
+
+    Example:
+        >>> cluster = Topology({"node": ["a", "b", "a", "b"]})
+        >>> cluster.order((2, 2), ("dp", "tp")).tolist()
+        [0, 2, 1, 3]
+    """
+
+    levels: tuple[Level, ...]
+
+    def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
+        self.levels = levels_of(parts)
+
+    @classmethod
+    def _of(cls, levels: Sequence[Level]) -> Topology:
+        topology = cls.__new__(cls)
+        topology.levels = nested(levels)
+        return topology
+
+    # --- where it comes from --------------------------------------------------------------------
+
+    @classmethod
+    def uniform(
+        cls,
+        world_size: int,
+        *,
+        node_size: int,
+        domain_size: int | None = None,
+        switch_size: int | None = None,
+    ) -> Topology:
+        """Ranks 0 to n-1 on the first node, the next n on the second, and so on.
+
+        Args:
+            world_size: number of ranks.
+            node_size: ranks on each node. The last one may have fewer, as with the others.
+            domain_size: ranks in each NVLink domain.
+            switch_size: ranks below each switch.
+
+        Raises:
+            ValueError: a size below 1, or sizes of which none divides the other.
+        """
+        sizes = {"node": node_size, "domain": domain_size, "switch": switch_size}
+        return cls._of(
+            [
+                level_of_blocks(name, world_size, size)
+                for name, size in sizes.items()
+                if size is not None
+            ]
+        )
+
+    @classmethod
+    def from_environment(cls, network_file: str | os.PathLike[str] | None = None) -> Topology:
+        """The nodes that torchrun or Slurm's srun started the ranks on. No rank is asked.
+
+        From torchrun: `LOCAL_WORLD_SIZE`, `GROUP_RANK` and their like; a rank knows how many ranks
+        its own node has, so nodes of different sizes are refused. From Slurm, otherwise: the nodes
+        (`SLURM_STEP_NODELIST`, `SLURM_NODELIST`, `SLURM_JOB_NODELIST`) with the tasks on each
+        (`SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE`), in blocks or cyclic
+        (`SLURM_DISTRIBUTION`).
+
+        `SLURM_TOPOLOGY_ADDR` tells the switches of this process's node only. So it is used where
+        the job has one node. For more, give the network file, or use `detect()`.
+
+        Args:
+            network_file: Slurm's topology.conf, which tells how nodes are connected.
+
+        Raises:
+            ValueError: variables that are missing, contradict each other or tell too little; a bad
+                file, or one that does not name a node of the job.
+            OSError: the file cannot be read.
+        """
+        return cls._of(levels_of_environment(os.environ, network_file))
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        nodes: str | Sequence[str] | None = None,
+        node_size: int | None = None,
+    ) -> Topology:
+        """A topology from a file: what `save` wrote, or Slurm's topology.conf.
+
+        Ours is JSON with the ranks of each part, by level:
+
+            {"node":   {"tux0": "0-7", "tux1": "8-15", "tux2": "16-23"},
+             "switch": {"leaf0": "0-15", "leaf1": "16-23"}}
+
+        Args:
+            path: of the file.
+            nodes: for a topology.conf, the nodes of the job in the order of its ranks, as a list or
+                as Slurm writes it ("tux[0-3,7]"); by default all nodes of the file.
+            node_size: for a topology.conf, ranks on each node.
+
+        Raises:
+            ValueError: a file that is neither; a rank or a node that is missing in it, or is in two
+                parts; levels that are not nested; `node_size` missing for a topology.conf, or
+                given for JSON.
+            OSError: the file cannot be read.
+        """
+        return cls._of(levels_of_file(path, nodes, node_size))
+
+    @classmethod
+    def detect(
+        cls,
+        *,
+        node: str | None = None,
+        domain: str | None = None,
+        switches: Mapping[str, str] | None = None,
+        network_file: str | os.PathLike[str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> Topology:
+        """Where the ranks of the default process group are, as they tell each other.
+
+        All ranks call this together, after `init_process_group()`. Each writes one key of the
+        default group's store; rank 0 reads them and writes one compact text, which each other rank
+        reads. No process group is made and no collective is called.
+
+        A rank tells its node (Slurm's name or the host name, apart for different boots), the
+        switches in `SLURM_TOPOLOGY_ADDR`, and the NVLink domain where NVIDIA's driver knows one
+        over several nodes (its clique). A rank that knows no domain, where others do, has one with
+        the ranks of its node.
+
+        Args:
+            node: the name of this rank's node, where the host name is not it: pods of one node.
+            domain: the name of this rank's NVLink domain.
+            switches: the switches of this rank's node by level, instead of those of Slurm.
+            network_file: Slurm's topology.conf, which each rank reads on its own node.
+            timeout: how long to wait; by default that of the default process group.
+
+        Raises:
+            RuntimeError: there is no default process group, or no store; ranks did not come in
+                time, who are named. All ranks that wait get that.
+            ValueError: ranks on a node that no switch is told of, where others tell; a bad file.
+            OSError: the file cannot be read.
+        """
+        world = World.current()
+        if world is None:
+            raise RuntimeError(
+                "Topology.detect() asks the ranks through the default process group's store: call "
+                "init_process_group() first. Topology.from_environment() needs none."
+            )
+        if timeout is not None:
+            check_timeout(timeout)
+        limit = timeout or world.default_options.timeout or dist.default_pg_timeout
+        own = partial(own_place, node, domain, switches)
+        return cls._of(levels_detected(own, network_file, world, limit))
+
+    # --- what it says ---------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.levels[0].of_rank)
+
+    def level(self, name: str) -> Level | None:
+        """The level of this name; None if it is not known here."""
+        return next((level for level in self.levels if level.name == name), None)
+
+    def check_has(self, rank_map: RankMap) -> None:
+        """Raise ValueError if one of these ranks is not in the topology."""
+        largest = rank_map.sorted().rank_at(rank_map.size - 1)
+        if largest >= self.world_size:
+            raise ValueError(
+                f"A mesh over {rank_map} names rank {largest}, but the topology has ranks 0 to "
+                f"{self.world_size - 1}: give one of all ranks of the world."
+            )
+
+    def spans(self, name: str, ranks: Sequence[int]) -> int | None:
+        """On how many parts of a level some ranks are; None if the level is not known.
+
+        Args:
+            name: of the level, such as "node".
+            ranks: global ranks.
+        """
+        level = self.level(name)
+        if level is None:
+            return None
+        return len(set(level.of_rank[torch.tensor(ranks, dtype=torch.int64)].tolist()))
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """The ranks of each part of each level, in ranges: what a JSON file of ours has."""
+        return levels_to_dict(self.levels)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file that `from_file` and `meshverse plan --topology` read."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return len(self.levels) == len(other.levels) and all(
+            (mine.name, mine.parts) == (theirs.name, theirs.parts)
+            and torch.equal(mine.of_rank, theirs.of_rank)
+            for mine, theirs in zip(self.levels, other.levels, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # world-sized, and nothing looks it up
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{level.name}: {len(level.parts)}" for level in self.levels)
+        return f"Topology({self.world_size} ranks; {counts})"
+
+    # --- placing a mesh on it -------------------------------------------------------------------
+
+    def order(
+        self,
+        mesh_shape: Sequence[int],
+        mesh_dim_names: Sequence[str] | None = None,
+        traffic: Mapping[str, float] | None = None,
+        *,
+        factors: Mapping[str, float] | None = None,
+    ) -> torch.Tensor:
+        """The order of ranks that keeps axes with much traffic inside nodes, domains, switches.
+
+        What it makes small is the cost of the mesh, which `cost` tells: for each axis and level,
+        the ring steps of all groups of the axis that leave a part of the level, times the axis's
+        traffic, times the level's factor. Of a group with ranks on n parts, n steps leave one, or
+        none if n is 1 (NCCL builds its rings so, whatever the order of the ranks in the group).
+
+        The cost is never above that of ranks 0, 1, 2, ... in order, which is the answer if nothing
+        cheaper is found. Where there are at most 40,000 ways to place the mesh, all are tried, so
+        it is the least there is. On larger clusters, it is the least that was found: of boxes of
+        the mesh inside each other, one for each part, and on uneven clusters of several ways to
+        fill the parts. Nothing depends on time or chance, so all ranks find the same. It takes some
+        tenths of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
+
+        Args:
+            mesh_shape: size of each axis.
+            mesh_dim_names: of the axes.
+            traffic: what a rank sends along each axis, relative to the other axes. An axis that is
+                not named counts 1. By default each axis has 10 times that of the axis before it, so
+                the last one has most.
+            factors: what one step that leaves a part of a level costs: 1 for each that is not
+                named. Levels add up: a step that leaves a switch leaves a node as well.
+
+        Returns:
+            The rank at each position of the mesh in row-major order, shape (world size,): the
+            `ranks=` of `init_device_mesh`.
+
+        Raises:
+            ValueError: a mesh of another number of ranks; traffic of an axis or factors of a level
+                that there is not, or which are negative or no finite numbers.
+            RuntimeError: names that repeat or do not match the shape.
+        """
+        problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
+        placement = best_placement(problem)
+        if placement is problem.spot_of_rank:
+            return torch.arange(self.world_size)
+        return problem.ranks(placement)
+
+    def cost(
+        self,
+        ranks: Sequence[int] | torch.Tensor | None,
+        mesh_shape: Sequence[int],
+        mesh_dim_names: Sequence[str] | None = None,
+        traffic: Mapping[str, float] | None = None,
+        *,
+        factors: Mapping[str, float] | None = None,
+    ) -> float:
+        """What a mesh costs with its ranks in this order; see `order`, which makes it small.
+
+        Args:
+            ranks: the rank at each position in row-major order; None for 0, 1, 2, ...
+            mesh_shape: size of each axis.
+            mesh_dim_names: of the axes.
+            traffic: as for `order`.
+            factors: as for `order`.
+
+        Raises:
+            ValueError: as `order`, or ranks that are not each rank of the world once.
+        """
+        problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
+        given = torch.arange(self.world_size) if ranks is None else torch.as_tensor(ranks).flatten()
+        if not torch.equal(given.sort().values, torch.arange(self.world_size)):
+            raise ValueError(
+                f"An order of {self.world_size} ranks has each of 0 to {self.world_size - 1} once, "
+                f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
+            )
+        return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
