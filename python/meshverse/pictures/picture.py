@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 from meshverse._core import RankMap
 
-from .lines import panel_of, pieces_of
 from .model import Panel, PicturedGroups, PicturedView, printable
-from .page import as_page
-from .svg import as_svg
-from .terminal import as_rich, as_text
+
+# The other files are imported where they are used: most programs that import Meshverse use none.
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -73,6 +71,8 @@ class Picture:
     @property
     def panels(self) -> tuple[Panel, ...]:
         """What is drawn: a panel for each axis. Groups of one rank only if there are no others."""
+        from .lines import panel_of, pieces_of
+
         large = [groups for groups in self.groups if groups.axis.size > 1]
         pieces = pieces_of(self.rank_map, self.node_size)
         return tuple(
@@ -81,10 +81,14 @@ class Picture:
         )
 
     def __str__(self) -> str:
+        from .terminal import as_text
+
         panels = self.panels
         return as_text(panels, _legend(self, panels, "[ ]", "< >"))
 
     def __rich__(self) -> Text:
+        from .terminal import as_rich
+
         panels = self.panels
         return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
 
@@ -99,6 +103,8 @@ class Picture:
 
     def to_svg(self) -> str:
         """As an SVG document, light or dark as the reader's screen is."""
+        from .svg import as_svg
+
         panels = self.panels
         legend = _legend(self, panels, "outlined", "outlined twice")
         return as_svg(panels, printable(self.title), legend)
@@ -111,6 +117,8 @@ class Picture:
 
         Its size does not grow with the world where the ranks are 0, 1, 2, ...: it computes groups.
         """
+        from .page import as_page
+
         return as_page(
             self.title,
             self.rank_map,

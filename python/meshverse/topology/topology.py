@@ -16,12 +16,9 @@ from meshverse._core import RankMap
 from meshverse.options.group_options import check_timeout
 from meshverse.world.world import World
 
-from .cost import placements_of
-from .detection import levels_detected, own_place
-from .environment import levels_of_environment
-from .files import levels_of_file, levels_to_dict
 from .levels import Level, level_of_blocks, levels_of, nested
-from .orders import best_placement
+
+# The other files are imported where they are used: most programs that import Meshverse use none.
 
 __all__ = ["Topology"]
 
@@ -113,6 +110,8 @@ class Topology:
                 file, or one that does not name a node of the job.
             OSError: the file cannot be read.
         """
+        from .environment import levels_of_environment
+
         return cls._of(levels_of_environment(os.environ, network_file))
 
     @classmethod
@@ -142,6 +141,8 @@ class Topology:
                 given for JSON.
             OSError: the file cannot be read.
         """
+        from .files import levels_of_file
+
         return cls._of(levels_of_file(path, nodes, node_size))
 
     @classmethod
@@ -178,6 +179,8 @@ class Topology:
             ValueError: ranks on a node that no switch is told of, where others tell; a bad file.
             OSError: the file cannot be read.
         """
+        from .detection import levels_detected, own_place
+
         world = World.current()
         if world is None:
             raise RuntimeError(
@@ -224,6 +227,8 @@ class Topology:
 
     def to_dict(self) -> dict[str, dict[str, str]]:
         """The ranks of each part of each level, in ranges: what a JSON file of ours has."""
+        from .files import levels_to_dict
+
         return levels_to_dict(self.levels)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -287,6 +292,9 @@ class Topology:
                 that there is not, or which are negative or no finite numbers.
             RuntimeError: names that repeat or do not match the shape.
         """
+        from .cost import placements_of
+        from .orders import best_placement
+
         problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
         placement = best_placement(problem)
         if placement is problem.spot_of_rank:
@@ -314,6 +322,8 @@ class Topology:
         Raises:
             ValueError: as `order`, or ranks that are not each rank of the world once.
         """
+        from .cost import placements_of
+
         problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
         given = torch.arange(self.world_size) if ranks is None else torch.as_tensor(ranks).flatten()
         if not torch.equal(given.sort().values, torch.arange(self.world_size)):
