@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshverse.parallel.models.module_names import matching_modules, parent_name
+from meshverse.parallel.models.stages import stage_of
 
 from .expert_parallel import ExpertParallel
 from .listed import check_list, hand_out_list, is_list_of_experts
@@ -97,10 +98,16 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
         model: whose parameters are whole.
         size: number of ranks to hand them out to.
 
+    Returns:
+        Their names. None for a pipeline stage without experts, if its model has some.
+
     Raises:
         ValueError: there are none, or some that cannot be handed out.
     """
     names = expert_modules(model)
+    stage = stage_of(model)
+    if not names and stage is not None and stage.model_has_experts:
+        return []  # they are in other stages
     if not names:
         raise ValueError(f"ep={size}: {_why_none(model)}")
     style = ExpertParallel()

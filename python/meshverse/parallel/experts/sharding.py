@@ -21,7 +21,7 @@ from meshverse.parallel.meshes.degrees import degree
 __all__ = ["check_moe_mesh", "choose_moe_mesh", "shard_experts"]
 
 EP_SHARD, EP = "ep_shard", "ep"
-_DP_REPLICATE = "dp_replicate"
+_DP_REPLICATE, _PP = "dp_replicate", "pp"
 
 
 def choose_moe_mesh(
@@ -68,12 +68,11 @@ def check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
         ValueError: it has not the axes (ep_shard, ep), is not over the ranks of one pipeline stage,
             or is in another universe.
     """
-    axes = moe_mesh.mesh_dim_names
-    stage = device_mesh.size()
-    if axes != (EP_SHARD, EP) or moe_mesh.size() != stage:
+    axes, stage = moe_mesh.mesh_dim_names, _of_one_stage(device_mesh)
+    if axes != (EP_SHARD, EP) or moe_mesh.size() != stage.size():
         raise ValueError(
             f"The experts' mesh has the axes {axes} over {moe_mesh.size()} ranks: expected "
-            f"{(EP_SHARD, EP)} over the {stage} ranks of {device_mesh}. Make both with "
+            f"{(EP_SHARD, EP)} over the {stage.size()} ranks of {stage}. Make both with "
             "create_device_meshes, or this one with create_moe_mesh."
         )
     if moe_mesh.universe is not device_mesh.universe:
@@ -81,6 +80,20 @@ def check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
             f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
             "root only. Make both with create_device_meshes, or the second with `universe=`."
         )
+    ranks = [mesh.layout.collapse().sorted() for mesh in (moe_mesh, stage)]
+    if ranks[0] != ranks[1]:
+        raise ValueError(
+            f"The experts' mesh {moe_mesh} is over other ranks than one pipeline stage of "
+            f"{device_mesh}: their layouts are {ranks[0]} and {ranks[1]}. Make both with "
+            "create_device_meshes, or this one with create_moe_mesh."
+        )
+
+
+def _of_one_stage(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a mesh that one pipeline stage has."""
+    names = mesh.mesh_dim_names or ()
+    others = tuple(name for name in names if name != _PP)
+    return mesh[others] if others and len(others) < len(names) else mesh
 
 
 def shard_experts(

@@ -29,12 +29,14 @@ class StageOf:
         layers: numbers of the decoder layers that it has.
         tied: name of the parameter that the first and the last stage both have: the embedding's on
             the first, the head's on the last, None on the others and of models that are not tied.
+        model_has_experts: whether the whole model has experts, in this stage or in others.
     """
 
     index: int
     count: int
     layers: range
     tied: str | None = None
+    model_has_experts: bool = False
 
     @property
     def is_first(self) -> bool:

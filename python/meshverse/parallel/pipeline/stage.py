@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshverse.parallel.experts.choice import expert_modules
 from meshverse.parallel.models.stages import StageOf, mark_as_stage, stage_of
 
 from .copies import AbsentLayer, Idle, Passage, shallow_copy
@@ -71,7 +72,8 @@ def split_into_stages(
         raise ValueError(f"index={index!r}: the {n_stages} stages have the numbers from 0 on.")
     tied = _tied(model, structure, ranges)
     name = tied[index > 0] if tied and index in (0, n_stages - 1) and n_stages > 1 else None
-    return _make(model, structure, StageOf(index, n_stages, ranges[index], name))
+    has_experts = bool(expert_modules(model))
+    return _make(model, structure, StageOf(index, n_stages, ranges[index], name, has_experts))
 
 
 def _check_whole(model: nn.Module) -> None:

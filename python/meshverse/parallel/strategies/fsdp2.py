@@ -127,7 +127,7 @@ def fsdp2_strategy_parallelize(
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
-    data_mesh = get_flat_mesh(device_mesh, dp_cp_mesh_name)
+    get_flat_mesh(device_mesh, dp_cp_mesh_name)  # a training loop counts on it
     offload = _offload_policy(offload_policy, cpu_offload, device_mesh.device_type)
     check_checkpointing(activation_checkpointing)
     checkpointing_parts(activation_checkpointing_scope)
@@ -139,6 +139,8 @@ def fsdp2_strategy_parallelize(
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     ep_mesh = None if moe_mesh is None else moe_mesh["ep"]
     experts = [] if ep_mesh is None else check_experts(model, ep_mesh.size())
+    if not experts:  # of a model with experts, this stage has layers without
+        moe_mesh = ep_mesh = None
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
@@ -149,9 +151,9 @@ def fsdp2_strategy_parallelize(
             handed_out=experts,
         )
     if moe_mesh is not None and ep_mesh is not None:
-        # FSDP2 averages their gradients over ep_shard. The rest has averages over the ranks with
-        # tokens of their own, and so must these be.
-        scale = moe_mesh.size(0) / data_mesh.size()
+        # FSDP2 averages their gradients over ep_shard. The rest it averages over fsdp_mesh,
+        # all ranks with tokens of their own, and so must these be.
+        scale = moe_mesh.size(0) / fsdp_mesh.size()
         apply_expert_parallelism(model, ep_mesh, same_tokens=tp_mesh, gradient_scale=scale)
     if activation_checkpointing:
         apply_activation_checkpointing(
