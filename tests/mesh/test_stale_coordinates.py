@@ -52,6 +52,22 @@ def test_another_rank_is_told_no_coordinate() -> None:
                 meshes["a root"]["dp"].get_coordinate()
 
 
+@pytest.mark.parametrize("read_before", [False, True])
+def test_another_rank_is_told_no_ranks_of_a_part(read_before: bool) -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+        parts = [mesh["tp"], mesh.unflatten("tp", (2, 2), ("a", "b"))["a"]]
+        if read_before:
+            assert [part.mesh.tolist() for part in parts] == [[4, 5, 6, 7], [5, 7]]
+    with fake_world(8, 2):
+        for part in parts:
+            with pytest.raises(RuntimeError, match="Make the mesh again"):
+                pytest.fail(f"gave {part.mesh.tolist()}")
+        assert mesh.mesh.flatten().tolist() == list(range(8))  # of all ranks, whoever asks
+    with fake_world(8, 5):
+        assert [part.mesh.tolist() for part in parts] == [[4, 5, 6, 7], [5, 7]]
+
+
 def test_the_same_rank_of_a_restarted_world_is_told_its_coordinate() -> None:
     with fake_world(8, 5):
         meshes = _meshes()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from helpers.crew import Crew
 from helpers.worlds import fake_world, groups_created
-from meshverse import DeviceMesh
+from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
@@ -29,6 +29,8 @@ from meshverse.parallel import (
     get_flat_mesh,
     megatron_fsdp_strategy_parallelize,
 )
+from meshverse.parallel.models.stages import StageOf, mark_as_stage
+from meshverse.parallel.strategies import fsdp2
 
 _EXACT = MixedPrecisionPolicy()
 _CONFIG = FSDP2Config(mp_policy=_EXACT)
@@ -258,3 +260,68 @@ def test_megatron_fsdp_refuses_what_it_would_not_apply(
         with pytest.raises(ValueError, match=message):
             megatron_fsdp_strategy_parallelize(model, mesh, dp_shard_dim=shard_dim)
     assert dict(model.named_parameters()) == before
+
+
+# --- with pipeline stages ------------------------------------------------------------------------
+
+
+def _two_stages(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A model that says it is this rank's stage of two."""
+    mark_as_stage(model, StageOf(mesh.get_local_rank("pp"), 2, range(2), model_has_experts=True))
+    return model
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("how", ["given", "asked when made", "degree"])
+@pytest.mark.parametrize("whole", [True, False], ids=["all stages' mesh", "one stage's mesh"])
+@pytest.mark.parametrize("entrance", [_by_function, _by_manager])
+def test_a_stage_has_its_experts_handed_out(
+    rank: int, how: str, whole: bool, entrance: Callable[..., DeviceMesh]
+) -> None:
+    with fake_world(8, rank):
+        asked = 1 if how == "degree" else 2
+        mesh, experts = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2, ep_size=asked))
+        model = _two_stages(Model(), mesh)
+        given = {"given": {"moe_mesh": experts}, "degree": {"ep_size": 2}}.get(how, {})
+        entrance(model, mesh if whole else _stage(mesh), **given)
+        down: Any = model.layers[0].mlp.experts.down_proj
+        assert down.device_mesh["ep"].size() == 2
+        ranks = set(down.device_mesh.mesh.flatten().tolist())
+        assert ranks <= set(range(4) if rank < 4 else range(4, 8))
+
+
+def test_an_experts_mesh_across_stages_is_refused() -> None:
+    with fake_world(8, 0):
+        mesh = _root(pp_size=2, ep_size=2)
+        across = init_device_mesh(
+            "cpu", (2, 2, 2), mesh_dim_names=("ep_shard", "ep", "pp"), universe=mesh.universe
+        )["ep_shard", "ep"]
+        model = _two_stages(Model(), mesh)
+        with pytest.raises(ValueError, match="is over other ranks than one pipeline stage"):
+            fsdp2_strategy_parallelize(model, mesh, moe_mesh=across)
+        with pytest.raises(ValueError, match="is over other ranks than one pipeline stage"):
+            FSDP2Manager(_CONFIG, mesh, across)
+
+
+def test_a_stage_without_experts_is_no_error_if_its_model_has_some() -> None:
+    with fake_world(8, 0):
+        mesh = _root(pp_size=2, ep_size=2)
+        model = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match="has no experts to hand out"):
+            fsdp2_strategy_parallelize(model, _stage(mesh))
+        fsdp2_strategy_parallelize(_two_stages(model, mesh), mesh)
+        assert isinstance(model[0].weight, DTensor)
+
+
+@pytest.mark.parametrize("name", ["dp_cp", "dp_shard", "tp"])
+def test_the_name_for_the_loss_does_not_change_gradients(name: str, monkeypatch) -> None:
+    scales = []
+
+    def note(*args: Any, gradient_scale: float, **settings: Any) -> None:
+        scales.append(gradient_scale)
+
+    monkeypatch.setattr(fsdp2, "apply_expert_parallelism", note)
+    with fake_world(8, 0):
+        mesh = _root(dp_replicate_size=2, ep_size=2)
+        fsdp2_strategy_parallelize(Model(), mesh, dp_cp_mesh_name=name)
+    assert scales == [0.5]

@@ -89,9 +89,13 @@ class MeshBase(StockDeviceMesh):
             hash(self)
 
     def forget_place(self) -> None:
-        """Find this rank's coordinate anew each time it is asked for."""
-        with contextlib.suppress(AttributeError):
-            del self._coordinate_on_dim
+        """Find this rank's coordinate, and which ranks a part of the mesh has, anew when asked."""
+        names = ["_coordinate_on_dim"]
+        if self._description.layout.size != self._universe.size:
+            names.append("mesh")
+        for name in names:
+            with contextlib.suppress(AttributeError):
+                delattr(self, name)
 
     def _find_coordinate(self) -> tuple[int, ...] | None:
         """This rank's coordinate, or None outside of the mesh.

@@ -39,12 +39,15 @@ class ViewedMesh(ComparedMesh):
         A copy of this mesh's own: to write to it changes no other mesh.
 
         Raises:
-            RuntimeError: a part of the universe, asked for on a rank outside the universe.
+            RuntimeError: a part of the universe, asked for on a rank outside the universe, or in a
+                process that is another rank now than the one that made the mesh.
         """
         universe, layout = self._universe, self.layout
         if layout.size == universe.size:
             first = 0
         elif universe.position is not None:
+            if universe.world is not None:
+                universe.world.check_rank()
             first = layout.base(universe.position)
         else:
             raise RuntimeError(
