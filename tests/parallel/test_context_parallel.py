@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers.crew import Crew
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import ParallelismSizes, context_parallel, create_fsdp2_device_mesh
+from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 from meshverse.parallel.strategies import context_parallel as implementation
 
 _LENGTH = 16
@@ -153,3 +155,28 @@ def test_a_mesh_without_the_axis_is_refused() -> None:
         message = r"No axis 'cp': the mesh has the axes \('dp', 'tp'\)"
         with pytest.raises(KeyError, match=message), split:
             raise AssertionError("it was entered")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_transformers_masks_no_parts_from_each_other(use_cache: bool, monkeypatch) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, attn_mask: Any = None, is_causal: bool = False, **rest: Any) -> Any:
+        masks.append((attn_mask is None, is_causal))
+        return attention(*args, attn_mask=attn_mask, is_causal=is_causal, **rest)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "use_cache": use_cache}
+    positions = torch.tensor([[0, 1, 6, 7]])  # of rank 0 of 2, as the context splits them
+    with without_masks_for_packed_sequences():
+        model(**inputs, position_ids=positions)
+    assert masks == [(True, True)]
+    model(**inputs, position_ids=positions)
+    assert masks[1] == ((True, True) if use_cache else (False, False))  # transformers' own again

@@ -1,4 +1,4 @@
-"""transformers' per-layer check for packed sequences, and how to do without it.
+"""transformers' checks for packed sequences, and how to do without them.
 
 With FlashAttention, transformers asks in every layer whether the position ids belong to packed
 sequences. The answer is on the GPU, so every layer waits for it. Where nothing is packed, the
@@ -7,10 +7,18 @@ answer is known.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["patch_is_packed_sequence", "restore_is_packed_sequence"]
+__all__ = [
+    "patch_is_packed_sequence",
+    "restore_is_packed_sequence",
+    "without_masks_for_packed_sequences",
+]
+
+_MASKS, _FIND = "transformers.masking_utils", "find_packed_sequence_indices"
 
 _MODULE = "transformers.modeling_flash_attention_utils"
 _NAME = "_is_packed_sequence"
@@ -46,8 +54,34 @@ def restore_is_packed_sequence() -> None:
         setattr(module, _NAME, _replaced.pop(_NAME))
 
 
-def _flash_attention_utils() -> Any:
+@contextlib.contextmanager
+def without_masks_for_packed_sequences() -> Iterator[None]:
+    """Within the context, transformers makes no mask where positions do not go up by one.
+
+    It takes such positions for several sequences in a row, and masks them from each other.
+    """
+    module = _imported(_MASKS)
+    find = getattr(module, _FIND, None)
+    if find is None:
+        yield
+        return
+    setattr(module, _FIND, _never_found)
     try:
-        return importlib.import_module(_MODULE)
+        yield
+    finally:
+        setattr(module, _FIND, find)
+
+
+def _never_found(position_ids: Any) -> None:
+    """In place of transformers' own: no indices of packed sequences."""
+
+
+def _flash_attention_utils() -> Any:
+    return _imported(_MODULE)
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
     except ImportError:
         return None

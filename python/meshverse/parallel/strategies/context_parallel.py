@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel as split_by_torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
+
 __all__ = ["context_parallel"]
 
 _CP = "cp"
@@ -44,7 +46,8 @@ def context_parallel(
     must be `scaled_dot_product_attention`, causal and without a mask. What depends on a token's
     place goes with the buffers, labels (shifted by one before) and positions too: a rank has the
     i-th part from the front and the i-th from the end, where the length divides by twice the ranks,
-    so that all have the same work. All ranks of the axis call this with the same batch.
+    so that all have the same work. transformers would mask such parts from each other, and does not
+    here: sequences must not be packed. All ranks of the axis call this with the same batch.
 
     Args:
         mesh: with an axis cp, or 1-D. Where it has one rank, nothing is done.
@@ -75,7 +78,8 @@ def context_parallel(
     )
     split.__enter__()
     try:
-        with sdpa_kernel(_KERNELS):
+        # A rank's positions jump, from its part of the front to that of the end.
+        with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences():
             yield
     finally:
         # As if nothing was raised: else torch 2.11 restores neither buffers nor attention.
