@@ -98,6 +98,7 @@ def test_no_number_of_ranks(world, config, world_size) -> None:
         ({"dp_size": 4}, {}, r"dp_size=4 .* = 4, but there are 8 ranks"),
         ({}, {"world_size": 4}, "world_size=4, but the world has 8 ranks"),
         ({}, {"ranks": [0, 1]}, r"ranks=\[0, 1\]: DDP has no mesh to place on them"),
+        ({}, {"timeout_minutes": 5}, r"timeout_minutes=5: DDP has no mesh whose groups would"),
     ],
 )
 def test_ddp_refuses_other_ranks_than_all(world, sizes, changed, message) -> None:

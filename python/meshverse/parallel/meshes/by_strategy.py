@@ -98,14 +98,22 @@ def create_device_meshes(
             parallelism, world_size=world_size, timeout_minutes=timeout_minutes, ranks=ranks
         )
         return mesh, None
-    _check_ddp(parallelism, world_size, ranks)
+    _check_ddp(parallelism, world_size, ranks, timeout_minutes)
     return None, None
 
 
 def _check_ddp(
-    parallelism: ParallelismSizes, world_size: int | None, ranks: Sequence[int] | None
+    parallelism: ParallelismSizes,
+    world_size: int | None,
+    ranks: Sequence[int] | None,
+    timeout_minutes: float | None,
 ) -> None:
     """Check that what is asked for is what DDP does: train on all ranks of its process group."""
+    if timeout_minutes is not None:
+        raise ValueError(
+            f"timeout_minutes={timeout_minutes!r}: DDP has no mesh whose groups would have it. Give "
+            "it to init_process_group(timeout=...), and leave it unset here."
+        )
     if ranks is not None:
         raise ValueError(
             f"ranks={ranks!r}: DDP has no mesh to place on them. Leave ranks unset, and give "
