@@ -30,8 +30,9 @@ from meshverse.parallel.experts.gradients import get_total_norm, scale_gradients
 from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.stages import StageOf, stage_of
 
+from .batches import Batches, for_each_sequence
 from .layout import stages_of_rank
-from .stage import split_into_stages
+from .stage import check_keywords, split_into_stages
 from .tied import TiedParameter
 
 __all__ = ["PipelineSchedule", "pipeline_schedule", "pipeline_stages"]
@@ -90,7 +91,7 @@ def pipeline_schedule(
     Raises:
         ValueError: the schedule is unknown, is for another number of stages, or cannot do with
             this number of microbatches; these are not this rank's stages of a model; or a tied
-            embedding and its head are split in different ways.
+            embedding and its head are split in different ways, or one of them is frozen.
     """
     _check_mesh(pp_mesh)
     owned = _check_stages(stages, pp_mesh)
@@ -128,10 +129,13 @@ class PipelineSchedule:
             "loss_fn": partial(_share_of_loss, loss_function, n_microbatches),
             "scale_grads": False,
         }
-        self._has_first = any(own.is_first for own in _owned(stages))
+        owned = _owned(stages)
+        self._has_first = any(own.is_first for own in owned)
+        self._batches = Batches(n_microbatches, owned[0].count)
         self.schedule = self._make()
         # Its own: some versions of torch cannot train with what they have evaluated with.
         self._evaluation: Any = None
+        self._evaluated = Batches(n_microbatches, owned[0].count)
 
     def _make(self) -> Any:
         made = [
@@ -148,28 +152,35 @@ class PipelineSchedule:
         They are those of the mean of the microbatches' losses.
 
         Args:
-            inputs: tokens, shape (batch, tokens); the same on all ranks of the pipeline.
+            inputs: tokens, shape (batch, tokens); the same on all ranks of the pipeline, and of
+                the same shape in each call.
             target: whose first dimension is the batch's.
             keywords: for the forward of every stage, such as attention_mask; tensors are split by
-                the batch as well.
+                the batch as well, and those with a first dimension of 1 are for all sequences.
 
         Returns:
             The microbatches' losses, on the rank that has the last stage; elsewhere nothing.
 
         Raises:
-            ValueError: the microbatches do not divide the batch.
+            TypeError: a keyword needs all layers of the model, such as use_cache.
+            ValueError: the microbatches do not divide the batch, its shape or dtype is not that of
+                the first call, or a keyword cannot be split by the batch. All ranks raise these,
+                and nothing has been sent.
         """
         with self._tied.summed():
-            return self._run(self.schedule.step, inputs, target, keywords)
+            return self._run(self.schedule.step, self._batches, inputs, target, keywords)
 
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
-        """Losses of a batch, without gradients; otherwise as `step`."""
+        """Losses of a batch, without gradients; otherwise as `step`.
+
+        The batches may have another shape than those of `step`, one for all of them.
+        """
         if self._evaluation is None:
             self._evaluation = self._make()
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
-        losses = self._run(self._evaluation.eval, inputs, target, keywords)
+        losses = self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient  # torch drops them where it tries out a stage
         return losses
@@ -179,11 +190,20 @@ class PipelineSchedule:
 
         Args:
             max_norm: of the gradients of the whole model.
-            norm_type: of the p-norm; infinity is allowed.
+            norm_type: of the p-norm, above 0; infinity is allowed.
 
         Returns:
-            The norm before, a plain tensor, the same on all ranks of the pipeline.
+            The norm before, a plain tensor in fp32, the same on all ranks of the pipeline.
+
+        Raises:
+            ValueError: norm_type is no number above 0.
         """
+        norm_type = float(norm_type)  # of "inf" too, as in torch
+        if not norm_type > 0:
+            raise ValueError(
+                f"norm_type={norm_type}: expected a number above 0. Others are no norms, and a "
+                "stage without gradients would change them."
+            )
         parameters = [
             each for stage in self.stages for each in stage.parameters() if each.grad is not None
         ]
@@ -191,44 +211,39 @@ class PipelineSchedule:
         own = get_total_norm(
             [each.grad for each in parameters if each is not twice and each.grad is not None],
             norm_type,
-        ).to(self._device)
-        total: Tensor
-        if norm_type == float("inf"):
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
-            total = own
-        else:
-            power = own**norm_type
-            dist.all_reduce(power, group=self._group)
-            total = power ** (1 / norm_type)
+        )
+        total = _norm_of_all(own.to(self._device, torch.float32), norm_type, self._group)
         scale_gradients(parameters, max_norm, total)
         return total
 
     def _run(
-        self, run: Callable[..., Any], inputs: Tensor, target: Tensor, keywords: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        batches: Batches,
+        inputs: Tensor,
+        target: Tensor,
+        keywords: dict[str, Any],
     ) -> list[Tensor]:
-        batch = inputs.size(0)
-        if batch % self._n_microbatches or target.size(0) != batch:
-            raise ValueError(
-                f"A batch of {batch} sequences with {target.size(0)} targets does not divide into "
-                f"{self._n_microbatches} microbatches. Choose n_microbatches that divides the "
-                "batch of this rank."
-            )
+        check_keywords(self.stages[0], keywords)
+        batches.check(inputs, target)
+        split = for_each_sequence(keywords, inputs)
         losses: list[Tensor] = []
         arguments = (inputs,) if self._has_first else ()
-        split = {name: _of_batch(each, batch) for name, each in keywords.items()}
         run(*arguments, target=target, losses=losses, return_outputs=False, **split)
+        batches.has_run(inputs)
         return [loss.detach() * self._n_microbatches for loss in losses]
+
+
+def _norm_of_all(own: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm over all stages, of each one's own in fp32, whatever dtype its gradients have."""
+    norms = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(norms, own, group=group)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _share_of_loss(function: Loss, count: int, output: Tensor, target: Tensor) -> Tensor:
     return function(output, target) / count
-
-
-def _of_batch(value: Any, batch: int) -> Any:
-    """A tensor that is the same for all sequences, once for each: torch splits it by these."""
-    if isinstance(value, Tensor) and value.ndim and value.size(0) == 1:
-        return value.expand(batch, *value.shape[1:])
-    return value
 
 
 def _device(device_type: str) -> torch.device:

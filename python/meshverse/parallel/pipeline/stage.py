@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -22,7 +22,7 @@ from .copies import AbsentLayer, Idle, Passage, shallow_copy
 from .layout import layers_of_stages
 from .structure import Structure, describe
 
-__all__ = ["split_into_stages"]
+__all__ = ["check_keywords", "split_into_stages"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -74,6 +74,20 @@ def split_into_stages(
     name = tied[index > 0] if tied and index in (0, n_stages - 1) and n_stages > 1 else None
     has_experts = bool(expert_modules(model))
     return _make(model, structure, StageOf(index, n_stages, ranges[index], name, has_experts))
+
+
+def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Check that a stage can take keywords.
+
+    Raises:
+        TypeError: some need all layers.
+    """
+    refused = [name for name in _REFUSED if keywords.get(name) is not None]
+    if refused:
+        raise TypeError(
+            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: it has a part of "
+            "the layers. Take the loss of the last stage's logits."
+        )
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -157,12 +171,7 @@ def _forward(
 ) -> Tensor:
     own = stage_of(stage)
     assert own is not None
-    refused = [name for name in _REFUSED if keywords.get(name) is not None]
-    if refused:
-        raise TypeError(
-            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: it has a part of "
-            "the layers. Take the loss of the last stage's logits."
-        )
+    check_keywords(stage, keywords)
     if own.is_first:
         given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
     else:  # for its shape; the first layer of the stage gets the hidden states themselves

@@ -35,7 +35,8 @@ class TiedParameter:
         pp_mesh: 1-D, of all ranks of the pipeline.
 
     Raises:
-        ValueError: the two stages have it in different shapes or placements.
+        ValueError: the two stages have it in different shapes, dtypes or placements, or one has it
+            frozen.
     """
 
     def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
@@ -49,7 +50,7 @@ class TiedParameter:
                 self._parameter = stage.get_parameter(own.tied)
                 self._is_first = own.is_first
                 self._peer = pp_mesh.size() - 1 if own.is_first else 0
-                self._check(own.tied)
+                self._check(own.tied, self._parameter)
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
@@ -59,24 +60,26 @@ class TiedParameter:
     @contextlib.contextmanager
     def summed(self) -> Iterator[None]:
         """What is added to the gradient within the block is summed over the two stages."""
-        before = None if self._parameter is None else _local_gradient(self._parameter)
+        parameter = self._parameter
+        if parameter is None or not parameter.requires_grad:  # as on the other stage
+            yield
+            return
+        before = _local_gradient(parameter)
         before = None if before is None else before.clone()
         yield
-        if self._parameter is None:
-            return
-        after = _local_gradient(self._parameter)
-        if after is None:
-            raise RuntimeError(
-                "The embedding that is tied to the head has no gradient in one of the two stages, "
-                "and its sum is not to be had. Freeze both or none."
-            )
+        if parameter.grad is None:  # this stage did not use it: it was given embeddings
+            parameter.grad = torch.zeros_like(parameter)
+        after = _local_gradient(parameter)
+        assert after is not None
         added = after if before is None else after - before
         others = torch.empty_like(added)
         _exchange(added.contiguous(), others, self._group, self._peer)
-        after.add_(others)
+        # In this order, so that the two stages round alike.
+        total = others.add_(added)
+        after.copy_(total if before is None else total.add_(before))
 
-    def _check(self, name: str) -> None:
-        own, theirs = _description(self._parameter), [""]
+    def _check(self, name: str, parameter: nn.Parameter) -> None:
+        own, theirs = _description(parameter), [""]
         if self._is_first:  # one of the two speaks first
             dist.send_object_list([own], group=self._group, group_dst=self._peer)
         dist.recv_object_list(theirs, group=self._group, group_src=self._peer)
@@ -84,9 +87,9 @@ class TiedParameter:
             dist.send_object_list([own], group=self._group, group_dst=self._peer)
         if theirs[0] != own:
             raise ValueError(
-                f"{name} is tied to a parameter of another pipeline stage, and they are split in "
-                f"different ways: {own} here and {theirs[0]} there. Give both the same "
-                "tensor-parallel style and the same mesh of FSDP2, or untie them."
+                f"{name} is tied to a parameter of another pipeline stage, and they differ: {own} "
+                f"here and {theirs[0]} there. Give both the same tensor-parallel style, the same "
+                "mesh of FSDP2 and the same requires_grad, or untie them."
             )
 
 
@@ -104,8 +107,9 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _description(parameter: nn.Parameter | None) -> str:
-    value: Tensor | None = parameter
+def _description(parameter: nn.Parameter) -> str:
+    trained = "trained" if parameter.requires_grad else "frozen"
+    value: Tensor = parameter
     if isinstance(value, DTensor):
-        return f"{tuple(value.to_local().shape)} of {value.placements}, {value.dtype}"
-    return "nothing" if value is None else f"{tuple(value.shape)}, {value.dtype}"
+        return f"{tuple(value.to_local().shape)} of {value.placements}, {value.dtype}, {trained}"
+    return f"{tuple(value.shape)}, {value.dtype}, {trained}"
