@@ -202,10 +202,15 @@ def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
 
 
 def _packed(places: list[Place]) -> str:
-    """Places as a short text: what differs, and which of these each rank has."""
-    kinds: dict[str, int] = {}
-    of_rank = [kinds.setdefault(json.dumps(p, sort_keys=True), len(kinds)) for p in places]
-    told = json.dumps([list(kinds), of_rank]).encode()
+    """Places as a short text: what differs, and which of these each rank has.
+
+    The levels of a place stay in the order told, which is innermost first.
+    """
+    kinds: dict[str, tuple[int, Place]] = {}  # what is told in another order is the same
+    keys = [json.dumps(place, sort_keys=True) for place in places]
+    pairs = zip(keys, places, strict=True)
+    of_rank = [kinds.setdefault(key, (len(kinds), place))[0] for key, place in pairs]
+    told = json.dumps([[place for _, place in kinds.values()], of_rank]).encode()
     return base64.b64encode(zlib.compress(told)).decode()
 
 
@@ -213,5 +218,4 @@ def _unpacked(text: str) -> list[Place]:
     if text.startswith(_FAILED):
         raise RuntimeError(text.removeprefix(_FAILED))
     kinds, of_rank = json.loads(zlib.decompress(base64.b64decode(text)))
-    places = [json.loads(kind) for kind in kinds]
-    return [places[index] for index in of_rank]
+    return [kinds[index] for index in of_rank]

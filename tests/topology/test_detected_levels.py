@@ -1,0 +1,47 @@
+"""Real processes tell several tiers of switches; they stay in the order told."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from helpers.crew import Crew
+from meshverse import Topology
+
+_ABOVE = {"leaf": "leaf0", "pod": "pod0", "big": "big0"}  # not in the order of the alphabet
+
+
+def _on_tiers_of_switches(turned: bool) -> list[tuple[str, list[str]]]:
+    rank = dist.get_rank()
+    told = {**_ABOVE, "leaf": f"leaf{rank // 2}"}
+    if turned and rank == 3:  # the same as rank 2 says, in another order
+        told = dict(reversed(told.items()))
+    found = Topology.detect(node=f"n{rank // 2}", switches=told).to_dict()
+    return [(level, list(parts.values())) for level, parts in found.items()]
+
+
+_LEVELS = [
+    ("node", ["0-1", "2-3"]),
+    ("leaf", ["0-1", "2-3"]),
+    ("pod", ["0-3"]),
+    ("big", ["0-3"]),
+]
+
+
+def test_tiers_of_switches_stay_in_the_order_told(four: Crew) -> None:
+    assert four.run(_on_tiers_of_switches, 4, False) == [_LEVELS] * 4
+
+
+def test_the_first_rank_that_tells_a_tier_orders_it(four: Crew) -> None:
+    assert four.run(_on_tiers_of_switches, 4, True) == [_LEVELS] * 4
+
+
+def _on_a_leaf_and_a_spine() -> list[str]:
+    rank = dist.get_rank()
+    topology = Topology.detect(
+        node=f"n{rank}", switches={"switch": f"leaf{rank // 2}", "spine": "top"}
+    )
+    return [f"{level.name} {len(level.parts)}" for level in topology.levels]
+
+
+def test_a_leaf_is_inside_its_spine(four: Crew) -> None:
+    assert four.run(_on_a_leaf_and_a_spine, 4) == [["node 4", "switch 2", "spine 1"]] * 4
