@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
 
 from .places import Places
@@ -42,12 +43,14 @@ class Crossing:
         return self.busiest / self.mean if self.busiest else 1.0
 
 
+@compat.untraced()
 def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
     """The ranks of every group of an axis, shape (number of groups, group size). O(world)."""
     groups = RankGroups(axis, RankMap.identity(world_size))
     return torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
 
 
+@compat.untraced()
 def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
     """What groups cross.
 

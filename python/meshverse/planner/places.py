@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshverse import _torch_compat as compat
 from meshverse.topology import Topology
 
 __all__ = ["Places", "several"]
@@ -29,6 +30,7 @@ class Places:
     of_rank: torch.Tensor
 
     @staticmethod
+    @compat.untraced()
     def in_blocks(level: str, world_size: int, block_size: int) -> Places:
         """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -55,6 +57,7 @@ class Places:
         return several(self.level)
 
     @property
+    @compat.untraced()
     def count(self) -> int:
         """Number of parts."""
         return int(self.of_rank.max()) + 1

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from meshverse import _torch_compat as compat
+
 from .levels import Level, level_of
 from .slurm import Network, expand_hosts, read_network
 
@@ -44,6 +46,7 @@ def read_network_file(path: str | os.PathLike[str]) -> Network:
     return read_network(Path(path).read_text(encoding="utf-8"), os.fspath(path))
 
 
+@compat.untraced()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
     """The ranks of each part of each level, in ranges such as "0-7,16-23"."""
     told = {}
@@ -100,6 +103,7 @@ def _part_of_rank(level: str, told: Mapping[str, Any], source: str) -> dict[int,
     return part_of_rank
 
 
+@compat.untraced()
 def _complete(
     level: str, part_of_rank: Mapping[int, str], world_size: int, source: str
 ) -> list[str]:

@@ -1,4 +1,7 @@
-"""The levels of a cluster: which node, NVLink domain and switch each rank is on."""
+"""The levels of a cluster: which node, NVLink domain and switch each rank is on.
+
+Their tensors are ordinary ones, whatever default device and modes they are made and asked under.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from meshverse import _torch_compat as compat
 
 __all__ = ["Level", "level_of", "level_of_blocks", "levels_of", "nested"]
 
@@ -27,11 +32,13 @@ class Level:
     of_rank: torch.Tensor
 
     @property
+    @compat.untraced()
     def sizes(self) -> torch.Tensor:
         """Ranks on each part, shape (number of parts,)."""
         return self.of_rank.bincount(minlength=len(self.parts))
 
 
+@compat.untraced()
 def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     """A level from the name of the part that each rank is on.
 
@@ -54,6 +61,7 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     return Level(name, tuple(numbers), torch.tensor(indices))
 
 
+@compat.untraced()
 def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -69,6 +77,7 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     return Level(name, tuple(f"{name}{index}" for index in range(count)), of_rank)
 
 
+@compat.untraced()
 def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Levels of which each part lies inside one part of the next level.
 
