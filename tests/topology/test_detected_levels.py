@@ -15,7 +15,7 @@ def _on_tiers_of_switches(turned: bool) -> list[tuple[str, list[str]]]:
     told = {**_ABOVE, "leaf": f"leaf{rank // 2}"}
     if turned and rank == 3:  # the same as rank 2 says, in another order
         told = dict(reversed(told.items()))
-    found = Topology.detect(node=f"n{rank // 2}", switches=told).to_dict()
+    found = Topology.detect(node=f"n{rank // 2}", domain="d", switches=told).to_dict()
     return [(level, list(parts.values())) for level, parts in found.items()]
 
 
@@ -24,6 +24,7 @@ _LEVELS = [
     ("leaf", ["0-1", "2-3"]),
     ("pod", ["0-3"]),
     ("big", ["0-3"]),
+    ("domain", ["0-3"]),
 ]
 
 

@@ -32,14 +32,15 @@ class Topology:
 
     Args:
         parts: for each level, innermost first, the name of the part that each rank is on, one a
-            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. A "domain" is put inside or outside
-            of "node", as it fits.
+            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. Where the levels are not nested in
+            this order, a "domain" is put where it fits.
 
     Attributes:
         levels: innermost first.
 
     Raises:
-        ValueError: levels that are not nested, or not of the same number of ranks; no level.
+        ValueError: levels that are not nested, or not of the same number of ranks; no level, or one
+            without a name.
         TypeError: names that are no strings.
 
     Example:
