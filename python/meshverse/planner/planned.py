@@ -174,7 +174,7 @@ def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
     if not group.created:
         facts["made"] = "none: the default group itself"
     for each in group.crossings:
-        facts[f"{each.level}s a group"] = _spans(each)
+        facts[f"{several(each.level)} a group"] = _spans(each)
         facts[f"ring steps out of a {each.level}"] = _steps(each)
     return PicturedGroups(
         names=group.axes,
