@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
@@ -46,3 +50,20 @@ def _on_a_leaf_and_a_spine() -> list[str]:
 
 def test_a_leaf_is_inside_its_spine(four: Crew) -> None:
     assert four.run(_on_a_leaf_and_a_spine, 4) == [["node 4", "switch 2", "spine 1"]] * 4
+
+
+def _one_gives_no_names(bad_rank: int, given: dict[str, Any]) -> str:
+    asked = given if dist.get_rank() == bad_rank else {"node": "a"}
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        Topology.detect(**asked, timeout=timedelta(seconds=5))
+    return f"{caught.typename}: {caught.value}"
+
+
+@pytest.mark.parametrize("bad_rank", [0, 2])
+@pytest.mark.parametrize("given", [{"node": 5}, {"switches": {3: "leaf"}}], ids=str)
+def test_a_rank_that_gives_no_names_is_named(four: Crew, bad_rank: int, given) -> None:
+    told = four.run(_one_gives_no_names, 4, bad_rank, given)
+    assert "given as where this rank is: give strings" in told[bad_rank]
+    assert told[bad_rank].startswith("TypeError")
+    for text in told[:bad_rank] + told[bad_rank + 1 :]:
+        assert text.startswith(f"RuntimeError: Topology.detect() failed on rank {bad_rank}: ")

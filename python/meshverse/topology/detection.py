@@ -45,7 +45,12 @@ class Detections(WorldState):
 
 
 def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
-    """Where this process is, as far as it can tell and is not told."""
+    """Where this process is, as far as it can tell and is not told.
+
+    Raises:
+        TypeError: told with names that are no strings.
+        ValueError, OSError: what the environment or the system tells cannot be read.
+    """
     place = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
         place["node"] = own_node(os.environ, socket.gethostname())
@@ -54,7 +59,14 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
         place["node"] = node
     if domain is None:
         domain = nvlink_domain() or place.get("domain", "")
-    return {**place, "domain": domain} if domain else place
+    place = {**place, "domain": domain} if domain else place
+    for name, part in place.items():
+        if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
+            raise TypeError(
+                f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
+                'the part by that of its level, such as switches={"switch": "leaf3"}.'
+            )
+    return place
 
 
 def levels_detected(
@@ -123,7 +135,7 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     detections.count += 1  # first: whatever fails here, all ranks count the same
     try:
         mine = own_place()
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         board.put_first(key, f"{_FAILED}Topology.detect() failed on rank {world.rank}: {error}")
         raise
     if world.size == 1:

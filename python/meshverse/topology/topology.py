@@ -179,6 +179,7 @@ class Topology:
             RuntimeError: there is no default process group, or no store; ranks did not come in
                 time, who are named. All ranks that wait get that.
             ValueError: ranks on a node that no switch is told of, where others tell; a bad file.
+            TypeError: names that are no strings; the other ranks get a RuntimeError that says it.
             OSError: the file cannot be read.
         """
         from .detection import levels_detected, own_place
