@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
 
 from .places import Places
@@ -28,6 +29,7 @@ class Crossing:
         max: the same of those with the most.
         busiest: steps of rings that leave the busiest part, of all groups of the axis together.
         mean: steps that leave a part, on average.
+        block_size: ranks on each part where parts are equal blocks of ranks in order; else None.
     """
 
     level: str
@@ -35,6 +37,7 @@ class Crossing:
     max: int
     busiest: int
     mean: float
+    block_size: int | None = None
 
     @property
     def imbalance(self) -> float:
@@ -42,12 +45,14 @@ class Crossing:
         return self.busiest / self.mean if self.busiest else 1.0
 
 
+@compat.untraced()
 def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
     """The ranks of every group of an axis, shape (number of groups, group size). O(world)."""
     groups = RankGroups(axis, RankMap.identity(world_size))
     return torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
 
 
+@compat.untraced()
 def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
     """What groups cross.
 
@@ -68,4 +73,5 @@ def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
         int(spans.max()),
         int(steps.max()),
         float(steps.double().mean()),
+        places.block_size,
     )

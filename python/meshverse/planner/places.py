@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from meshverse import _torch_compat as compat
 from meshverse.topology import Topology
 
 __all__ = ["Places", "several"]
@@ -29,6 +31,7 @@ class Places:
     of_rank: torch.Tensor
 
     @staticmethod
+    @compat.untraced()
     def in_blocks(level: str, world_size: int, block_size: int) -> Places:
         """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -55,6 +58,22 @@ class Places:
         return several(self.level)
 
     @property
+    @compat.untraced()
     def count(self) -> int:
         """Number of parts."""
         return int(self.of_rank.max()) + 1
+
+    @cached_property
+    @compat.untraced()
+    def block_size(self) -> int | None:
+        """Ranks on each part, the last of which may have fewer; None if they are not such blocks.
+
+        Blocks are as `in_blocks` has them, whatever the numbers of their parts.
+        """
+        world_size = len(self.of_rank)
+        starts = 1 + (self.of_rank[1:] != self.of_rank[:-1]).nonzero().flatten()
+        size = int(starts[0]) if len(starts) else world_size
+        n_parts = int(self.of_rank.bincount().count_nonzero())
+        is_each_once = n_parts == len(starts) + 1
+        are_equal = torch.equal(starts, torch.arange(size, world_size, size))
+        return size if is_each_once and are_equal else None

@@ -82,7 +82,9 @@ class Plan:
         groups: the distinct groups, in the order in which the views ask for them.
         mine: what one rank has.
         warnings: what to mind, a sentence each.
-        node_size: ranks on each node, 0 to n-1 on the first one; None where that was not said.
+        node_size: ranks on each node, 0 to n-1 on the first one. Where it is not given, it is what
+            the nodes of a topology or of places have; None where these are no equal blocks of
+            ranks in order, or no nodes are known. Pictures draw nodes of this size.
     """
 
     world: int
@@ -92,6 +94,12 @@ class Plan:
     mine: Mine
     warnings: tuple[str, ...]
     node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_size is None:
+            crossings = self.groups[0].crossings
+            known = next((each.block_size for each in crossings if each.level == "node"), None)
+            object.__setattr__(self, "node_size", known)  # of a frozen dataclass
 
     @property
     def bytes(self) -> int:
@@ -174,7 +182,7 @@ def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
     if not group.created:
         facts["made"] = "none: the default group itself"
     for each in group.crossings:
-        facts[f"{each.level}s a group"] = _spans(each)
+        facts[f"{several(each.level)} a group"] = _spans(each)
         facts[f"ring steps out of a {each.level}"] = _steps(each)
     return PicturedGroups(
         names=group.axes,

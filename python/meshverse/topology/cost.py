@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from meshverse import _torch_compat as compat
 from meshverse._core import Layout
+from meshverse.layouts.rank_tensors import plain_ranks
 from meshverse.layouts.user_input import check_axis_names
 
 from .levels import Level
 
-__all__ = ["Placements", "placements_of"]
+__all__ = ["Placements", "cost_of", "placements_of"]
 
 _DEFAULT_RATIO = 10.0  # of the traffic of an axis to that of the axis before it
 
@@ -118,6 +120,7 @@ class Placements:
         return ranks
 
 
+@compat.untraced()
 def placements_of(
     levels: Sequence[Level],
     mesh_shape: Sequence[int],
@@ -148,6 +151,25 @@ def placements_of(
     level_names = [level.name for level in levels]
     costs = _checked("factors", factors or {}, level_names, "levels")
     return Placements(levels, shape, weights, [costs.get(name, 1.0) for name in level_names])
+
+
+def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> float:
+    """What a mesh costs with its ranks in this order; see `Topology.cost`.
+
+    Raises:
+        ValueError: ranks that are not each rank of the world once.
+        RuntimeError: a tensor without values.
+    """
+    plain = None if ranks is None else plain_ranks(ranks)
+    with compat.untraced():
+        in_order = torch.arange(len(problem.spot_of_rank))
+        given = in_order if plain is None else plain.flatten()
+        if not torch.equal(given.sort().values, in_order):
+            raise ValueError(
+                f"An order of {len(in_order)} ranks has each of 0 to {len(in_order) - 1} once, "
+                f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
+            )
+        return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
 
 
 def _checked(

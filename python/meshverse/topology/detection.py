@@ -45,7 +45,12 @@ class Detections(WorldState):
 
 
 def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
-    """Where this process is, as far as it can tell and is not told."""
+    """Where this process is, as far as it can tell and is not told.
+
+    Raises:
+        TypeError: told with names that are no strings.
+        ValueError, OSError: what the environment or the system tells cannot be read.
+    """
     place = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
         place["node"] = own_node(os.environ, socket.gethostname())
@@ -54,7 +59,14 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
         place["node"] = node
     if domain is None:
         domain = nvlink_domain() or place.get("domain", "")
-    return {**place, "domain": domain} if domain else place
+    place = {**place, "domain": domain} if domain else place
+    for name, part in place.items():
+        if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
+            raise TypeError(
+                f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
+                'the part by that of its level, such as switches={"switch": "leaf3"}.'
+            )
+    return place
 
 
 def levels_detected(
@@ -123,7 +135,7 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     detections.count += 1  # first: whatever fails here, all ranks count the same
     try:
         mine = own_place()
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         board.put_first(key, f"{_FAILED}Topology.detect() failed on rank {world.rank}: {error}")
         raise
     if world.size == 1:
@@ -202,10 +214,15 @@ def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
 
 
 def _packed(places: list[Place]) -> str:
-    """Places as a short text: what differs, and which of these each rank has."""
-    kinds: dict[str, int] = {}
-    of_rank = [kinds.setdefault(json.dumps(p, sort_keys=True), len(kinds)) for p in places]
-    told = json.dumps([list(kinds), of_rank]).encode()
+    """Places as a short text: what differs, and which of these each rank has.
+
+    The levels of a place stay in the order told, which is innermost first.
+    """
+    kinds: dict[str, tuple[int, Place]] = {}  # what is told in another order is the same
+    keys = [json.dumps(place, sort_keys=True) for place in places]
+    pairs = zip(keys, places, strict=True)
+    of_rank = [kinds.setdefault(key, (len(kinds), place))[0] for key, place in pairs]
+    told = json.dumps([[place for _, place in kinds.values()], of_rank]).encode()
     return base64.b64encode(zlib.compress(told)).decode()
 
 
@@ -213,5 +230,4 @@ def _unpacked(text: str) -> list[Place]:
     if text.startswith(_FAILED):
         raise RuntimeError(text.removeprefix(_FAILED))
     kinds, of_rank = json.loads(zlib.decompress(base64.b64decode(text)))
-    places = [json.loads(kind) for kind in kinds]
-    return [places[index] for index in of_rank]
+    return [kinds[index] for index in of_rank]

@@ -8,14 +8,18 @@ Ours has, for each level, the ranks of each part:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from meshverse import _torch_compat as compat
 
 from .levels import Level, level_of
 from .slurm import Network, expand_hosts, read_network
@@ -24,26 +28,39 @@ __all__ = ["levels_of_file", "levels_on_nodes", "levels_to_dict", "read_network_
 
 _LARGEST_WORLD = 1 << 24
 
+_MOST_GAPS, _MOST_CHARACTERS = 100, 200  # in a message
+
+_Piece = tuple[int, int, str]  # first rank, last rank, the part that they are on
+
 
 def levels_of_file(
     path: str | os.PathLike[str], nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
     """The levels in a file of either form; see `Topology.from_file`."""
-    source, text = os.fspath(path), Path(path).read_text(encoding="utf-8")
-    if not text.lstrip().startswith("{"):
+    source, text = os.fspath(path), _read_text(path)
+    if not text.lstrip().startswith(("{", "[")):
         return _levels_of_network(text, source, nodes, node_size)
+    levels = _levels_of_json(text, source)
     if nodes is not None or node_size is not None:
         raise ValueError(
             f"{source} tells which ranks are on each node: leave nodes= and node_size= out."
         )
-    return _levels_of_json(text, source)
+    return levels
+
+
+def _read_text(path: str | os.PathLike[str]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin it with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is no text in UTF-8: {error}.") from error
 
 
 def read_network_file(path: str | os.PathLike[str]) -> Network:
     """The network in a topology.conf."""
-    return read_network(Path(path).read_text(encoding="utf-8"), os.fspath(path))
+    return read_network(_read_text(path), os.fspath(path))
 
 
+@compat.untraced()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
     """The ranks of each part of each level, in ranges such as "0-7,16-23"."""
     told = {}
@@ -60,70 +77,95 @@ def _ranges(ranks: torch.Tensor) -> str:
     starts[1:] = ranks[1:] != ranks[:-1] + 1
     firsts = ranks[starts].tolist()
     lasts = ranks[starts.roll(-1)].tolist()
-    pairs = zip(firsts, lasts, strict=True)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+    return _told(zip(firsts, lasts, strict=True))
+
+
+def _told(ranges: Iterable[tuple[int, int]]) -> str:
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 def _levels_of_json(text: str, source: str) -> list[Level]:
     """The levels in a file of ours.
 
     Raises:
-        ValueError: no JSON, or not of this form; a rank that is on no part of a level, or on two.
+        ValueError: no JSON, or not of this form; a name that is there twice; a rank that is on no
+            part of a level, or is named twice there.
     """
     try:
-        told = json.loads(text)
-    except json.JSONDecodeError as error:
+        told = json.loads(text, object_pairs_hook=_each_once)
+    except (RecursionError, ValueError) as error:  # ValueError: also of too long numbers
         raise ValueError(f"{source} is no JSON: {error}.") from error
-    if not isinstance(told, dict) or not told or not all(_is_level(told[name]) for name in told):
+    if not _is_named(told) or not all(_is_named(told[name]) for name in told):
         raise ValueError(
             f'{source} tells no levels: write {{"node": {{"tux0": "0-7", "tux1": "8-15"}}}}, the '
             "ranks of each part by level."
         )
-    parts = {name: _part_of_rank(name, told[name], source) for name in told}
-    world_size = 1 + max(max(part_of_rank) for part_of_rank in parts.values())
-    return [level_of(name, _complete(name, parts[name], world_size, source)) for name in parts]
+    pieces = {name: _pieces(name, told[name], source) for name in told}
+    world_size = 1 + max(of_level[-1][1] for of_level in pieces.values())
+    return [level_of(name, _complete(name, pieces[name], world_size, source)) for name in pieces]
 
 
-def _is_level(told: Any) -> bool:
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; `json.loads` alone keeps the last of several that have one name."""
+    counts = Counter(name for name, _ in pairs)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"it has {repeated[0]!r} twice in one object, of which one would be lost")
+    return dict(pairs)
+
+
+def _is_named(told: Any) -> bool:
     return isinstance(told, dict) and bool(told) and "" not in told
 
 
-def _part_of_rank(level: str, told: Mapping[str, Any], source: str) -> dict[int, str]:
-    part_of_rank: dict[int, str] = {}
-    for part, ranks in told.items():
-        for rank in _read_ranks(ranks, f"{level} {part!r} in {source}"):
-            if part_of_rank.setdefault(rank, part) != part:
-                raise ValueError(
-                    f"{source}: rank {rank} is on two {level} parts, {part_of_rank[rank]!r} and "
-                    f"{part!r}. Name it once."
-                )
-    return part_of_rank
+def _pieces(level: str, told: Mapping[str, Any], source: str) -> list[_Piece]:
+    """The ranks of a level in ascending order, as ranges: a short text can tell very many."""
+    pieces = sorted(
+        (first, last, part)
+        for part, ranks in told.items()
+        for first, last in _read_ranks(ranks, f"{level} {part!r} in {source}")
+    )
+    for (_, last, part), (rank, _, other) in itertools.pairwise(pieces):
+        if rank <= last:
+            two = f"is on two {level} parts, {part!r} and {other!r}"
+            how = f"is twice on {level} {part!r}" if part == other else two
+            raise ValueError(f"{source}: rank {rank} {how}. Name it once.")
+    return pieces
 
 
-def _complete(
-    level: str, part_of_rank: Mapping[int, str], world_size: int, source: str
-) -> list[str]:
-    missing = [rank for rank in range(world_size) if rank not in part_of_rank]
-    if missing:
-        shown = _ranges(torch.tensor(missing[:1000]))
+def _complete(level: str, pieces: Sequence[_Piece], world_size: int, source: str) -> list[str]:
+    firsts, lasts = [first for first, *_ in pieces], [last for _, last, _ in pieces]
+    between = zip([-1, *lasts], [*firsts, world_size], strict=True)
+    gaps = [(last + 1, first - 1) for last, first in between if last + 1 < first]
+    if gaps:
+        shown = _told(gaps[:_MOST_GAPS]) + ",..." * (len(gaps) > _MOST_GAPS)
         raise ValueError(
             f"{source}: ranks {shown} are on no {level}. Name each of the ranks 0 to "
             f"{world_size - 1} once at each level."
         )
-    return [part_of_rank[rank] for rank in range(world_size)]
+    return [part for first, last, part in pieces for _ in range(first, last + 1)]
 
 
-def _read_ranks(told: Any, where: str) -> Iterable[int]:
-    if isinstance(told, list) and all(type(rank) is int and rank >= 0 for rank in told):
-        return told
-    ranks: list[int] = []
-    for piece in told.split(",") if isinstance(told, str) else [""]:
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if first > last or last >= _LARGEST_WORLD:
-            raise ValueError(f'{told!r}, the ranks of {where}: write them as in "0-7,16-23".')
-        ranks += range(first, last + 1)
-    return ranks
+def _read_ranks(told: Any, where: str) -> list[tuple[int, int]]:
+    """The ranges, as first and last rank, in "0-7,16-23" or in a list of ranks."""
+    ranges = []
+    if isinstance(told, list):
+        ranges = [(rank, rank) if type(rank) is int else (1, 0) for rank in told]
+    elif isinstance(told, str):
+        for piece in told.split(","):
+            # No world has ranks of more digits, and int() refuses very many.
+            found = re.fullmatch(r"\s*([0-9]{1,12})(?:\s*-\s*([0-9]{1,12}))?\s*", piece)
+            ranges.append((int(found[1]), int(found[2] or found[1])) if found else (1, 0))
+    if not ranges or not all(0 <= first <= last < _LARGEST_WORLD for first, last in ranges):
+        raise ValueError(
+            f'{_shortened(told)}, the ranks of {where}: write them as in "0-7,16-23", with ranks '
+            f"below {_LARGEST_WORLD}."
+        )
+    return ranges
+
+
+def _shortened(told: Any) -> str:
+    text = repr(told)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def _levels_of_network(
@@ -138,7 +180,8 @@ def _levels_of_network(
         node_size: ranks on each of them.
 
     Raises:
-        ValueError: a bad file, nodes that it does not name, or no node size.
+        ValueError: a bad file, nodes that it does not name or that are named twice, no node size,
+            or one of too many ranks.
     """
     if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1:
         raise ValueError(
@@ -150,6 +193,16 @@ def _levels_of_network(
         nodes = network.nodes
     elif isinstance(nodes, str):
         nodes = expand_hosts(nodes)
+    if repeated := [node for node, count in Counter(nodes).items() if count > 1]:
+        raise ValueError(
+            f"{repeated[0]!r} is in nodes= twice. Name each node once: the ranks of a node follow "
+            "each other, node_size= of them."
+        )
+    if len(nodes) * node_size > _LARGEST_WORLD:
+        raise ValueError(
+            f"{len(nodes)} nodes of {node_size} ranks have more than {_LARGEST_WORLD}: give the "
+            "ranks on each node as node_size=."
+        )
     return levels_on_nodes([node for node in nodes for _ in range(node_size)], network)
 
 

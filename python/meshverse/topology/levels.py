@@ -1,4 +1,7 @@
-"""The levels of a cluster: which node, NVLink domain and switch each rank is on."""
+"""The levels of a cluster: which node, NVLink domain and switch each rank is on.
+
+Their tensors are ordinary ones, whatever default device and modes they are made and asked under.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from meshverse import _torch_compat as compat
 
 __all__ = ["Level", "level_of", "level_of_blocks", "levels_of", "nested"]
 
@@ -27,11 +32,13 @@ class Level:
     of_rank: torch.Tensor
 
     @property
+    @compat.untraced()
     def sizes(self) -> torch.Tensor:
         """Ranks on each part, shape (number of parts,)."""
         return self.of_rank.bincount(minlength=len(self.parts))
 
 
+@compat.untraced()
 def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     """A level from the name of the part that each rank is on.
 
@@ -39,6 +46,13 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
         TypeError: names that are no strings.
         ValueError: no ranks, or an empty name.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A level is called by a string, such as 'node', but got {name!r} of type "
+            f"{type(name).__name__}."
+        )
+    if not name.strip():
+        raise ValueError(f"A level has no name, but {name!r}: call it by a word, such as 'node'.")
     if isinstance(part_of_rank, str) or not all(isinstance(part, str) for part in part_of_rank):
         raise TypeError(
             f"The {name} of each rank is given by its name, one string a rank; got {part_of_rank!r}"
@@ -54,6 +68,7 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     return Level(name, tuple(numbers), torch.tensor(indices))
 
 
+@compat.untraced()
 def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -69,11 +84,12 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     return Level(name, tuple(f"{name}{index}" for index in range(count)), of_rank)
 
 
+@compat.untraced()
 def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Levels of which each part lies inside one part of the next level.
 
     Args:
-        levels: innermost first, but for "domain", which may be inside or outside of "node".
+        levels: innermost first. Where they are not nested so, a "domain" is put where it fits.
 
     Raises:
         ValueError: levels of different numbers of ranks, or a part that lies in two of the next.
@@ -84,34 +100,43 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"the {name} of {size} ranks" for name, size in sizes.items())
         raise ValueError(f"The levels tell {told}: tell each level of every rank.")
-    ordered = _with_domain_beside_node(levels)
+    ordered = _with_domain_where_it_fits(levels)
     for inner, outer in itertools.pairwise(ordered):
         _check_nested(inner, outer)
     return tuple(ordered)
 
 
-def _with_domain_beside_node(levels: Sequence[Level]) -> list[Level]:
-    named = {level.name: level for level in levels}
-    node, domain = named.get("node"), named.get("domain")
-    if node is None or domain is None:
+def _with_domain_where_it_fits(levels: Sequence[Level]) -> list[Level]:
+    """The levels as given, if they are nested; else the domain is moved."""
+    domain = next((level for level in levels if level.name == "domain"), None)
+    if domain is None or not any(len(_torn(*pair)) for pair in itertools.pairwise(levels)):
         return list(levels)
     others = [level for level in levels if level is not domain]
-    is_inside = len(domain.parts) > len(node.parts)
-    others.insert(others.index(node) + (not is_inside), domain)
-    return others
+    # If levels are nested, the one further out has as many parts or fewer.
+    outside = sum(len(level.parts) >= len(domain.parts) for level in others)
+    return [*others[:outside], domain, *others[outside:]]
+
+
+def _torn(inner: Level, outer: Level) -> torch.Tensor:
+    """Ranks on another part of the outer level than the first rank of their part of the inner."""
+    of_first = outer.of_rank[_first_ranks(inner)][inner.of_rank]
+    return (of_first != outer.of_rank).nonzero().flatten()
+
+
+def _first_ranks(level: Level) -> torch.Tensor:
+    first = torch.empty(len(level.parts), dtype=torch.int64)
+    # The last rank to write wins, so written from the back it is the first one.
+    first[level.of_rank.flip(0)] = torch.arange(len(level.of_rank)).flip(0)
+    return first
 
 
 def _check_nested(inner: Level, outer: Level) -> None:
-    first = torch.empty(len(inner.parts), dtype=torch.int64)
-    # The last rank to write wins, so written from the back it is the first one.
-    first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
-    of_first = outer.of_rank[first][inner.of_rank]
-    torn = (of_first != outer.of_rank).nonzero()
+    torn = _torn(inner, outer)
     if not len(torn):
         return
     rank = int(torn[0])
     part = int(inner.of_rank[rank])
-    other = int(first[part])
+    other = int(_first_ranks(inner)[part])
     raise ValueError(
         f"{inner.name.capitalize()} {inner.parts[part]!r} is on two {outer.name} parts: rank "
         f"{other} is on {outer.name} {outer.parts[int(outer.of_rank[other])]!r}, rank {rank} on "

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 from meshverse.options.group_options import check_timeout
 from meshverse.world.world import World
@@ -31,14 +32,15 @@ class Topology:
 
     Args:
         parts: for each level, innermost first, the name of the part that each rank is on, one a
-            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. A "domain" is put inside or outside
-            of "node", as it fits.
+            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. Where the levels are not nested in
+            this order, a "domain" is put where it fits.
 
     Attributes:
         levels: innermost first.
 
     Raises:
-        ValueError: levels that are not nested, or not of the same number of ranks; no level.
+        ValueError: levels that are not nested, or not of the same number of ranks; no level, or one
+            without a name.
         TypeError: names that are no strings.
 
     Example:
@@ -177,6 +179,7 @@ class Topology:
             RuntimeError: there is no default process group, or no store; ranks did not come in
                 time, who are named. All ranks that wait get that.
             ValueError: ranks on a node that no switch is told of, where others tell; a bad file.
+            TypeError: names that are no strings; the other ranks get a RuntimeError that says it.
             OSError: the file cannot be read.
         """
         from .detection import levels_detected, own_place
@@ -213,6 +216,7 @@ class Topology:
                 f"{self.world_size - 1}: give one of all ranks of the world."
             )
 
+    @compat.untraced()
     def spans(self, name: str, ranks: Sequence[int]) -> int | None:
         """On how many parts of a level some ranks are; None if the level is not known.
 
@@ -235,6 +239,7 @@ class Topology:
         """Write a JSON file that `from_file` and `meshverse plan --topology` read."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
+    @compat.untraced()
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):
             return NotImplemented
@@ -252,6 +257,7 @@ class Topology:
 
     # --- placing a mesh on it -------------------------------------------------------------------
 
+    @compat.untraced()
     def order(
         self,
         mesh_shape: Sequence[int],
@@ -321,14 +327,9 @@ class Topology:
 
         Raises:
             ValueError: as `order`, or ranks that are not each rank of the world once.
+            RuntimeError: as `order`, or a tensor without values.
         """
-        from .cost import placements_of
+        from .cost import cost_of, placements_of
 
         problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
-        given = torch.arange(self.world_size) if ranks is None else torch.as_tensor(ranks).flatten()
-        if not torch.equal(given.sort().values, torch.arange(self.world_size)):
-            raise ValueError(
-                f"An order of {self.world_size} ranks has each of 0 to {self.world_size - 1} once, "
-                f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
-            )
-        return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
+        return cost_of(problem, ranks)
