@@ -119,7 +119,7 @@ def _variable(name: str, smallest: int, largest: int | None) -> int:
     return value
 
 
-def _check_limits(timeout: timedelta, large_bytes: int) -> None:
+def _check_limits(timeout: Any, large_bytes: Any) -> None:
     if not isinstance(timeout, timedelta) or not _SHORTEST <= timeout <= _LONGEST:
         raise ValueError(f"timeout={timeout!r}: give a timedelta from 1 ms to 30 days.")
     if isinstance(large_bytes, bool) or not isinstance(large_bytes, int) or large_bytes < 1:
