@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -60,6 +61,11 @@ def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
         (["plan", "--degrees", "tp=2,tp=2"], "write each degree once"),
         (["plan", "--degrees", "dp=2,dp_shard=2"], "leave one of them out"),
         (["plan", "--degrees", "dp=3,dp_replicate=2"], "dp_replicate"),
+        (["plan", "dp=99999999999999999999,tp=99999"], "a plan is of at most 16,777,216"),
+        (["plan", "--degrees", "tp=99999999999999999999"], "a plan is of at most 16,777,216"),
+        (["plan", "dp=2", "--world-size", "0"], "A world of 0 ranks: give an int above 0"),
+        (["plan", "dp=2", "--rank", "9" * 30], "is outside the world: give one of 0 to 1"),
+        (["plan", "dp=2", "--node-size", "-" + "9" * 30], "ranks on each node: give an int"),
     ],
 )
 def test_what_cannot_be_done_ends_with_2(arguments, said: str, capsys) -> None:
@@ -67,6 +73,35 @@ def test_what_cannot_be_done_ends_with_2(arguments, said: str, capsys) -> None:
     caught = capsys.readouterr()
     assert said in caught.err
     assert caught.out == ""
+
+
+def test_what_is_wrong_does_not_change_the_terminal(capsys) -> None:
+    assert main(["plan", "a\x1b[31m=2.0"]) == 2
+    err = capsys.readouterr().err
+    assert "=2.0 in the view" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("arguments", [("plan", "dp=2", "--json"), ("plan", "--help"), ()])
+def test_a_pipe_that_is_closed_is_no_error(arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "meshverse", *arguments]
+    with os.fdopen(write) as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
+
+
+def test_files_are_written_where_nobody_reads_the_table(tmp_path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    sizes = ",".join(f"a{'x' * 300}{index}=1" for index in range(20))  # more than a buffer
+    picture = tmp_path / "plan.svg"
+    command = [sys.executable, "-m", "meshverse", "plan", sizes, "--svg", str(picture)]
+    with os.fdopen(write) as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, f"Wrote {picture}\n")
+    assert picture.exists()
 
 
 def test_python_m_meshverse_is_the_same_command() -> None:

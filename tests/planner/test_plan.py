@@ -152,11 +152,57 @@ def test_what_to_mind_is_said() -> None:
         (["dp=2"], {"world_size": 4}, "The nearest that do: dp=4"),
         ([{"dp": -1}], {}, "dp=-1"),
         ([{"dp": True}], {}, "dp=True"),
+        ([{"dp": 2.0}], {}, "dp=2.0 in the view"),
+        ([{"a=2,b": 4}], {}, "'a=2,b' is no name of an axis"),
+        ([{1: 2}], {}, "1 is no name of an axis"),
+        ([{"a\x1b[31m": 2}], {}, "is no name of an axis"),
+        (["dp=2"], {"rank": True}, "rank=True is outside"),
+        (["dp=2"], {"rank": 0.0}, "rank=0.0 is outside"),
+        (["dp=2"], {"rank": "1"}, "rank='1' is outside"),
+        (["dp=2"], {"node_size": 2.5}, "node_size=2.5: give an int above 0"),
+        (["dp=2"], {"node_size": True}, "node_size=True: give an int above 0"),
+        (["dp=2"], {"domain_size": 2.0}, "domain_size=2.0: give an int above 0"),
+        (["dp=2"], {"world_size": 2.0}, "world_size=2.0: give an int above 0"),
+        (["dp=2"], {"world_size": "2"}, "world_size='2': give an int above 0"),
+        (["dp=2"], {"world_size": True}, "world_size=True: give an int above 0"),
+        (["dp=2"], {"world_size": 0}, "A world of 0 ranks: give an int above 0"),
+        (["dp=2"], {"world_size": 2**64}, "a plan is of at most 16,777,216"),
+        (["dp=99999999999999999999,tp=99999"], {}, "a plan is of at most 16,777,216"),
+        (["dp=16777217"], {}, "has 16,777,217 ranks: a plan is of at most 16,777,216"),
+        (["dp=2"], {"backend": "nccl\x1b[31m"}, "is no name of a backend or a level"),
+        (
+            ["dp=2"],
+            {"places": [Places("ra\x1bck", torch.zeros(2, dtype=torch.int64))]},
+            "is no name of a backend or a level",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_told(views, options, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         plan(views, **options)
+
+
+@pytest.mark.parametrize("views", ["dp=2", {"dp": 2}, View({"dp": 2}), [7], [("dp", 2)]])
+def test_what_is_no_list_of_views_is_told(views) -> None:
+    with pytest.raises(TypeError, match="view: give"):
+        plan(views)
+
+
+def test_every_whole_number_is_one() -> None:
+    two = torch.tensor(2)
+    planned = plan([{"a": two, "b": 2}], rank=two, world_size=torch.tensor(4), node_size=two)
+    assert planned == plan(["a=2,b=2"], rank=2, node_size=2)
+    assert planned.to_json() == plan(["a=2,b=2"], rank=2, node_size=2).to_json()
+
+
+def test_nodes_may_be_larger_than_the_world() -> None:
+    (group,) = plan(["dp=2"], node_size=10**30, domain_size=10**30).groups
+    assert [crossing.max for crossing in group.crossings] == [1, 1]
+
+
+def test_a_backend_is_written_as_torch_does() -> None:
+    planned = plan(["a=2,b=4"], backend="NCCL", communicator_bytes={"Nccl": 7})
+    assert (planned.backend, planned.mine.bytes) == ("nccl", 14)
 
 
 def test_the_table_names_every_group_once() -> None:

@@ -80,6 +80,15 @@ def test_ranks_that_are_not_in_blocks_are_told() -> None:
     assert found.is_well
 
 
+def test_without_local_world_size_nothing_is_said_of_blocks() -> None:
+    measured = _measured()
+    for each in measured:
+        del each["environment"]["LOCAL_WORLD_SIZE"]
+    found = judge(PLAN, measured)
+    assert found.notes == []
+    assert [(axis.nodes, axis.planned_nodes) for axis in found.axes] == [(2, None), (1, None)]
+
+
 def test_stragglers_are_named_by_rank_and_host() -> None:
     measured = _measured()
     measured[7]["compute_seconds"] = 1e-2

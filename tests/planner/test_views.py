@@ -46,6 +46,42 @@ def test_what_is_no_view_is_told(text: str, said: str) -> None:
         read_view(text)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "flattened", "said"),
+    [
+        ({}, {}, "has no axis with a size"),
+        ({"a": 0}, {}, "a=0 in the view 'a=0' is no size"),
+        ({"a": True}, {}, "a=True in the view 'a=True' is no size"),
+        ({"a": "2"}, {}, "a=2 in the view 'a=2' is no size"),
+        ({"a": 2, "": 2}, {}, "'' is no name of an axis"),
+        ({"a*b": 2}, {}, "'a*b' is no name of an axis"),
+        ({" a": 2}, {}, "' a' is no name of an axis"),
+        ({"a": 2}, {"b\n": ("a",)}, r"'b\n' is no name of an axis"),
+        ({"a": 2}, {"b": ("c",)}, "b=c of the view 'a=2,b=c': no axis 'c'"),
+        ({"a": 2}, {"b": ()}, "it is of no axis"),
+        ({"a": 2}, {"b": ("a", "a")}, "names one of them twice"),
+        ({"a": 2, "b": 2}, {"a": ("b",)}, "has the axis 'a' twice"),
+        ({"a": 2, "b": 2}, {"c": ("b", "a")}, "write c=a*b"),
+    ],
+)
+def test_what_no_mesh_can_have_is_no_view(sizes, flattened, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        View(sizes, flattened)
+
+
+@pytest.mark.parametrize("given", [([2, 2],), ({"a": 2}, ["b"]), ({"a": 2}, {"b": "a"})])
+def test_a_view_takes_mappings_and_tuples(given) -> None:
+    with pytest.raises(TypeError, match="give a"):
+        View(*given)
+
+
+def test_a_view_stays_as_it_was_made() -> None:
+    sizes = {"a": 2}
+    view = View(sizes)
+    sizes["a"] = 0
+    assert view.sizes == {"a": 2}
+
+
 def test_a_view_that_does_not_cover_the_world_is_told_with_the_nearest_that_do() -> None:
     with pytest.raises(ValueError, match="has 10,496 ranks, but the world has 10,240") as caught:
         check_fits(read_view("pp=8,replicate=4,shard=41,tp=8"), 10_240)

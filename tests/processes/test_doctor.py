@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -31,6 +34,7 @@ def _start(
     *arguments: str,
     port: int | None = None,
     own: Mapping[int, Mapping[str, str]] | None = None,
+    command: Sequence[str] = _DOCTOR,
 ) -> list[subprocess.Popen[str]]:
     """The doctor on some ranks of a world, as srun would start it."""
     common = {
@@ -42,7 +46,7 @@ def _start(
     }
     return [
         subprocess.Popen(
-            [*_DOCTOR, *arguments],
+            [*command, *arguments],
             env={**os.environ, **common, "RANK": str(rank), **(own or {}).get(rank, {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,6 +82,49 @@ def test_a_job_that_is_well() -> None:
     assert axes["b"]["bytes_per_second"] is None
     assert axes["dp"]["large_bytes"] == 2**20
     assert {(axis["nodes"], axis["planned_nodes"]) for axis in axes.values()} == {(1, 1)}
+
+
+_TWICE = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+from meshverse.doctor import examine
+
+def ask(view):
+    os.environ["NCCL_TURN"] = view  # which the environment that is told then has
+    found = examine([view], backend="gloo", large_bytes=1000, timeout=timedelta(seconds=30))
+    return found.axes[0].axes, found.environment["NCCL_TURN"], found.problems
+
+assert ask("a=2") == (["a"], "a=2", [])
+assert ask("b=2") == (["b"], "b=2", [])
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+one = torch.ones(1)
+dist.all_reduce(one)
+assert one.item() == 2
+dist.destroy_process_group()
+"""
+
+
+def test_examinations_and_the_job_follow_each_other_in_one_process() -> None:
+    for status, _, err in _ends(_start([0, 1], 2, command=[sys.executable, "-c", _TWICE])):
+        assert status == 0, err
+
+
+def test_srun_as_the_page_shows_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    shown = re.search(r"^srun (bash -c '[^']+')", page, re.MULTILINE)
+    assert shown is not None
+    _, flag, script = shlex.split(shown[1])
+    script = script.replace("python ", f"{shlex.quote(sys.executable)} ")
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    # Values that the doctor refuses: the line has to give its own.
+    slurm |= dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "none")
+    own = {
+        rank: {**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)
+    }
+    zero, one = _ends(_start([0, 1], 2, command=["bash", flag, script], own=own))
+    assert (zero[0], one[0]) == (0, 0), (zero, one)
+    told = json.loads(zero[1])
+    assert (told["world"], told["axes"][0]["planned_nodes"]) == (2, 1)
 
 
 def test_tables_are_for_people() -> None:
@@ -140,7 +187,7 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
 def _note_of(rank: int, port: int) -> str | None:
     try:
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-        notes = dist.PrefixStore("meshverse doctor 0", store)
+        notes = dist.PrefixStore("meshverse doctor 0 0", store)
         return notes.get(f"note {rank}").decode() if notes.check([f"note {rank}"]) else None
     except dist.DistError:
         return None

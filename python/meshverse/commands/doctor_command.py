@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from datetime import timedelta
@@ -15,7 +16,12 @@ __all__ = ["add_doctor"]
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 4 -m meshverse doctor dp=2,tp=2
-  srun python -m meshverse doctor dp=64,tp=8 --view pp=8,dp=8,tp=8 --timeout 120 --json
+  torchrun ... -m meshverse doctor dp=64,tp=8 --view pp=8,dp=8,tp=8 --timeout 120 --json
+
+srun sets other variables than torchrun. Pass them on, in a job with --ntasks-per-node:
+  export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500
+  srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID \\
+    LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE python -m meshverse doctor dp=64,tp=8'
 
 The exit status is 0 if all is well, 1 if there is a problem or a rank does not answer, and 2 if
 what was asked for cannot be done.
@@ -23,6 +29,7 @@ what was asked for cannot be done.
 
 
 _TABLE_WIDTH = 110
+_LARGEST = 1_000_000
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,23 +58,27 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     for name in ("timeout", "megabytes"):
-        if not getattr(arguments, name) > 0:
-            raise ValueError(f"--{name} {getattr(arguments, name)}: give a number above 0.")
+        if not 0 < getattr(arguments, name) <= _LARGEST:
+            raise ValueError(
+                f"--{name} {getattr(arguments, name)}: give a number above 0, {_LARGEST:,} at most."
+            )
     try:
         found = examine(
             [arguments.mesh, *arguments.view],
             backend=arguments.backend,
             timeout=timedelta(seconds=arguments.timeout),
-            large_bytes=int(arguments.megabytes * 2**20),
+            large_bytes=max(int(arguments.megabytes * 2**20), 1),
         )
     except NotAllHereError as error:
         print(f"meshverse doctor: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    if os.environ["RANK"] == "0":
-        if arguments.json:
-            print(found.to_json())  # noqa: T201
-        else:
-            _show(found)
+    if int(os.environ["RANK"]) == 0:
+        # rich ends the process where nobody reads; the status says what was found all the same
+        with contextlib.suppress(BrokenPipeError, SystemExit):
+            if arguments.json:
+                print(found.to_json())  # noqa: T201
+            else:
+                _show(found)
     return 0 if found.is_well else 1
 
 

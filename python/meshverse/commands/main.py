@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import meshverse
+from meshverse.pictures.model import printable
 from meshverse.report.environment import environment_report
 
 from .doctor_command import add_doctor
@@ -24,6 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 where a check failed; 2 where what was asked for cannot be done.
     """
+    status = 0
+    try:
+        try:
+            status = _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, and not when the process ends: a closed pipe is told then
+    except BrokenPipeError:  # whoever reads has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        lines = "\n".join(map(printable, str(error).splitlines()))
+        print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
+        return 2
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="meshverse",
         description="Process meshes: see them before they run, check them where they run.",
@@ -39,11 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(given, "run"):
         parser.print_help()
         return 2
-    try:
-        status: int = given.run(given)
-    except (ValueError, OSError) as error:
-        print(f"meshverse: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    status: int = given.run(given)
     return status
 
 

@@ -88,11 +88,12 @@ def _run(arguments: argparse.Namespace) -> int:
         domain_size=arguments.domain_size,
         topology=topology,
     )
-    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
     if arguments.html is not None:
         _write(arguments.html, planned.to_html())
     if arguments.svg is not None:
         _write(arguments.svg, planned.to_svg())
+    # Last, because nobody may read it to its end.
+    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
     return 0
 
 

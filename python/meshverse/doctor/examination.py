@@ -29,7 +29,8 @@ class AxisExamined:
             2 (n - 1) / n of the bytes. None for groups of one rank.
         slow_groups: ranks of groups that take more than twice as long as the median.
         nodes: the largest number of nodes that a group spans.
-        planned_nodes: the same if ranks stood in blocks of LOCAL_WORLD_SIZE.
+        planned_nodes: the same if ranks stood in blocks of LOCAL_WORLD_SIZE; None where that is
+            not set on rank 0.
     """
 
     axes: list[str]
@@ -43,7 +44,7 @@ class AxisExamined:
     bytes_per_second: float | None
     slow_groups: list[list[int]]
     nodes: int
-    planned_nodes: int
+    planned_nodes: int | None
 
 
 @dataclass(frozen=True)

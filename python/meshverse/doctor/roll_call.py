@@ -33,10 +33,21 @@ class NotAllHereError(RuntimeError):
     """Some ranks did not answer in time. The message names them."""
 
 
-def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+# The server that rank 0 hosts, for as long as its process runs: others may already be in their
+# next call, or in init_process_group, on the same server when rank 0 leaves the examination.
+_hosted: list[dist.Store] = []
+
+
+def open_store(rank: int, world_size: int, timeout: timedelta, call: int) -> dist.Store:
     """The store of a job that torchrun, or another launcher with its variables, has started.
 
     Does not wait for other ranks, unlike torch's own, which then could not say who is missing.
+
+    Args:
+        rank: this one.
+        world_size: number of ranks.
+        timeout: how long to wait for the store.
+        call: how many examinations this process had before. Each has keys of its own.
 
     Raises:
         NotAllHereError: nobody answers at the address.
@@ -59,8 +70,10 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             f"{timeout.total_seconds():g} s. Rank 0, or torchrun, has to run there and be "
             f"reachable: {str(error).splitlines()[0]}"
         ) from None
+    if rank == 0 and not is_hosted and not _hosted:
+        _hosted.append(store)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"meshverse doctor {restarts}", store)
+    return dist.PrefixStore(f"meshverse doctor {restarts} {call}", store)
 
 
 class RollCall:
@@ -117,7 +130,10 @@ class RollCall:
             return None
         keys = [f"{name} {rank}" for rank in range(self._size)]
         self._wait(keys, self._timeout)
-        return [json.loads(text) for text in self._store.multi_get(keys)]
+        said = [json.loads(text) for text in self._store.multi_get(keys)]
+        for key in keys:  # nobody else reads them, and the store may outlive the examination
+            self._store.delete_key(key)
+        return said
 
     def tell(self, name: str, what: Any = None) -> Any:
         """Tell all ranks what rank 0 says. Rank 0 does not wait for them.

@@ -46,7 +46,7 @@ def judge(planned: Plan, measured: Sequence[dict[str, Any]]) -> Examination:
         name = ", ".join(axis.axes)
         if not axis.is_right:
             problems.append(f"An all-reduce along axis {name} gave a wrong sum.")
-        if axis.nodes != axis.planned_nodes:
+        if axis.planned_nodes not in (None, axis.nodes):
             notes.append(
                 f"A group of axis {name} spans up to {axis.nodes} hosts. With ranks in blocks of "
                 f"LOCAL_WORLD_SIZE it would be {axis.planned_nodes}."
@@ -81,9 +81,11 @@ def _judge_axes(
 ) -> list[AxisExamined]:
     number_of = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     places = [Places("node", torch.tensor([number_of[host] for host in hosts]))]
-    per_node = int(measured[0]["environment"].get("LOCAL_WORLD_SIZE", planned.world))
+    per_node = measured[0]["environment"].get("LOCAL_WORLD_SIZE")
     real = plan(planned.views, backend=planned.backend, places=places)
-    meant = plan(planned.views, backend=planned.backend, node_size=per_node)
+    meant = None
+    if per_node is not None:
+        meant = plan(planned.views, backend=planned.backend, node_size=int(per_node))
     examined = []
     for index, group in enumerate(planned.groups):
         seen = [each["groups"][index] for each in measured]
@@ -103,7 +105,7 @@ def _judge_axes(
                 bytes_per_second=moved / seconds if size > 1 else None,
                 slow_groups=[list(ranks) for ranks in slow_groups(large)],
                 nodes=real.groups[index].crossings[0].max,
-                planned_nodes=meant.groups[index].crossings[0].max,
+                planned_nodes=None if meant is None else meant.groups[index].crossings[0].max,
             )
         )
     return examined

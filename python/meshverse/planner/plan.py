@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
@@ -13,7 +14,7 @@ from meshverse.topology import Topology
 from .crossings import crossing_of, ranks_of_all_groups
 from .places import Places, several
 from .planned import Mine, Plan, PlannedGroup
-from .views import View, check_fits, read_view
+from .views import View, check_fits, read_view, whole_number
 
 __all__ = ["plan"]
 
@@ -50,41 +51,55 @@ def plan(
 
     Raises:
         ValueError: a view that cannot be read or does not cover the world; a rank outside of it;
-            node or domain sizes below 1; places or a topology of another number of ranks; a level
-            that is given twice.
+            numbers that are no ints; a world of no rank, or of more than 2**24; node or domain
+            sizes below 1; places or a topology of another number of ranks; a level that is given
+            twice.
+        TypeError: something that is no view, or one view that is not in a list.
     """
+    if isinstance(views, (str, Mapping, View)):
+        raise TypeError(
+            f"views={views!r} is one view: give a list of views, such as ['dp=4,tp=8']."
+        )
     read = tuple(_view(view) for view in views)
     if not read:
         raise ValueError('There is no view to plan: give one, such as "pp=2,dp=4,tp=8".')
-    world = read[0].size if world_size is None else world_size
+    world = read[0].size if world_size is None else _number("world_size", world_size)
     for view in read:
         check_fits(view, world)
-    if not 0 <= rank < world:
-        raise ValueError(f"rank={rank} is outside the world: give one of 0 to {world - 1}.")
+    number = whole_number(rank)
+    if number is None or not 0 <= number < world:
+        raise ValueError(f"rank={rank!r} is outside the world: give one of 0 to {world - 1}.")
+    backend = backend.lower()  # as torch does
     known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
     if node_size is not None:
-        known.append(Places.in_blocks("node", world, node_size))
+        node_size = _number("node_size", node_size)
+        known.append(Places.in_blocks("node", world, min(node_size, world)))
     if domain_size is not None:
-        known.append(Places.in_blocks("domain", world, domain_size))
+        domain_size = _number("domain_size", domain_size)
+        known.append(Places.in_blocks("domain", world, min(domain_size, world)))
     if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
         raise ValueError(
             f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
             "places= out where a topology tells the level."
         )
+    for name in (backend, *(level.level for level in known)):
+        if not name.isprintable():  # it would change the terminal that shows the plan
+            raise ValueError(f"{name!r} is no name of a backend or a level: give printable text.")
     for level in known:
         if len(level.of_rank) != world:
             raise ValueError(
                 f"The {level.several} of {len(level.of_rank)} ranks are given, but the world has "
                 f"{world}: give one for each rank."
             )
-    figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
+    measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
+    figures = {**COMMUNICATOR_BYTES, **measured}
     asked = _asked(read)
     groups = tuple(
         _planned(axis, names, world, known, estimate_bytes(backend, axis.size, figures))
         for axis, names in asked.items()
     )
     warnings = _warnings(groups, known)
-    mine = _mine(rank, list(asked), groups, world)
+    mine = _mine(number, list(asked), groups, world)
     return Plan(world, read, backend, groups, mine, warnings, node_size)
 
 
@@ -93,7 +108,18 @@ def _view(view: View | Mapping[str, int] | str) -> View:
         return view
     if isinstance(view, str):
         return read_view(view)
-    return read_view(",".join(f"{name}={size}" for name, size in view.items()))
+    if not isinstance(view, Mapping):
+        raise TypeError(
+            f"{view!r} is no view: give text such as 'dp=4,tp=8', sizes by name, or a View."
+        )
+    return View(view)
+
+
+def _number(name: str, given: Any) -> int:
+    number = whole_number(given)
+    if number is None:
+        raise ValueError(f"{name}={given!r}: give an int above 0.")
+    return number
 
 
 def _asked(views: Sequence[View]) -> dict[AxisLayout, dict[str, int]]:

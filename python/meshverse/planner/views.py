@@ -7,16 +7,20 @@ names them: "loss=dp*cp".
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshverse._core import AxisLayout, Layout
-from meshverse.layouts.user_input import check_axis_names
 from meshverse.parallel.meshes.create import fsdp2_specs
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 
-__all__ = ["View", "check_fits", "read_view", "trainer_views"]
+__all__ = ["MOST_RANKS", "View", "check_fits", "read_view", "trainer_views", "whole_number"]
+
+MOST_RANKS = 2**24
+"""The largest world that is planned. Planning takes memory for every rank: some GiB for this."""
 
 _N_NEAREST = 3
 
@@ -28,10 +32,65 @@ class View:
     Attributes:
         sizes: of the axes, by name, the rightmost varying fastest.
         flattened: by name, the axes that a flattened axis combines.
+
+    Raises:
+        TypeError: sizes or flattened axes that are no mapping.
+        ValueError: a view that no mesh can have: no axis, a name that is there twice or that no
+            text can hold, a size that is no int above 0, or a flattened axis of no axes, of axes
+            that the view has not, or in another order.
     """
 
     sizes: Mapping[str, int]
     flattened: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, given in (("sizes", self.sizes), ("flattened", self.flattened)):
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    f"{what}={given!r} of a view: give a mapping from the names of its axes, such "
+                    'as View({"dp": 4, "tp": 8}, {"all": ("dp", "tp")}).'
+                )
+        if not self.sizes:
+            raise ValueError(f"The view {str(self)!r} has no axis with a size, such as dp=8.")
+        for name in (*self.sizes, *self.flattened):
+            _check_name(name)
+        # Copies: what the caller changes later does not change the view.
+        sizes = {name: self._size(name, size) for name, size in self.sizes.items()}
+        flattened = {name: self._parts(name, parts) for name, parts in self.flattened.items()}
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "flattened", flattened)
+
+    def _size(self, name: str, size: Any) -> int:
+        number = whole_number(size)
+        if number is None or number < 1:
+            raise ValueError(
+                f"{name}={size} in the view {str(self)!r} is no size: give an int above 0."
+            )
+        return number
+
+    def _parts(self, name: str, given: Any) -> tuple[str, ...]:
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"The flattened axis {name}={given!r}: give a tuple of names of axes.")
+        parts, names = tuple(given), list(self.sizes)
+        if name in names:
+            raise ValueError(
+                f"The view {str(self)!r} has the axis {name!r} twice: give it another name."
+            )
+        unknown = [part for part in parts if part not in names]
+        if not parts or unknown or len(set(parts)) < len(parts):
+            what = f"no axis {unknown[0]!r}" if unknown else "it names one of them twice"
+            raise ValueError(
+                f"The flattened axis {name}={'*'.join(map(str, parts))} of the view {str(self)!r}: "
+                f"{what if parts else 'it is of no axis'}. The axes are {', '.join(names)}."
+            )
+        ordered = sorted(parts, key=names.index)
+        if ordered != list(parts):
+            raise ValueError(
+                f"The flattened axis {name}={'*'.join(parts)} of the view {str(self)!r} has its "
+                "axes in another order than the view, which no mesh can have: write "
+                f"{name}={'*'.join(ordered)}."
+            )
+        return parts
 
     @property
     def size(self) -> int:
@@ -49,7 +108,25 @@ class View:
 
     def __str__(self) -> str:
         axes = [f"{name}={size}" for name, size in self.sizes.items()]
-        return ",".join([*axes, *(f"{name}={'*'.join(of)}" for name, of in self.flattened.items())])
+        axes += [f"{name}={'*'.join(map(str, of))}" for name, of in self.flattened.items()]
+        return ",".join(axes)
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number as an int; None of a bool, a float, or what is no number."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _check_name(name: Any) -> None:
+    is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
+    if not (is_text and name) or any(mark in name for mark in ",=*"):
+        raise ValueError(
+            f"{name!r} is no name of an axis of a view: give printable text without any of ',=*' "
+            "and without spaces around it."
+        )
 
 
 def read_view(text: str) -> View:
@@ -73,51 +150,31 @@ def read_view(text: str) -> View:
                 f"The view {text!r} has the axis {name!r} twice: give it another name."
             )
         if re.fullmatch(r"[0-9]+", value):
-            sizes[name] = _positive(name, int(value), text)
+            sizes[name] = int(value)
         elif re.fullmatch(r"[+-]?[0-9.]+", value):
             raise ValueError(
                 f"{name}={value} in the view {text!r} is no size: give an int above 0."
             )
         else:
             flattened[name] = tuple(piece.strip() for piece in value.split("*"))
-    view = View(sizes, flattened)
-    _check(view, text)
-    return view
-
-
-def _positive(name: str, size: int, text: str) -> int:
-    if size < 1:
-        raise ValueError(f"{name}={size} in the view {text!r} is no size: give an int above 0.")
-    return size
-
-
-def _check(view: View, text: str) -> None:
-    if not view.sizes:
-        raise ValueError(f"The view {text!r} has no axis with a size, such as dp=8.")
-    check_axis_names(tuple(view.sizes), len(view.sizes))
-    names = list(view.sizes)
-    for name, parts in view.flattened.items():
-        unknown = [part for part in parts if part not in names]
-        if unknown or len(set(parts)) < len(parts):
-            what = f"no axis {unknown[0]!r}" if unknown else "it names one of them twice"
-            raise ValueError(
-                f"The flattened axis {name}={'*'.join(parts)} of the view {text!r}: {what}. The "
-                f"axes are {', '.join(names)}."
-            )
-        if sorted(parts, key=names.index) != list(parts):
-            ordered = "*".join(sorted(parts, key=names.index))
-            raise ValueError(
-                f"The flattened axis {name}={'*'.join(parts)} of the view {text!r} has its axes in "
-                f"another order than the view, which no mesh can have: write {name}={ordered}."
-            )
+    return View(sizes, flattened)
 
 
 def check_fits(view: View, world_size: int) -> None:
     """Check that a view covers a world.
 
     Raises:
-        ValueError: it has more or fewer ranks. The error names the nearest views that fit.
+        ValueError: it has more or fewer ranks; the error names the nearest views that fit. Or the
+            world has no rank, or one of the two has more than `MOST_RANKS`.
     """
+    if world_size < 1:
+        raise ValueError(f"A world of {world_size} ranks: give an int above 0.")
+    for what, size in ((f"The view {view}", view.size), ("The world", world_size)):
+        if size > MOST_RANKS:
+            raise ValueError(
+                f"{what} has {size:,} ranks: a plan is of at most {MOST_RANKS:,}, because it "
+                "takes memory for every rank."
+            )
     if view.size == world_size:
         return
     near = nearest(view.sizes, world_size)

@@ -1,0 +1,106 @@
+"""What the doctor is asked is checked on every rank before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshverse.commands.main import main
+from meshverse.doctor import examine
+from meshverse.doctor.doctor import _blocking_wait
+
+_LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a launcher, with a port that nobody may open: nothing can start."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", _WAIT):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in _LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "1", "RANK='1' in the environment: the launcher has to give an int from 0 to 0"),
+        ("RANK", "-1", "RANK='-1'"),
+        ("RANK", "zero", "RANK='zero'"),
+        (
+            "WORLD_SIZE",
+            "0",
+            "WORLD_SIZE='0' in the environment: the launcher has to give an int of",
+        ),
+        ("WORLD_SIZE", "1.0", "WORLD_SIZE='1.0'"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http'"),
+        ("MASTER_PORT", "65536", "an int from 1 to 65535"),
+        ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE='0'"),
+        ("LOCAL_WORLD_SIZE", "8(x2)", "LOCAL_WORLD_SIZE='8(x2)'"),
+        ("LOCAL_RANK", "", "LOCAL_RANK=''"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(monkeypatch, name, value, said: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        examine(["dp=1"], backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "nope"}, "The backend 'nope' is not in this torch, which has gloo"),
+        ({"backend": "cpu:gloo,cuda:nope"}, "is not in this torch, which has gloo"),
+        ({"backend": "gloo,cuda:gloo"}, "'gloo' in the backend 'gloo,cuda:gloo' has no device"),
+        ({"backend": "undefined"}, "is not in this torch"),
+        ({"timeout": timedelta(0)}, "give a timedelta from 1 ms to 30 days"),
+        ({"timeout": timedelta.max}, "give a timedelta from 1 ms to 30 days"),
+        ({"timeout": 60}, "timeout=60: give a timedelta"),
+        ({"large_bytes": 0}, "large_bytes=0: give an int above 0"),
+        ({"large_bytes": 2.5}, "large_bytes=2.5: give an int above 0"),
+        ({"large_bytes": True}, "large_bytes=True: give an int above 0"),
+    ],
+)
+def test_what_cannot_be_examined_is_told(options, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        examine(["dp=1"], **{"backend": "gloo", **options})
+
+
+@pytest.mark.parametrize("number", ["inf", "1e30", "nan", "-1", "0"])
+@pytest.mark.parametrize("option", ["--timeout", "--megabytes"])
+def test_a_number_that_no_job_can_have_ends_with_2(option: str, number: str, capsys) -> None:
+    assert main(["doctor", "dp=1", option, number]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "give a number above 0, 1,000,000 at most" in line
+
+
+def test_a_default_group_that_is_there_stays(world) -> None:
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="There is a default process group already"):
+        examine(["dp=1"], backend="gloo")
+    assert dist.group.WORLD is group
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:NCCL"])
+def test_nccl_without_a_device_is_told_and_sets_nothing(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"needs a CUDA device|is not in this torch"):
+        examine(["dp=1"], backend=backend)
+    assert _WAIT not in os.environ
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_the_variable_of_nccl_is_put_back(monkeypatch, before: str | None) -> None:
+    if before is not None:
+        monkeypatch.setenv(_WAIT, before)
+    with contextlib.suppress(TimeoutError), _blocking_wait():
+        assert os.environ[_WAIT] == (before or "1")
+        raise TimeoutError
+    assert os.environ.get(_WAIT) == before
