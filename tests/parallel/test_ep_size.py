@@ -325,3 +325,14 @@ def test_the_name_for_the_loss_does_not_change_gradients(name: str, monkeypatch)
         mesh = _root(dp_replicate_size=2, ep_size=2)
         fsdp2_strategy_parallelize(Model(), mesh, dp_cp_mesh_name=name)
     assert scales == [0.5]
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_stage_is_refused_sequence_parallelism(rank: int) -> None:
+    with fake_world(8, rank):
+        mesh = _root(pp_size=2, tp_size=2)
+        model = _two_stages(Model(), mesh)
+        before = dict(model.named_parameters())
+        with pytest.raises(ValueError, match=r"sequence_parallel=True for stage \d of 2 of Model"):
+            fsdp2_strategy_parallelize(model, mesh, sequence_parallel=True)
+        assert dict(model.named_parameters()) == before

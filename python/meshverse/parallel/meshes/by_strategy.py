@@ -111,8 +111,8 @@ def _check_ddp(
     """Check that what is asked for is what DDP does: train on all ranks of its process group."""
     if timeout_minutes is not None:
         raise ValueError(
-            f"timeout_minutes={timeout_minutes!r}: DDP has no mesh whose groups would have it. Give "
-            "it to init_process_group(timeout=...), and leave it unset here."
+            f"timeout_minutes={timeout_minutes!r}: DDP has no mesh whose groups would have it. "
+            "Give it to init_process_group(timeout=...), and leave it unset here."
         )
     if ranks is not None:
         raise ValueError(

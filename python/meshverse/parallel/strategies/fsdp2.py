@@ -42,7 +42,12 @@ from meshverse.parallel.models.compiling import compile_layers, warn_of_async_te
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
 from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
-from .other_degrees import mesh_of_stage, refuse_uncovered, tell_of_context
+from .other_degrees import (
+    mesh_of_stage,
+    refuse_split_sequences,
+    refuse_uncovered,
+    tell_of_context,
+)
 
 __all__ = ["fsdp2_strategy_parallelize", "unshard_fsdp2_model"]
 
@@ -133,6 +138,7 @@ def fsdp2_strategy_parallelize(
     checkpointing_parts(activation_checkpointing_scope)
     check_not_sharded(model)
     device_mesh = mesh_of_stage(model, device_mesh)
+    refuse_split_sequences(model, sequence_parallel=sequence_parallel)
     refuse_uncovered(device_mesh, (fsdp_mesh, tp_mesh))
     tell_of_context(device_mesh)
 

@@ -22,6 +22,7 @@ __all__ = [
     "refuse_experts",
     "refuse_pipeline",
     "refuse_replicas",
+    "refuse_split_sequences",
     "refuse_uncovered",
     "tell_of_context",
 ]
@@ -70,6 +71,21 @@ def refuse_pipeline(model: nn.Module, mesh: DeviceMesh) -> None:
             f"pp={size}: {type(model).__name__} would be whole on each of the {size} stages. "
             "Megatron-FSDP has no pipeline stages. Make the mesh with "
             "create_megatron_fsdp_device_mesh, or use FSDP2."
+        )
+
+
+def refuse_split_sequences(model: nn.Module, *, sequence_parallel: bool) -> None:
+    """Refuse sequence parallelism for one of several pipeline stages, which pass on whole states.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    own = stage_of(model)
+    if sequence_parallel and own is not None and own.count > 1:
+        raise ValueError(
+            f"sequence_parallel=True for stage {own.index} of {own.count} of "
+            f"{type(model).__name__}: stages pass on whole hidden states. Use "
+            "sequence_parallel=False."
         )
 
 
