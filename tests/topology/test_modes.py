@@ -121,6 +121,8 @@ def test_what_an_axis_crosses(mode: _Mode) -> None:
 
 @pytest.mark.parametrize("asked", [{"topology": _IN_TURN}, {"node_size": 2, "domain_size": 4}])
 def test_a_plan_is_made_under_a_default_device(asked) -> None:
-    with torch.device("meta"):
-        planned = plan(["dp=2,tp=4"], **asked)
-    assert str(planned) == str(plan(["dp=2,tp=4"], **asked))
+    expected = str(plan(["dp=2,tp=4"], **asked))
+    for mode in (torch.device("meta"), FakeTensorMode()):
+        with mode:
+            planned = plan(["dp=2,tp=4"], **asked)
+        assert str(planned) == expected

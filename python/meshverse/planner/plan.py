@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.topology import Topology
@@ -21,6 +22,7 @@ __all__ = ["plan"]
 _SHOULD_STAY_INSIDE = re.compile(r"(^|_)e?tp|tensor", re.IGNORECASE)
 
 
+@compat.untraced()
 def plan(
     views: Sequence[View | Mapping[str, int] | str],
     *,
