@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from meshverse.agreement import Board, shortened
 from meshverse.world.world import World, WorldState
@@ -60,7 +61,8 @@ def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] 
     if domain is None:
         domain = nvlink_domain() or place.get("domain", "")
     place = {**place, "domain": domain} if domain else place
-    for name, part in place.items():
+    given: Mapping[Any, Any] = place
+    for name, part in given.items():
         if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
             raise TypeError(
                 f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
