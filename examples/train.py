@@ -116,7 +116,7 @@ def main():
         dcp.load({"training": training}, checkpoint_id=checkpoint, process_group=savers)
         say(f"going on from {checkpoint}")
     data = get_flat_mesh(mesh, "dp_cp")  # the ranks that have a share of the batch each
-    assert not options.batch % (n := data.size() * options.accumulate), f"no multiple of {n}"
+    assert not options.batch % (n := data.size() * options.accumulate), f"batch: no multiple of {n}"
     while training.step < options.steps:
         start = time.perf_counter()
         tokens = batch_of(training.step, options, config.vocab_size).to(mesh.device_type)
