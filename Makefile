@@ -33,7 +33,7 @@ test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and instal
 families: export MESHVERSE_ALL_FAMILIES := 1
 families: export MESHVERSE_WRITE_TABLES := 1
 families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
-	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py $(ARGS)
+	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
