@@ -186,7 +186,8 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
 
 def _note_of(rank: int, port: int) -> str | None:
     try:
-        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+        moment = timedelta(seconds=2)  # the store may not be there yet
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=moment)
         notes = dist.PrefixStore("meshverse doctor 0 0", store)
         return notes.get(f"note {rank}").decode() if notes.check([f"note {rank}"]) else None
     except dist.DistError:
