@@ -2,7 +2,7 @@
 
 - `roll_call`: which ranks are there, and which one the others wait for.
 - `measuring`: what one rank measures: the store, its clock, its speed, its groups.
-- `judging`: what is out of line, in numbers of all ranks.
+- `outliers`: what is out of line, in numbers of all ranks.
 - `verdict`: what the measurements of all ranks say of the job.
 - `examination`: the result, as data and as a table.
 - `doctor`: all of it, in the order in which the ranks do it.

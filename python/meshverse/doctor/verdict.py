@@ -12,7 +12,7 @@ from meshverse.planner import Places, Plan, plan
 from meshverse.report.tables import shortened_ranks
 
 from .examination import AxisExamined, Examination
-from .judging import clock_offsets, differing, slow_groups, slow_ranks, stragglers
+from .outliers import clock_offsets, differing, slow_groups, slow_ranks, stragglers
 
 __all__ = ["judge"]
 
