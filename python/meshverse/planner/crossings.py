@@ -29,7 +29,6 @@ class Crossing:
         max: the same of those with the most.
         busiest: steps of rings that leave the busiest part, of all groups of the axis together.
         mean: steps that leave a part, on average.
-        block_size: ranks on each part where parts are equal blocks of ranks in order; else None.
     """
 
     level: str
@@ -37,7 +36,6 @@ class Crossing:
     max: int
     busiest: int
     mean: float
-    block_size: int | None = None
 
     @property
     def imbalance(self) -> float:
@@ -73,5 +71,4 @@ def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
         int(spans.max()),
         int(steps.max()),
         float(steps.double().mean()),
-        places.block_size,
     )

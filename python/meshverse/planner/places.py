@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -53,18 +52,11 @@ class Places:
         return [Places(level.name, level.of_rank) for level in topology.levels]
 
     @property
-    def several(self) -> str:
-        """What several parts are called."""
-        return several(self.level)
-
-    @property
-    @compat.untraced()
     def count(self) -> int:
         """Number of parts."""
         return int(self.of_rank.max()) + 1
 
-    @cached_property
-    @compat.untraced()
+    @property
     def block_size(self) -> int | None:
         """Ranks on each part, the last of which may have fewer; None if they are not such blocks.
 

@@ -90,8 +90,8 @@ def plan(
     for level in known:
         if len(level.of_rank) != world:
             raise ValueError(
-                f"The {level.several} of {len(level.of_rank)} ranks are given, but the world has "
-                f"{world}: give one for each rank."
+                f"The {several(level.level)} of {len(level.of_rank)} ranks are given, but the "
+                f"world has {world}: give one for each rank."
             )
     measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
     figures = {**COMMUNICATOR_BYTES, **measured}
@@ -102,6 +102,8 @@ def plan(
     )
     warnings = _warnings(groups, known)
     mine = _mine(number, list(asked), groups, world)
+    if node_size is None:
+        node_size = next((each.block_size for each in known if each.level == "node"), None)
     return Plan(world, read, backend, groups, mine, warnings, node_size)
 
 
@@ -199,7 +201,7 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
         sizes = level.of_rank.bincount()
         if len(sizes) and int(sizes.min()) != int(sizes.max()):
             warnings.append(
-                f"The {level.several} are uneven: they have {int(sizes.min())} to "
+                f"The {several(level.level)} are uneven: they have {int(sizes.min())} to "
                 f"{int(sizes.max())} ranks."
             )
     return tuple(warnings)

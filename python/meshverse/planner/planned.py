@@ -93,13 +93,7 @@ class Plan:
     groups: tuple[PlannedGroup, ...]
     mine: Mine
     warnings: tuple[str, ...]
-    node_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.node_size is None:
-            crossings = self.groups[0].crossings
-            known = next((each.block_size for each in crossings if each.level == "node"), None)
-            object.__setattr__(self, "node_size", known)  # of a frozen dataclass
+    node_size: int | None
 
     @property
     def bytes(self) -> int:
@@ -146,13 +140,6 @@ class Plan:
         )
         numbers = {axis: number for number, axis in enumerate(axes)}
         mine = self.mine
-        memory = ""
-        if mine.stock_bytes and all(group.bytes_each is not None for group in self.groups):
-            memory = (
-                f" Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
-                f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(self.bytes)}, stock "
-                f"{in_bytes(self.stock_bytes)}."
-            )
         return Picture(
             title=f"Planned process groups of {self.world:,} ranks",
             rank_map=RankMap.identity(self.world),
@@ -169,12 +156,24 @@ class Plan:
             ),
             node_size=self.node_size,
             summary=f"Backend {self.backend}. The views ask for {mine.requested} process groups: "
-            f"{mine.created} are made, stock makes {mine.stock_created}.{memory}",
+            f"{mine.created} are made, stock makes {mine.stock_created}. {_memory(self)}".rstrip(),
             notes=self.warnings,
         )
 
     def __str__(self) -> str:
         return "\n".join([*_head(self), *_table(self.groups), "", *_foot(self)])
+
+
+def _memory(plan: Plan) -> str:
+    """What the communicators take, in words; empty where that is nothing, or unknown."""
+    mine = plan.mine
+    if not mine.stock_bytes or any(group.bytes_each is None for group in plan.groups):
+        return ""
+    return (
+        f"Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
+        f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(plan.bytes)}, stock "
+        f"{in_bytes(plan.stock_bytes)}."
+    )
 
 
 def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
@@ -254,12 +253,8 @@ def _foot(plan: Plan) -> Iterator[str]:
         yield "An axis over all ranks is on the default group itself: none is made for it."
     if any(group.bytes_each is None for group in plan.groups):
         yield f"No estimate of memory: what a communicator of {plan.backend} takes is unknown."
-    elif mine.stock_bytes:
-        yield (
-            f"Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
-            f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(plan.bytes)}, stock "
-            f"{in_bytes(plan.stock_bytes)}. docs/plan.md says where the estimate comes from."
-        )
+    elif memory := _memory(plan):
+        yield f"{memory} docs/plan.md says where the estimate comes from."
     if plan.warnings:
         yield ""
         yield from (f"Note: {warning}" for warning in plan.warnings)
