@@ -52,11 +52,13 @@ class Places:
         return [Places(level.name, level.of_rank) for level in topology.levels]
 
     @property
+    @compat.untraced()
     def count(self) -> int:
         """Number of parts."""
         return int(self.of_rank.max()) + 1
 
     @property
+    @compat.untraced()
     def block_size(self) -> int | None:
         """Ranks on each part, the last of which may have fewer; None if they are not such blocks.
 
