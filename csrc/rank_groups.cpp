@@ -27,9 +27,14 @@ std::vector<std::int64_t> RankGroups::ranks_of(std::int64_t position) const {
 }
 
 Fingerprint RankGroups::fingerprint_of(std::int64_t position, std::string_view salt) const {
+  return fingerprint_of_ranks(ranks_of(position), salt);
+}
+
+Fingerprint RankGroups::fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
+                                             std::string_view salt) const {
   FingerprintBuilder builder;
   builder.add(salt).add(axis_.to_string());
-  for (const std::int64_t rank : ranks_of(position)) builder.add(rank);
+  for (const std::int64_t rank : ranks) builder.add(rank);
   return builder.finish();
 }
 

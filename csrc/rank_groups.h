@@ -39,6 +39,10 @@ class RankGroups {
   // axis and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
+  // The same for the group with these ranks.
+  Fingerprint fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
+                                   std::string_view salt) const;
+
   // The global ranks of every group, as int64 of shape (n_groups, group_size). O(world).
   RankArray all() const;
 

@@ -36,11 +36,15 @@ using PyGroupCache = GroupCache<py::object, InterpreterReleased>;
 
 py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : py::none(); }
 
-// The entry of every axis, ascending; None unless all are there.
-py::object find(const PyGroupCache& cache, const Layout& axes, const OptionsKey& key) {
+// The entry of `n` axes from `first` on, ascending; None unless all are there.
+py::object find(const PyGroupCache& cache, const Layout& layout, std::int64_t first, std::int64_t n,
+                const OptionsKey& options) {
   py::list entries;
-  for (const AxisLayout& axis : axes.axes()) {
-    py::object entry = cache.get({axis.is_sorted() ? axis : axis.sorted(), key});
+  GroupKey key{AxisLayout(), options};
+  for (std::int64_t i = first; i < first + n; ++i) {
+    const AxisLayout& axis = layout.axis(i);
+    key.axis = axis.is_sorted() ? axis : axis.sorted();
+    py::object entry = cache.get(key);
     if (!entry) return py::none();
     entries.append(std::move(entry));
   }
@@ -117,10 +121,13 @@ Raises:
             return none_if_absent(self.get({axis, key}));
           },
           "axis"_a, "key"_a, "The entry of ``(axis, key)``, or None where there is none yet.")
-      .def("find", &find, "axes"_a, "key"_a,
-           R"(The entries of several axes with one key, or None unless all of them are there.
+      .def("find", &find, "layout"_a, "first"_a, "n"_a, "key"_a,
+           R"(The entries of ``n`` axes of a layout with one key, or None unless all are there.
 
 An axis that is not ascending stands for the same ranks in ascending order.
+
+Raises:
+    IndexError: The layout has less than ``first + n`` axes.
 )")
       .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
       .def(

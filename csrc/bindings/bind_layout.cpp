@@ -59,6 +59,15 @@ py::tuple axes_of(const Layout& layout) {
   return axes;
 }
 
+py::tuple ascending_axes_of(const Layout& layout) {
+  py::tuple axes(layout.axes().size());
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    const AxisLayout& axis = layout.axes()[i];
+    axes[i] = py::cast(axis.is_sorted() ? axis : axis.sorted());
+  }
+  return axes;
+}
+
 std::string repr_of(const AxisLayout& layout) {
   return "AxisLayout(" + std::string(py::str(sizes_of(layout))) + ":" +
          std::string(py::str(strides_of(layout))) + ")";
@@ -134,6 +143,8 @@ void bind_layout_of_axes(py::class_<Layout>& layout) {
 Layout(2:4, 4:1)
 )")
       .def_property_readonly("axes", &axes_of, "The axis layouts, in order.")
+      .def_property_readonly("ascending", &ascending_axes_of,
+                             "Each axis with its positions in ascending order.")
       .def_property_readonly(
           "shape", [](const Layout& self) { return to_tuple(self.shape()); }, "Size of every axis.")
       .def_property_readonly("size", &Layout::size,

@@ -1,4 +1,6 @@
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <pybind11/stl.h>
 
@@ -79,6 +81,17 @@ Raises:
                std::to_string(self.group_size()) + " along " + self.axis().to_string() + " over " +
                self.rank_map()->to_string() + ")";
       });
+  module.def(
+      "rank_group",
+      [](const AxisLayout& axis, const RankMap::Ptr& rank_map, std::int64_t position,
+         const std::string& salt) {
+        const RankGroups all(axis, rank_map);
+        std::vector<std::int64_t> ranks = all.ranks_of(position);
+        std::string fingerprint = all.fingerprint_of_ranks(ranks, salt).hex();
+        return std::make_pair(std::move(ranks), std::move(fingerprint));
+      },
+      "axis"_a, py::arg("rank_map").none(false), "position"_a, "salt"_a,
+      "``ranks_of(position)`` and ``fingerprint_of(position, salt)`` of these ``RankGroups``.");
   set_new(
       groups,
       [](const py::object&, const AxisLayout& axis, const RankMap::Ptr& rank_map) {

@@ -49,14 +49,18 @@ def test_an_entry_is_made_once_for_every_pair():
 def test_several_entries_are_found_together_or_not_at_all():
     cache, key = GroupCache(), OptionsKey.of("gloo")
     axes = Layout([AxisLayout(2, 4), AxisLayout((2, 2), (1, 2))])
-    assert cache.find(axes, key) is None
+    assert cache.find(axes, 0, 2, key) is None
     cache.get_or_create(axes[0], key, lambda: "first")
-    assert cache.find(axes, key) is None
+    assert cache.find(axes, 0, 2, key) is None
+    assert cache.find(axes, 0, 1, key) == ["first"]
     cache.get_or_create(axes[1].sorted(), key, lambda: "second")  # the same ranks, ascending
     assert axes[1] != axes[1].sorted()
-    assert cache.find(axes, key) == ["first", "second"]
-    assert cache.find(axes, OptionsKey.of("nccl")) is None
-    assert cache.find(Layout([]), key) == []
+    assert cache.find(axes, 0, 2, key) == ["first", "second"]
+    assert cache.find(axes, 1, 1, key) == ["second"]
+    assert cache.find(axes, 0, 2, OptionsKey.of("nccl")) is None
+    assert cache.find(Layout([]), 0, 0, key) == []
+    with pytest.raises(IndexError, match="axis 2 of layout"):
+        cache.find(axes, 1, 2, key)
 
 
 def test_none_is_an_entry_like_any_other():

@@ -188,3 +188,8 @@ def test_coordinate_needs_axes_that_do_not_overlap():
         overlapping.coordinate(3)
     with pytest.raises(IndexError, match=r"position -1 in layout .*positions start at 0"):
         Layout.from_shape((2, 4)).base(-1)
+
+
+def test_ascending_axes_hold_the_same_positions():
+    axes = Layout([AxisLayout(2, 4), AxisLayout((2, 2), (1, 2)), AxisLayout(3, 0)])
+    assert axes.ascending == (axes[0], AxisLayout(4), axes[2])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core import oracle
-from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse._core import AxisLayout, RankGroups, RankMap, rank_group
 
 unique_ranks = st.lists(st.integers(0, 2**40), min_size=1, max_size=30, unique=True)
 
@@ -157,6 +157,8 @@ def test_every_rank_finds_its_own_group_by_itself(axis_and_ranks):
         mine = groups.ranks_of(position)
         assert mine == expected[groups.group_index(position)]
         assert mine[groups.coordinate(position)] == rank
+        both = rank_group(axis, groups.rank_map, position, "salt")
+        assert both == (mine, groups.fingerprint_of(position, "salt"))
 
 
 def test_a_million_ranks_cost_one_rank_nothing():

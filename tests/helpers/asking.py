@@ -159,7 +159,6 @@ OF_UNIVERSE: dict[str, Question] = {
     ],
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
-    "size": lambda mesh: mesh.universe.size,
     "serial": lambda mesh: mesh.universe.serial,
 }
 USES_GROUPS_OF_UNIVERSE = {

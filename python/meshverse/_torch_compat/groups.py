@@ -150,9 +150,9 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
     """
     kept = c10d._world.pg_group_ranks
     ranks = kept.get(group)
-    if ranks is None or group is current_default_group():  # whose end is that of the world
-        return
     if type(ranks) is not Ranks:
+        if ranks is None or group is current_default_group():  # whose end is that of the world
+            return
         kept[group] = ranks = Ranks(ranks)
     key = id(ranks)
     if key not in _watches:

@@ -16,6 +16,7 @@ from meshverse.layouts.user_input import (
     ArrayLike,
     check_axis_names,
     check_layout,
+    check_same_ranks,
     read_groups,
     read_mesh,
     read_ranks,
@@ -96,6 +97,7 @@ class DeviceMesh(ReshapedMesh):
             if isinstance(_root_mesh, DeviceMesh):
                 universe = _root_mesh.universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
+            check_layout(layout, rank_map)
         names = check_axis_names(mesh_dim_names, len(layout))
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:  # torch adds groups that it has already
@@ -122,7 +124,8 @@ class DeviceMesh(ReshapedMesh):
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
-        check_layout(description.layout, rank_map, universe.rank_map if universe else None)
+        if universe is not None:
+            check_same_ranks(rank_map, universe.rank_map)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -135,8 +138,9 @@ class DeviceMesh(ReshapedMesh):
         self._enter(universe)
         names = None
         if init_backend:
-            labels, tags, layout = self._labels(), description.tags, description.layout
-            names = self._group_names_for(layout, labels, overrides, tags, call=call, layout=layout)
+            names = self._group_names_for(
+                *(description.layout, description.labels, overrides, description.tags), call=call
+            )
         self._take_group_names(names)
         universe.intern(self)
         if is_apart:

@@ -45,7 +45,7 @@ def note_root(mesh: MeshBase) -> None:
     with roots.lock:
         if roots.is_said:
             return
-        key = universe.rank_map, mesh.description
+        key = mesh._identity
         first, first_names = roots.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
             roots.first[key] = weakref.ref(universe), names

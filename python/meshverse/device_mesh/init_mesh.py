@@ -15,7 +15,13 @@ from meshverse._core import Layout, RankMap
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import check_axis_names, check_device_type, read_rank_map
 from meshverse.options.group_options import Defaults
-from meshverse.options.overrides import BackendOverride, normalize_overrides, normalize_tags
+from meshverse.options.isolation import current_tag
+from meshverse.options.overrides import (
+    BackendOverride,
+    Override,
+    normalize_overrides,
+    normalize_tags,
+)
 from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
 
@@ -144,8 +150,9 @@ def plan_mesh(
     Checks all that can be checked without the other ranks, and changes nothing.
     """
     check_device_type(device_type)
-    layout = Layout.from_shape(tuple(mesh_shape))
-    names = check_axis_names(mesh_dim_names, len(layout))
+    shape = tuple(mesh_shape)
+    layout = Layout.from_shape(shape)
+    names = check_axis_names(mesh_dim_names, len(shape))
     if topology is not None or traffic is not None:
         ranks = _ordered(layout, names, ranks, topology, traffic)
     rank_map = _rank_map_for(layout, ranks, universe)
@@ -154,14 +161,17 @@ def plan_mesh(
         said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
         make_universe = _universe_maker(universe, {**said, "check_consistency": check_consistency})
     description = MeshDescription(device_type, layout, names, preserve_rank_order)
-    if tags := normalize_tags(isolate, names, len(layout)):
-        description = description.with_tags(tags)
+    if isolate is not None or current_tag():
+        description = description.with_tags(normalize_tags(isolate, names, len(shape)))
+    overrides: Sequence[Override] = ()
+    if backend_override is not None:
+        overrides = normalize_overrides(backend_override, names, len(shape))
     mesh = object.__new__(DeviceMesh)
     build = partial(
         mesh._build,
         description,
         rank_map,
-        overrides=normalize_overrides(backend_override, names, len(layout)),
+        overrides=overrides,
         call="init_device_mesh",
         universe=universe,
         make_universe=make_universe,
@@ -209,6 +219,8 @@ def _ordered(
 def _rank_map_for(
     layout: Layout, ranks: Sequence[int] | torch.Tensor | None, universe: Universe | None
 ) -> RankMap:
+    if ranks is None and universe is None:
+        return RankMap.identity(layout.size)
     rank_map = RankMap.identity(layout.size) if ranks is None else read_rank_map(ranks)
     if rank_map.size != layout.size:
         raise ValueError(

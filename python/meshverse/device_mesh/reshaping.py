@@ -97,13 +97,11 @@ class ReshapedMesh(SlicedMesh):
                 flattened=compat.FLATTENED_ARE_APART,
                 tags=(tag,) if tag else (),
             )
-            override = normalize_override(backend_override)
             group_names = None
             if self._may_have_groups:
-                layout = description.layout
-                overrides = () if override == NO_OVERRIDE else (override,)
+                overrides = () if backend_override == NO_OVERRIDE else (backend_override,)
                 group_names = self._group_names_for(
-                    *(layout, (name,), overrides, description.tags), call="flatten", layout=layout
+                    *(description.layout, (name,), overrides, description.tags), call="flatten"
                 )
             known = self._in_universe(universe, description, group_names)
             universe.add_flattened(name, tag, known)
@@ -145,21 +143,22 @@ class ReshapedMesh(SlicedMesh):
         backend_override: BackendOverride | None = None,
         isolate: str | Mapping[int | str, str] | None = None,
     ) -> Self:
-        index = axis_index(self._description, dim)
-        new_axes, description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
+        index = axis_index(self._description, len(self._shape), dim)
+        description = unflatten_axis(self._description, index, mesh_sizes, mesh_dim_names)
+        n_new = len(mesh_dim_names)
         overrides: Sequence[Override] = ()
         if backend_override is not None:
-            overrides = normalize_overrides(backend_override, mesh_dim_names, len(new_axes))
-        end = index + len(new_axes)
+            overrides = normalize_overrides(backend_override, mesh_dim_names, n_new)
+        end = index + n_new
         tags = description.tags[index:end]
         if isolate is not None or tags or current_tag():
-            tags = normalize_tags(isolate, mesh_dim_names, len(new_axes), tags)
+            tags = normalize_tags(isolate, mesh_dim_names, n_new, tags)
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
             new = self._group_names_for(
-                *(new_axes, mesh_dim_names, overrides, tags),
+                *(description.layout, mesh_dim_names, overrides, tags),
                 call="unflatten",
-                layout=description.layout,
+                first=index,
             )
             group_names = [*group_names[:index], *new, *group_names[index + 1 :]]
         if any(tags):

@@ -8,10 +8,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from meshverse import _torch_compat as compat
-from meshverse._core import RankGroups
+from meshverse._core import RankGroups, rank_group
 from meshverse.agreement import Call, shortened
 from meshverse.world.names import Names
 from meshverse.world.world import World
@@ -32,8 +30,8 @@ __all__ = [
 
 def make_group(
     request: GroupRequest, world: World, meetings: GroupMeetings, call: Call | None
-) -> Group:
-    """Make my group of an axis.
+) -> tuple[Group, compat.ProcessGroup | None]:
+    """Make my group of an axis, and give it to be kept, where I am in one.
 
     Args:
         request: what it shall be.
@@ -45,27 +43,32 @@ def make_group(
         RuntimeError: other members did not come to make it, or wait for me to make another one.
         Whatever c10d raises. Nothing is kept then.
     """
-    if _is_default_group(request, world):
-        group_name = world.default_group.group_name
-        return Group(request, group_name, Origin.DEFAULT_GROUP, created=False, borrowed=True)
-    if _is_split(request, world):
-        return _made(request, _split(request, world), Origin.SPLIT)
-    if hazard := world.members_only_hazard(request.options.backend):
-        return _made(request, _make_by_all(request), Origin.BY_ALL, hazard)
+    origin, hazard = _how(request, world)
+    if origin is Origin.DEFAULT_GROUP:
+        mine = world.default_group
+        return Group(request, mine.group_name, origin, created=False, borrowed=True), mine
+    if origin is Origin.SPLIT:
+        return _made(request, _split(request, world), origin)
+    if origin is Origin.BY_ALL:
+        return _made(request, _make_by_all(request), origin, hazard)
     if request.position is None:
-        return Group(request, None, Origin.BY_MEMBERS, created=False)
-    groups = RankGroups(request.axis, request.rank_map)
-    name = _new_name(request, groups, world)
+        return Group(request, None, origin, created=False), None
+    ranks, identity = rank_group(
+        request.axis, request.rank_map, request.position, request.options.name_digest
+    )
+    if not request.keeps_order:
+        ranks.sort()
+    names = world.state(Names)
+    name = names.new(identity)
     try:
-        ranks = request.ordered(groups.ranks_of(request.position))
-        group = _make_by_members(request, ranks, name, world, meetings, call)
+        mine = _make_by_members(request, ranks, name, world, meetings, call)
     except BaseException:
         # An interrupt too: if the group was not made here, the other members fail too, and do the
         # same. So all members have the same name for the next attempt.
         if not is_made(name):
-            world.state(Names).take_back(name)
+            names.take_back(name)
         raise
-    return Group(request, group.group_name, Origin.BY_MEMBERS, created=True)
+    return Group(request, name, origin, created=True), mine
 
 
 def _made(
@@ -73,10 +76,9 @@ def _made(
     group: compat.ProcessGroup | None,
     origin: Origin,
     hazard: str | None = None,
-) -> Group:
-    if group is None:
-        return Group(request, None, origin, created=False, hazard=hazard)
-    return Group(request, group.group_name, origin, created=True, hazard=hazard)
+) -> tuple[Group, compat.ProcessGroup | None]:
+    name = None if group is None else group.group_name
+    return Group(request, name, origin, created=group is not None, hazard=hazard), group
 
 
 def prepare_group(request: GroupRequest, world: World) -> Group | None:
@@ -116,28 +118,27 @@ def make_prepared(
 
 def is_made_by_members(request: GroupRequest, world: World) -> bool:
     """Whether my group of an axis is made by its members alone, and I am one."""
-    is_there = request.position is None or _is_default_group(request, world)
-    return not is_there and not needs_all_ranks(request, world)
+    return request.position is not None and _how(request, world)[0] is Origin.BY_MEMBERS
 
 
 def needs_all_ranks(request: GroupRequest, world: World) -> bool:
     """Whether all ranks of the default group must take part in making the groups of an axis."""
-    if _is_default_group(request, world):
-        return False
-    hazard = world.members_only_hazard(request.options.backend)
-    return _is_split(request, world) or hazard is not None
+    return _how(request, world)[0] in (Origin.SPLIT, Origin.BY_ALL)
 
 
-def _is_default_group(request: GroupRequest, world: World) -> bool:
-    return (
+def _how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
+    """How the groups of an axis come to be, and why all ranks make them, if they do."""
+    options = request.options
+    if (
         request.axis.size == world.size
-        and request.options.key == world.default_options.key
+        and options.key == world.default_options.key
         and not compat.needs_own_world_group(world.default_group)
-    )
-
-
-def _is_split(request: GroupRequest, world: World) -> bool:
-    return world.can_split(request.options.backend) and not request.keeps_order
+    ):
+        return Origin.DEFAULT_GROUP, None
+    if world.can_split(options.backend) and not request.keeps_order:
+        return Origin.SPLIT, None
+    hazard = world.members_only_hazard(options.backend)
+    return Origin.BY_ALL if hazard else Origin.BY_MEMBERS, hazard
 
 
 def _split(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
@@ -170,7 +171,7 @@ def _make_by_all(request: GroupRequest) -> compat.ProcessGroup | None:
 
 def _new_name(request: GroupRequest, groups: RankGroups, world: World) -> str:
     assert request.position is not None
-    identity = groups.fingerprint_of(request.position, salt=request.options.name_key.digest)
+    identity = groups.fingerprint_of(request.position, salt=request.options.name_digest)
     return world.state(Names).new(identity)
 
 
@@ -185,23 +186,22 @@ def _make_by_members(
 ) -> compat.ProcessGroup:
     options = request.options
     attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
-    create = partial(
-        compat.create_by_members,
-        ranks,
-        world.default_group,
-        backend=options.backend,
-        options=options.backend_options_for_c10d(),
-        timeout=options.timeout,
-        name=name,
-        attempt=f"{attempt or ''} again {times_before}" if times_before else attempt or "",
-        description=f"mesh_{request.axis_name}",
-    )
-    try:
-        if attempt is None:
-            return create()
+    create = compat.create_by_members
+    if attempt is not None:
         # While gloo connects, this rank may be interrupted when the others have the group already.
-        with interrupt_after():
-            return create()
+        create = interrupt_after()(create)
+    default_group, own_options = world.default_group, options.backend_options_for_c10d()
+    try:
+        return create(
+            ranks,
+            default_group,
+            backend=options.backend,
+            options=own_options,
+            timeout=options.timeout,
+            name=name,
+            attempt=f"{attempt or ''} again {times_before}" if times_before else attempt or "",
+            description=f"mesh_{request.axis_name}",
+        )
     except RuntimeError as error:
         group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
         raise type(error)(

@@ -147,15 +147,19 @@ def check_flattened_name(
         )
 
 
-def axis_index(mesh: MeshDescription, dim: Any) -> int:
+def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
     """Index of an axis given by index or name.
+
+    Args:
+        mesh: the mesh.
+        ndim: its number of axes.
+        dim: what the user gives.
 
     Raises:
         ValueError: no axis of this name or index.
         IndexError: an index from the end, or of a type of numpy's, that is no axis.
         TypeError: neither index nor name, or a name where the mesh has none.
     """
-    ndim = len(mesh.layout)
     if isinstance(dim, str):
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
         if dim not in names:
@@ -173,7 +177,7 @@ def axis_index(mesh: MeshDescription, dim: Any) -> int:
 
 def unflatten_axis(
     mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
-) -> tuple[Layout, MeshDescription]:
+) -> MeshDescription:
     """The mesh with one axis split into several, the rightmost varying fastest, under its tag.
 
     Args:
@@ -181,9 +185,6 @@ def unflatten_axis(
         index: of the axis to split.
         sizes: of the new axes.
         names: of the new axes.
-
-    Returns:
-        The layout of the new axes alone, and the whole new mesh.
 
     Raises:
         ValueError: sizes that do not multiply out to the axis.
@@ -208,15 +209,14 @@ def unflatten_axis(
             f"correctly. The axes are {mesh.axis_names}."
         ) from None
     own_names = check_has_names(mesh, "unflatten", TypeError)
-    new_axes = layout.select(range(index, index + len(sizes)))
     all_names = (*own_names[:index], *names, *own_names[index + 1 :])
     tags = mesh.tags and (
         *mesh.tags[:index],
-        *(mesh.tags[index],) * len(new_axes),
+        *(mesh.tags[index],) * len(sizes),
         *mesh.tags[index + 1 :],
     )
-    checked, order = check_axis_names(all_names, len(layout)), mesh.preserve_rank_order
-    return new_axes, MeshDescription(mesh.device_type, layout, checked, order, tags=tags)
+    checked, order = check_axis_names(all_names, len(all_names)), mesh.preserve_rank_order
+    return MeshDescription(mesh.device_type, layout, checked, order, tags=tags)
 
 
 def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:

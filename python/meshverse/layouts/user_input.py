@@ -20,6 +20,7 @@ __all__ = [
     "check_axis_names",
     "check_device_type",
     "check_layout",
+    "check_same_ranks",
     "read_groups",
     "read_mesh",
     "read_rank_map",
@@ -135,8 +136,11 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
     """
     if not names:
         return None
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"mesh_dim_names must be a tuple of strings, one an axis; got {names!r}.")
+    for name in (None,) if isinstance(names, str) else names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"mesh_dim_names must be a tuple of strings, one an axis; got {names!r}."
+            )
     names = tuple(names)
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -152,23 +156,22 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
     return names
 
 
-def check_layout(layout: Layout, rank_map: RankMap, of_universe: RankMap | None) -> None:
-    """Check that a layout is a mesh over a rank map, and that the rank map is the universe's.
-
-    Args:
-        layout: of the mesh.
-        rank_map: that the mesh shall be over.
-        of_universe: the rank map of the universe that the mesh is to join, if there is one.
-
-    Raises:
-        AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
-        ValueError: other ranks than the universe's, or a layout whose copies do not cover them.
-    """
-    if of_universe is not None and rank_map != of_universe:
+def check_same_ranks(rank_map: RankMap, of_universe: RankMap) -> None:
+    """Raise ValueError unless a mesh over a rank map can join the universe of another."""
+    if rank_map != of_universe:
         raise ValueError(
             f"A mesh over {rank_map} cannot join a universe of {of_universe}: every mesh of "
             "a universe has the same ranks in the same order. Make a universe of its own for it."
         )
+
+
+def check_layout(layout: Layout, rank_map: RankMap) -> None:
+    """Check that a layout is a mesh over a rank map.
+
+    Raises:
+        AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
+        ValueError: a layout whose copies do not cover the ranks.
+    """
     if not layout.is_orthogonal():
         raise AssertionError(
             f"Please use a non-overlapping layout when creating a DeviceMesh: {layout} maps "

@@ -65,10 +65,9 @@ class MeshBase(StockDeviceMesh):
 
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
-        self._device_type = description.device_type
-        self._shape = description.layout.shape
-        self._mesh_dim_names = description.axis_names
-        self._preserve_rank_order = description.preserve_rank_order
+        # One step, where reading the fields by name would look each of them up.
+        self._device_type, layout, self._mesh_dim_names, self._preserve_rank_order, *_ = description
+        self._shape = layout.shape
         self._flatten_mapping = {}
 
     def _enter(self, universe: Universe) -> None:
@@ -84,8 +83,9 @@ class MeshBase(StockDeviceMesh):
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
         # If this mesh has isolation tags, `Universe.intern` may give it another root.
-        self.take_root(universe.roots.first)  # type: ignore[arg-type]  # which are meshes
-        if universe.rank_map.size <= _SMALL_WORLD:
+        root: Any = universe.roots.first
+        self._root_mesh = None if root is self else root
+        if universe.size <= _SMALL_WORLD:
             hash(self)
 
     def forget_place(self) -> None:

@@ -29,7 +29,7 @@ class GroupNames(list[str]):
     def __init__(
         self, names: Iterable[str], ready: Container[str], before_use: Callable[[str], object]
     ) -> None:
-        super().__init__(names)
+        list.__init__(self, names)  # as below
         self._ready = ready
         self._before_use = before_use
 

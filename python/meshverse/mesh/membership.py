@@ -88,8 +88,6 @@ class MemberMesh(RequestingMesh):
         self._enter(universe)
         names = None
         if self._may_have_groups:
-            names = self._group_names_for(
-                self.layout, self._labels(), (), tags, call="bind", layout=self.layout
-            )
+            names = self._group_names_for(self.layout, self._labels(), (), tags, call="bind")
         self._take_group_names(names)
         universe.intern(self)

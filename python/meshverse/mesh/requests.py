@@ -18,25 +18,27 @@ class RequestingMesh(ViewedMesh):
 
     def _group_names_for(
         self,
-        axes: Layout,
+        layout: Layout,
         names: Sequence[str],
         overrides: Sequence[Override],
         tags: Sequence[str],
         *,
         call: str,
-        layout: Layout,
+        first: int = 0,
     ) -> list[str]:
-        """Names of my groups along these axes, made where needed; none outside the rank map.
+        """Names of my groups along some axes, made where needed; none outside the rank map.
 
-        `layout` is that of the mesh they are for. Overrides and tags have one entry per axis, or
-        are empty if no axis has one.
+        `layout` is that of the mesh they are for, `names` are those of its axes from `first` on.
+        Overrides and tags have one entry per axis, or are empty if no axis has one.
         """
         if not (overrides or tags or self._preserve_rank_order):
-            known = self._universe.known_names(axes, names)
+            known = self._universe.known_names(layout, names, first)
             if known is not None:
                 return known
         groups = self._universe.groups
-        requests = groups.requests.of_axes(axes, names, overrides, tags, self._preserve_rank_order)
+        requests = groups.requests.of_axes(
+            layout, names, overrides, tags, self._preserve_rank_order, first
+        )
         made = groups.get_or_make(requests, call, layout)
         return [group.name for group in made if group.name is not None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from meshverse import _torch_compat as compat
@@ -90,6 +91,16 @@ class GroupOptions:
     tag: str = ""
     keeps_order: bool = False
 
+    @cached_property
+    def digest(self) -> str:
+        """Of the key."""
+        return self.key.digest
+
+    @cached_property
+    def name_digest(self) -> str:
+        """Of the key of the group's name."""
+        return self.name_key.digest
+
     @classmethod
     def resolve(
         cls,
@@ -155,6 +166,8 @@ class GroupOptions:
         c10d takes the timeout as an argument too, and warns if the object has another one. So the
         copy gets this timeout.
         """
+        if self.backend_options is None:
+            return None
         mine: Any = copy_of(self.backend_options)
         is_mine = mine is not self.backend_options  # not everything can be copied
         if is_mine and self.timeout is not None and compat.is_backend_options(mine):

@@ -16,8 +16,8 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -36,7 +36,9 @@ from meshverse.groups.creation import needs_all_ranks
 from meshverse.groups.request import GroupRequest
 from meshverse.world.world import World, WorldState
 
-__all__ = ["ConsistencyCheck", "RootOrders", "check_by_default"]
+__all__ = ["ConsistencyCheck", "RootOrders"]
+
+_Made = TypeVar("_Made")
 
 CHECK_VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 """Environment variable: "0" turns the comparison off where a mesh does not say otherwise."""
@@ -69,7 +71,7 @@ class RootOrders(WorldState):
         Args:
             ranks: the same text on all these ranks, and on no others.
         """
-        return self._orders.setdefault(ranks, CallOrder(ranks))
+        return self._orders.get(ranks) or self._orders.setdefault(ranks, CallOrder(ranks))
 
 
 class ConsistencyCheck:
@@ -81,7 +83,8 @@ class ConsistencyCheck:
         world: the default group whose store is used.
         use: of the board, by this universe.
         lazy: whether groups are made when they are first used.
-        compares: whether calls are compared; if not, they are only counted.
+        compares: whether calls are compared; if not, they are only counted. None for what the
+            environment says.
 
     Attributes:
         ranks: the universe's, in any order: the same text for the same ranks.
@@ -97,12 +100,12 @@ class ConsistencyCheck:
         use: BoardUse,
         *,
         lazy: bool,
-        compares: bool,
+        compares: bool | None,
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._how = "lazy" if lazy else "at once"
         self._world = world
-        self._compares = compares and position is not None
+        self._compares = False if position is None else compares
         self.ranks = rank_map.sorted().fingerprint
         # The first call of a universe is one of all universes of these ranks; it gives this one its
         # number. Later calls are counted within this universe, for each set of ranks by itself.
@@ -113,22 +116,28 @@ class ConsistencyCheck:
         self._use = use
         self.number: int | None = None
 
-    def compared(
-        self, name: str, requests: Sequence[GroupRequest], layout: Layout
-    ) -> AbstractContextManager[Call | None]:
+    def run(
+        self,
+        make: Callable[[Call | None], _Made],
+        name: str,
+        requests: Sequence[GroupRequest],
+        layout: Layout,
+    ) -> _Made:
         """Compare a call that makes process groups with that of the other ranks, then let it.
 
         Args:
+            make: makes the groups. It gets the call, for those who wait for other ranks in it, or
+                None if this universe compares none.
             name: what is called, such as "init_device_mesh".
             requests: one an axis.
             layout: of the mesh that the call makes.
 
         Returns:
-            A context in which the call makes its groups. It gives the call, for those who wait for
-            other ranks in it, or None if this universe compares none.
+            What `make` gave.
 
         Raises:
             RanksDifferError: another rank is making something else.
+            Whatever `make` raised.
         """
         is_first = self.number is None
         order = self._roots if is_first else self._order_of(requests, layout)
@@ -141,10 +150,19 @@ class ConsistencyCheck:
                 call.compare(later)
             finally:
                 self._keys_written += call.keys_written
-        return _Making(self, order, call)
+        try:
+            made = make(call)
+        except BaseException as error:
+            if call is None or isinstance(error, RanksDifferError):
+                raise
+            cause = _why_it_failed(call, error)
+            if cause is error:
+                raise
+            raise cause from error
+        self._note_success(order, call)
+        return made
 
-    def note_success(self, order: CallOrder, call: Call | None) -> None:
-        """Count a call of an order that made its groups."""
+    def _note_success(self, order: CallOrder, call: Call | None) -> None:
         number, label = order.advance()
         if self.number is None:
             self.number, self._scope = number, f"{order.scope}/{label}"
@@ -166,6 +184,8 @@ class ConsistencyCheck:
         return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
 
     def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
+        if self._compares is None and self._world.store is not None:
+            self._compares = check_by_default()
         board = self._world.board if self._compares else None
         if board is None:
             return None
@@ -194,8 +214,8 @@ class ConsistencyCheck:
         digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
-            key = options.key if options.says_timeout else options.name_key
-            digest.update(f"{request.axis_name}={request.axis} {key.digest}\n".encode())
+            what = options.digest if options.says_timeout else options.name_digest
+            digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
         return digest.hexdigest()
 
     def _statement(self, call: str, requests: Sequence[GroupRequest]) -> Statement:
@@ -207,26 +227,6 @@ class ConsistencyCheck:
         }
         sizes = {request.axis_name: request.axis.size for request in requests}
         return Statement(call, sizes, facts, users_line())
-
-
-class _Making:
-    """While a call makes its groups. Not a generator, which takes twice as long."""
-
-    __slots__ = ("_call", "_check", "_order")
-
-    def __init__(self, check: ConsistencyCheck, order: CallOrder, call: Call | None) -> None:
-        self._check, self._order, self._call = check, order, call
-
-    def __enter__(self) -> Call | None:
-        return self._call
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._check.note_success(self._order, self._call)
-        elif self._call is not None and not isinstance(error, RanksDifferError):
-            cause = _why_it_failed(self._call, error)
-            if cause is not error:
-                raise cause from error
 
 
 def _why_it_failed(call: Call, error: BaseException) -> BaseException:

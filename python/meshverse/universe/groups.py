@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -46,10 +47,9 @@ class UniverseGroups(GroupMaker):
         known = [self._known(request) for request in requests]
         groups = [group for group in known if group is not None]
         if len(groups) < len(known):
+            make = partial(self._make_missing, requests, known)
             try:
-                with self._calls.compared(call, requests, layout) as compared:
-                    pairs = zip(requests, known, strict=True)
-                    groups = [there or self._get_or_make_one(one, compared) for one, there in pairs]
+                groups = self._calls.run(make, call, requests, layout)
             except BaseException:
                 if self._calls.number is None:  # its first call failed: nobody will destroy it
                     left = self._failed.by_ranks.setdefault(self._calls.ranks, [])
@@ -64,15 +64,20 @@ class UniverseGroups(GroupMaker):
                 group.count_request(request.axis_name)
         return groups
 
-    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
-        """Names of the groups along these axes with the usual options, if all are made and alive.
+    def known_names(
+        self, layout: Layout, axis_names: Sequence[str], first: int = 0
+    ) -> list[str] | None:
+        """Names of the groups along some axes with the usual options, if all are made and alive.
 
-        Arguments as of `Requests.of_axes`, which is the way where this gives None.
+        Args:
+            layout: of a mesh.
+            axis_names: of these axes of the mesh.
+            first: index of the first of them.
         """
         usual_key = self.requests.usual_key
         if usual_key is None:
             return None
-        groups: list[Group] | None = self._cache.find(axes, usual_key)
+        groups: list[Group] | None = self._cache.find(layout, first, len(axis_names), usual_key)
         if groups is None:
             return None
         names = []
@@ -123,11 +128,20 @@ class UniverseGroups(GroupMaker):
             self._users.unshare(group.name, shared_as)
         return None
 
+    def _make_missing(
+        self, requests: Sequence[GroupRequest], known: Sequence[Group | None], call: Call | None
+    ) -> list[Group]:
+        pairs = zip(requests, known, strict=True)
+        return [there or self._get_or_make_one(one, call) for one, there in pairs]
+
     def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
+        options = request.options
+        make = self._share if self._share_world else self._make_own
         group: Group = self._cache.get_or_create(
-            request.axis, request.options.key, lambda: self._make(request, call)
+            request.axis, options.key, partial(make, request, call)
         )
-        if self._is_gone(group):
+        self._keys[options.digest] = options.key
+        if group.name not in self.process_groups and self._is_gone(group):
             self._make_again(group)
         if not group.borrowed:
             self.has_own = True

@@ -49,7 +49,8 @@ class GroupMaker:
         world: the life of the default group they are made in.
         defaults: what they inherit where an axis says nothing else.
         lazy: make a group when it is first used.
-        check_consistency: compare with the other ranks what is about to be made.
+        check_consistency: compare with the other ranks what is about to be made; None for what the
+            environment says.
         share_world: use the groups of other such universes of this world too.
 
     Attributes:
@@ -67,7 +68,7 @@ class GroupMaker:
         *,
         defaults: Defaults,
         lazy: bool,
-        check_consistency: bool,
+        check_consistency: bool | None,
         share_world: bool,
     ) -> None:
         self._world = world
@@ -121,29 +122,25 @@ class GroupMaker:
             if group is not None:
                 return group
         given = (one for one in self._given if one.request.axis in (axis, axis.sorted()))
-        return next((one for one in given if one.request.options.key.digest == key_digest), None)
+        return next((one for one in given if one.request.options.digest == key_digest), None)
 
     # --- making them ----------------------------------------------------------------------------
-
-    def _make(self, request: GroupRequest, call: Call | None) -> Group:
-        self._keys[request.options.key.digest] = request.options.key
-        if self._share_world and is_made_by_members(request, self._world):
-            return self._share(request, call)
-        return self._make_own(request, call)
 
     def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
         if group is not None:
             self._lazy_groups.postpone(group)
         else:
-            group = make_group(request, self._world, self._meetings, call)
+            group, mine = make_group(request, self._world, self._meetings, call)
             if group.name is not None:
-                self._hold(group.name)
+                self._hold(group.name, mine)
         if group.name is not None and not group.borrowed:
             self._users.add(group.name)
         return group
 
     def _share(self, request: GroupRequest, call: Call | None) -> Group:
+        if not is_made_by_members(request, self._world):
+            return self._make_own(request, call)
         # A layout means something within one universe only, ranks mean the same everywhere: so the
         # group is looked up by its ranks. The mesh over ranks 4-7 finds what one over 0-7 has made.
         name = None

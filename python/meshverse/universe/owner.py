@@ -85,14 +85,16 @@ class GroupOwner:
         """Have the meshes here check, each time they are asked, that this rank's place is its."""
         raise NotImplementedError
 
-    def known_names(self, axes: Layout, axis_names: Sequence[str]) -> list[str] | None:
-        """c10d names of my groups along these axes, if all are there with the usual options.
+    def known_names(
+        self, layout: Layout, axis_names: Sequence[str], first: int = 0
+    ) -> list[str] | None:
+        """c10d names of my groups along some axes, if all are there with the usual options.
 
-        None too if the universe, its world or its process has ended. Every derived mesh asks this
-        first, so it is short.
+        Arguments as of `UniverseGroups.known_names`. None too if the universe, its world or its
+        process has ended. Every derived mesh asks this first, so it is short.
         """
         groups = self._groups
-        return None if groups is None else groups.known_names(axes, axis_names)
+        return None if groups is None else groups.known_names(layout, axis_names, first)
 
     def _why_ended(self, how: Ending) -> str:
         return (
@@ -176,7 +178,7 @@ class GroupOwner:
     def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
         """Digest of the options key of the group with this name along an axis; None if unknown."""
         along = self._groups.along(axis) if self._groups is not None else ()
-        return next((g.request.options.key.digest for g in along if g.name == group_name), None)
+        return next((g.request.options.digest for g in along if g.name == group_name), None)
 
     # --- the end --------------------------------------------------------------------------------
 

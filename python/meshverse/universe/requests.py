@@ -36,37 +36,46 @@ class Requests:
 
     def of_axes(
         self,
-        axes: Layout,
+        layout: Layout,
         axis_names: Sequence[str],
         overrides: Sequence[Override],
         tags: Sequence[str],
         preserve_rank_order: bool,
+        first: int = 0,
     ) -> list[GroupRequest]:
         """One request an axis.
 
         Args:
-            axes: axis layouts over positions.
-            axis_names: one an axis, for `explain()` and c10d's descriptions.
+            layout: of a mesh, over positions.
+            axis_names: of these axes of the mesh, for `explain()` and c10d's descriptions.
             overrides: one an axis; empty where no axis has one.
             tags: isolation tags, one an axis, "" for none; empty where no axis has one.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+            first: index of the first of the axes.
 
         Raises:
             ValueError: an options key cannot be made.
         """
+        axes = layout.axes if preserve_rank_order else layout.ascending
+        axes = axes[first : first + len(axis_names)]
         options = [self._usual or self._resolve_usual()] * len(axes)
         if overrides:
             options = [self._options(override) for override in overrides]
         if tags:
             options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
+        if preserve_rank_order:
+            return [
+                self._in_mesh_order(axis, name, wanted)
+                for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+            ]
         return [
-            self._of_axis(axis, name, wanted, preserve_rank_order)
+            GroupRequest(axis, self._rank_map, self._position, wanted, name)
             for axis, name, wanted in zip(axes, axis_names, options, strict=True)
         ]
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
         """The request of an axis of which nothing is said."""
-        return self._of_axis(axis, axis_name, self._options(NO_OVERRIDE), False)
+        return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
 
     def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
         """What a group that the user made would have been asked for as."""
@@ -87,15 +96,12 @@ class Requests:
         self.usual_key = self._usual.key
         return self._usual
 
-    def _of_axis(
-        self, axis: AxisLayout, axis_name: str, options: GroupOptions, preserve_rank_order: bool
+    def _in_mesh_order(
+        self, axis: AxisLayout, axis_name: str, options: GroupOptions
     ) -> GroupRequest:
         # Whether the order matters is decided from what all ranks share, never from my own group:
         # members of one group must agree on its key.
-        ascending = axis.is_sorted()
-        keeps_order = preserve_rank_order and not (ascending and self._rank_map.is_sorted())
+        keeps_order = not (axis.is_sorted() and self._rank_map.is_sorted())
         if keeps_order:
             options = options.in_mesh_order()
-        elif not ascending:
-            axis = axis.sorted()
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)

@@ -24,7 +24,6 @@ from meshverse.topology import Topology
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World
 
-from .consistency import check_by_default
 from .groups import UniverseGroups
 from .owner import GroupOwner, WorldUniverses, ending_in_words
 from .roots import RootedMesh, Roots
@@ -37,7 +36,9 @@ __all__ = ["Member", "Universe", "share_world_wide"]
 class Member(RootedMesh, Protocol):
     """What a universe asks of the meshes that are made in it."""
 
-    _description: MeshDescription  # read where the cost of a property would show
+    # Read where the cost of a property would show.
+    _description: MeshDescription
+    _root_mesh: Any
 
     @property
     def has_groups(self) -> bool:
@@ -89,6 +90,7 @@ class Universe(GroupOwner):
 
     Attributes:
         rank_map: position -> global rank.
+        size: number of ranks.
         rank: this process's global rank.
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
@@ -124,8 +126,6 @@ class Universe(GroupOwner):
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         defaults = Defaults.of(timeout, options)
-        if check_consistency is None:
-            check_consistency = check_by_default()
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
@@ -135,6 +135,7 @@ class Universe(GroupOwner):
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank = rank
+        self.size = self.rank_map.size
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.roots: Roots[Member] = Roots()
@@ -183,11 +184,6 @@ class Universe(GroupOwner):
 
     # --- ranks ----------------------------------------------------------------------------------
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.rank_map.size
-
     @computed
     def rank_views(self) -> RankViews:
         """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
@@ -221,7 +217,8 @@ class Universe(GroupOwner):
             root = self.roots.first
             if root is None or mesh._description.tags or root._description.tags:
                 root = self.roots.of(mesh)
-            mesh.take_root(root)
+            if mesh._root_mesh is not root:
+                mesh.take_root(root)
             if not self._is_kept:
                 self._keep()
         if key is None:

@@ -80,7 +80,7 @@ def in_one_order(groups: UniverseGroups, axis_names: Collection[str] | None) -> 
         )
     mine = [g for g in groups if g.name is not None and wanted & g.requests.keys()]
     # In an order that all ranks share, whatever order they asked in: so no two wait for each other.
-    return sorted(mine, key=lambda g: (str(g.request.axis), g.request.options.name_key.digest))
+    return sorted(mine, key=lambda g: (str(g.request.axis), g.request.options.name_digest))
 
 
 @contextlib.contextmanager

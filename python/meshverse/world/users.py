@@ -27,7 +27,7 @@ class Users(WorldState):
     def add(self, group_name: str) -> None:
         """Note that one more universe uses a group."""
         with self._lock:
-            self._n_users[group_name] += 1
+            self._n_users[group_name] = self._n_users.get(group_name, 0) + 1
 
     def add_to_shared(self, group_name: str) -> bool:
         """Note one more user of a shared group, unless its last user has given it up.
