@@ -11,7 +11,7 @@ Nothing here knows meshes, layouts or process groups: callers give names, ranks 
 
 from __future__ import annotations
 
-from .board import Board, BoardUse, Run
+from .board import Board, Run
 from .calls import Call, CallOrder, RanksDifferError, first_keys, next_keys
 from .claims import Statement, users_line
 from .meeting import has_begun, meet, remove_meeting
@@ -20,7 +20,6 @@ from .waits import OwnWaits
 
 __all__ = [
     "Board",
-    "BoardUse",
     "Call",
     "CallOrder",
     "OwnWaits",

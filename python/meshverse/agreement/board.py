@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Board", "BoardUse", "Run"]
+__all__ = ["Board", "Run"]
 
 # What all waiting ranks of a job ask of the store together, on average. In the busiest second it is
 # half as much again, so at most 20,000. A TCPStore answers some 40,000 a second on two cores
@@ -48,7 +48,7 @@ class Run:
         self.world_size = world_size
         self._mark = os.urandom(8).hex()  # tells this run's own count from that of an earlier run
         self._number: int | None = None
-        self._users = 0  # universes that may have texts on the board
+        self._users: set[object] = set()  # who may have texts on the board
         self._lock = threading.Lock()  # protects the two above
 
     def number(self, store: Any) -> int:
@@ -76,19 +76,23 @@ class Run:
         store.compare_set(self._own_key, found, f"{mine} {self._mark}")
         return mine
 
-    def add_user(self) -> None:
-        """Note that one more universe may have texts on the board."""
+    def add_user(self, user: object) -> None:
+        """Note who is about to write texts on the board, such as a universe."""
         with self._lock:
-            self._users += 1
+            self._users.add(user)
 
-    def remove_user(self, store: Any) -> None:
-        """Note that a universe has removed its texts. The last one removes the counts of runs too.
+    def remove_user(self, user: object, store: Any) -> None:
+        """Note that a user has removed its texts. The last one removes the counts of runs too.
+
+        Nothing is done for one that has written none.
 
         The counts stay if an earlier run may have left texts in this store. Without the counts, a
         later run would begin at 1 again and find those texts.
         """
         with self._lock:
-            self._users -= 1
+            if user not in self._users:
+                return
+            self._users.remove(user)
             if self._users or self._number != 1 or _is_kept_by_launcher():
                 return
             self._number = None
@@ -102,32 +106,6 @@ class Run:
     @property
     def _highest_key(self) -> str:
         return f"meshverse/{self.world_size}/runs"
-
-
-class BoardUse:
-    """Whether one universe may have texts on the board.
-
-    Args:
-        run: of the default group.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._is_begun = run, False
-        self._lock = threading.Lock()  # protects `_is_begun`
-
-    def begin(self) -> None:
-        """Call this before this universe writes its first text."""
-        with self._lock:
-            if not self._is_begun:
-                self._is_begun = True
-                self._run.add_user()
-
-    def end(self, store: Any) -> None:
-        """Call this when its last text has been removed."""
-        with self._lock:
-            if self._is_begun:
-                self._is_begun = False
-                self._run.remove_user(store)
 
 
 def _is_kept_by_launcher() -> bool:

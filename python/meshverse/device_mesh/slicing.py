@@ -53,7 +53,7 @@ class SlicedMesh(PlacedMesh, DrawnMesh, CopyableMesh):
         return self._slice(mesh_dim_names)
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> Self:
-        own = check_has_names(self._description, "slice", RuntimeError)
+        own = self._mesh_dim_names or check_has_names(self._description, "slice", RuntimeError)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         is_isolated = bool(current_tag())
         if names == own and not is_isolated:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from meshverse._core import AxisLayout
 from meshverse.agreement import (
     Board,
-    BoardUse,
     Call,
     RanksDifferError,
     has_begun,
@@ -26,11 +25,11 @@ class GroupMeetings:
 
     Args:
         world: whose store is used.
-        use: of the board, by this universe.
+        user: of the board, which stands for the universe.
     """
 
-    def __init__(self, world: World, use: BoardUse) -> None:
-        self._world, self._use = world, use
+    def __init__(self, world: World, user: object) -> None:
+        self._world, self._user = world, user
         self._first_in: set[str] = set()  # meetings to which this rank was the first to come
 
     def hold(
@@ -64,7 +63,7 @@ class GroupMeetings:
         board = self._world.board
         if board is None:
             return None
-        self._use.begin()
+        self._world.run.add_user(self._user)
         differences = 0 if call is None else self._catch_up(board, name, call)
         key = _key(name, differences)
         try:

@@ -208,7 +208,7 @@ def unflatten_axis(
             f"dim={index} has size {size}. These must be equal for unflatten to work "
             f"correctly. The axes are {mesh.axis_names}."
         ) from None
-    own_names = check_has_names(mesh, "unflatten", TypeError)
+    own_names = mesh.axis_names or check_has_names(mesh, "unflatten", TypeError)
     all_names = (*own_names[:index], *names, *own_names[index + 1 :])
     tags = mesh.tags and (
         *mesh.tags[:index],

@@ -132,7 +132,7 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     detections = world.state(Detections)
     if not detections.count:
         # For good: the answer stays, and a later run on this store must not find it as its own.
-        world.run.add_user()
+        world.run.add_user(object())
     key = f"topology/{detections.count}"
     detections.count += 1  # first: whatever fails here, all ranks count the same
     try:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from meshverse._core import Layout, RankMap
 from meshverse.agreement import (
-    BoardUse,
     Call,
     CallOrder,
     RanksDifferError,
@@ -81,7 +80,7 @@ class ConsistencyCheck:
         rank_map: the universe's.
         position: this rank's, or None if it is outside.
         world: the default group whose store is used.
-        use: of the board, by this universe.
+        user: of the board, which stands for this universe.
         lazy: whether groups are made when they are first used.
         compares: whether calls are compared; if not, they are only counted. None for what the
             environment says.
@@ -97,7 +96,7 @@ class ConsistencyCheck:
         rank_map: RankMap,
         position: int | None,
         world: World,
-        use: BoardUse,
+        user: object,
         *,
         lazy: bool,
         compares: bool | None,
@@ -113,7 +112,7 @@ class ConsistencyCheck:
         self._scope = ""  # begins the keys of the later calls: which universe they are of
         self._orders: dict[str, CallOrder] = {}  # of the later calls, by the ranks they concern
         self._keys_written: list[str] = []
-        self._use = use
+        self._user = user
         self.number: int | None = None
 
     def run(
@@ -191,7 +190,7 @@ class ConsistencyCheck:
             return None
         if not self._is_main_thread():
             order.stop_comparing("a thread beside the main one made process groups")
-        self._use.begin()
+        self._world.run.add_user(self._user)
         return Call(board, order, self._digest(requests), self._statement(name, requests))
 
     def remove_from_store(self) -> None:

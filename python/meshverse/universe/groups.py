@@ -224,7 +224,7 @@ class UniverseGroups(GroupMaker):
         with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
             self._meetings.remove_from_store()
             self._calls.remove_from_store()
-            self._board_use.end(self._world.store)
+            self._world.run.remove_user(self._board_user, self._world.store)
 
     def _end(self, group: Group, *, abort: bool) -> None:
         world, name = self._world, group.name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, GroupCache, OptionsKey, RankMap
-from meshverse.agreement import BoardUse, Call
+from meshverse.agreement import Call
 from meshverse.groups.asleep import Asleep, check_awake
 from meshverse.groups.creation import is_made_by_members, make_group, prepare_group
 from meshverse.groups.freed import is_for_others_too, make_again, notice, why_gone
@@ -74,11 +74,11 @@ class GroupMaker:
         self._world = world
         self._lazy = lazy
         self._share_world = share_world
-        self._board_use = BoardUse(world.run)
+        self._board_user = object()
         self._calls = ConsistencyCheck(
-            *(rank_map, position, world, self._board_use), lazy=lazy, compares=check_consistency
+            *(rank_map, position, world, self._board_user), lazy=lazy, compares=check_consistency
         )
-        self._meetings = GroupMeetings(world, self._board_use)
+        self._meetings = GroupMeetings(world, self._board_user)
         self._holders = world.state(Holders)
         self._users = world.state(Users)
         self._lazy_groups = world.state(LazyGroups)

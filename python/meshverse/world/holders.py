@@ -22,33 +22,22 @@ class Holder(Protocol):
     process_groups: dict[str, compat.ProcessGroup]
 
 
-class Holders(WorldState):
+class Holders(WorldState, WeakRegistry[Holder]):
     """The objects that keep process groups of one world alive."""
-
-    def __init__(self) -> None:
-        self._holders: WeakRegistry[Holder] = WeakRegistry()
-
-    def add(self, holder: Holder) -> None:
-        """List an object that will hold process groups, for as long as it lives itself."""
-        self._holders.add(holder)
-
-    def discard(self, holder: Holder) -> None:
-        """Take an object off the list: it holds no process groups any more."""
-        self._holders.discard(holder)
 
     def drop(self, group_name: str) -> None:
         """Have all holders let go of the group of this c10d name: it has ended."""
-        for holder in self._holders.alive():
+        for holder in self.alive():
             holder.process_groups.pop(group_name, None)
 
     def end(self) -> None:
         """Have all holders let go of all groups."""
-        for holder in self._holders.alive():
+        for holder in self.alive():
             holder.process_groups.clear()
 
     def leave_to_parent(self) -> None:
         """In a forked process: have all holders let go of the parent's groups, which live on."""
-        for holder in self._holders.alive():
+        for holder in self.alive():
             # Ending a parent's group would wait for threads that this process has not.
             _of_parents.append(dict(holder.process_groups))
             holder.process_groups.clear()
