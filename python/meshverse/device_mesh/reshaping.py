@@ -11,7 +11,12 @@ from typing_extensions import Self
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout
-from meshverse.layouts.derivation import axis_index, check_flattened_name, unflatten_axis
+from meshverse.layouts.derivation import (
+    MeshDescription,
+    axis_index,
+    check_flattened_name,
+    unflatten_axis,
+)
 from meshverse.options.isolation import check_tag, current_tag, merge_tags, own_tag, tag_inside
 from meshverse.options.overrides import (
     NO_OVERRIDE,
@@ -91,9 +96,8 @@ class ReshapedMesh(SlicedMesh):
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         if known is None:
-            description = self._description._replace(
-                layout=Layout([axis]),
-                axis_names=(name,),
+            description = MeshDescription(
+                *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),
                 flattened=compat.FLATTENED_ARE_APART,
                 tags=(tag,) if tag else (),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
@@ -31,12 +31,13 @@ class MemberMesh(RequestingMesh):
 
         Of `class_of_derived`, whatever subclass it is derived from, as in stock.
         """
-        mesh = object.__new__(cls.class_of_derived)
+        mesh: Any = object.__new__(cls.class_of_derived)
         mesh._describe(description)
         mesh._enter(universe)
         mesh._take_group_names(group_names)
         key = description, None if group_names is None else tuple(group_names)
-        return cast("Self", universe.intern(mesh, key))
+        interned: Self = universe.intern(mesh, key)
+        return interned
 
     def _derive(self, description: MeshDescription, group_names: Sequence[str] | None) -> Self:
         """The mesh of my universe with this description and these groups.

@@ -82,7 +82,7 @@ class ConsistencyCheck:
         world: the default group whose store is used.
         user: of the board, which stands for this universe.
         lazy: whether groups are made when they are first used.
-        compares: whether calls are compared; if not, they are only counted. None for what the
+        compares: whether calls are compared; if not, only the first is counted. None for what the
             environment says.
 
     Attributes:
@@ -139,6 +139,8 @@ class ConsistencyCheck:
             Whatever `make` raised.
         """
         is_first = self.number is None
+        if not (is_first or self._compares):  # and so will no later call be
+            return make(None)
         order = self._roots if is_first else self._order_of(requests, layout)
         call = self._begin(name, requests, order)
         if call is not None:

@@ -110,4 +110,4 @@ class Roots(Generic[_Mesh]):
 
 def _parts(mesh: RootedMesh) -> frozenset[str]:
     tags = mesh.description.axis_tags
-    return frozenset(part for tag in tags for part in tag_parts(tag))
+    return frozenset(part for tag in set(tags) for part in tag_parts(tag))
