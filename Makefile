@@ -28,7 +28,7 @@ help: ## list the targets
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 families: export MESHVERSE_ALL_FAMILIES := 1
 families: export MESHVERSE_WRITE_TABLES := 1
