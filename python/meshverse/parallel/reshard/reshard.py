@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from meshverse import Topology, init_device_mesh
@@ -23,18 +20,16 @@ from meshverse.world.world import World
 
 from .exchange import Exchange
 from .gathering import Gathering
+from .inputs import Rename, check_apart, layout_in_words, read_settings, renamed
 from .messages import Traffic, plan_of
 from .moves import moves_of
 from .roster import Roster, RosterCollector, Settings, in_words, read_roster, what_is_said
 from .runs import ReshardWork, start
 from .sides import Side, local_tensor, read_side
 
-__all__ = ["Rename", "Reshard", "default_timeout"]
-
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+__all__ = ["Reshard", "default_timeout"]
 
 _MIB = 1 << 20
-_LEAST_BUFFER_BYTES = 1024
 _CONDITION = (
     "Each element of the targets has its old value or its new one. Build the move again, after "
     "init_process_group() if ranks have ended, and run it: that sets all of them."
@@ -106,7 +101,7 @@ class Reshard:
         self._runs = 0
         self._why_broken = ""
         self._group: dist.ProcessGroup | None = None
-        settings = _settings(buffer_bytes, topology, world)
+        settings = read_settings(buffer_bytes, topology, world)
         roster = self._gather(source, target, rename, name, ranks, settings)
         self.ranks = tuple(roster.ranks)
         self._moves = moves_of(roster, world.size)
@@ -128,9 +123,9 @@ class Reshard:
         error: Exception | None = None
         self._sides: dict[str, Side | None] = {"source": None, "target": None}
         try:
-            self._sides["source"] = read_side(_renamed(source, rename), "source")
+            self._sides["source"] = read_side(renamed(source, rename), "source")
             self._sides["target"] = read_side(target, "target")
-            _check_apart(self._sides["source"], self._sides["target"])
+            check_apart(self._sides["source"], self._sides["target"])
         except (TypeError, ValueError) as caught:
             error = caught  # the others must not wait for this rank
         board = self._world.board
@@ -265,7 +260,7 @@ class Reshard:
 
     def _remember_layouts(self) -> None:
         self._layouts = [
-            None if tensor is None else _layout_of(tensor)
+            None if tensor is None else layout_in_words(tensor)
             for side in ("source", "target")
             for tensor in self._tensors(side)
         ]
@@ -275,7 +270,7 @@ class Reshard:
         for index, (tensor, then) in enumerate(zip(tensors, self._layouts, strict=True)):
             if tensor is None:
                 continue
-            now = _layout_of(tensor)
+            now = layout_in_words(tensor)
             if now != then:
                 n = len(self._moves.moves)
                 side = "source" if index < n else "target"
@@ -324,98 +319,6 @@ def default_timeout(world: World) -> timedelta:
     """How long a rank waits for others where nothing else is said: as its default group does."""
     group = world.default_group
     return compat.default_timeout(compat.default_backend(group), group)
-
-
-def _settings(buffer_bytes: int, topology: Topology | None, world: World) -> Settings:
-    if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int):
-        raise TypeError(f"buffer_bytes={buffer_bytes!r}: give an int.")
-    if buffer_bytes < _LEAST_BUFFER_BYTES:
-        raise ValueError(
-            f"buffer_bytes={buffer_bytes}: give at least {_LEAST_BUFFER_BYTES}, room for the "
-            "messages of two rounds."
-        )
-    if topology is not None:
-        level = topology.level("node")
-        if level is None or topology.world_size != world.size:
-            raise ValueError(
-                f"topology={topology!r} of {topology.world_size} ranks: give one with nodes, of "
-                f"the world's {world.size} ranks."
-            )
-        return Settings(buffer_bytes, 1, tuple(level.of_rank.tolist()))
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Settings(buffer_bytes, int(local) if local.isdecimal() and int(local) > 0 else 1)
-
-
-def _renamed(
-    source: Mapping[str, Tensor] | None, rename: Rename | None
-) -> Mapping[str, Tensor] | None:
-    if source is None or rename is None or not isinstance(source, Mapping):
-        return source
-    renamed: dict[str, Tensor] = {}
-    old_names: dict[str, str] = {}
-    for old, tensor in source.items():
-        new = rename(old) if callable(rename) else rename.get(old, old)
-        if not isinstance(new, str):
-            raise TypeError(f"rename gives {new!r} for source {old!r}: give a str.")
-        if new in renamed:
-            raise ValueError(
-                f"rename gives {new!r} for source {old!r} and for {old_names[new]!r}: give every "
-                "source a name of its own."
-            )
-        renamed[new], old_names[new] = tensor, old
-    return renamed
-
-
-def _check_apart(source: Side | None, target: Side | None) -> None:
-    """Check that no source and target share memory, unless one is the other."""
-    if source is None or target is None:
-        return
-    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in source.tensors.items():
-        local = local_tensor(tensor)
-        if local.numel():
-            by_storage.setdefault(local.untyped_storage().data_ptr(), []).append((name, local))
-    for name, tensor in target.tensors.items():
-        local = local_tensor(tensor)
-        if not local.numel():
-            continue
-        for other, theirs in by_storage.get(local.untyped_storage().data_ptr(), ()):
-            is_same = (
-                name == other
-                and _memory(local) == _memory(theirs)
-                and local.stride() == theirs.stride()
-                and source.specs[name] == target.specs[name]
-                and source.firsts == target.firsts
-                and source.grids == target.grids
-            )
-            first, last = _memory(local)
-            their_first, their_last = _memory(theirs)
-            if not is_same and first <= their_last and their_first <= last:
-                raise ValueError(
-                    f"source {other!r} and target {name!r} overlap in memory on this rank: what "
-                    "is written into the one would change what is read from the other. Give one "
-                    "of them memory of its own, as by clone()."
-                )
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor that has elements, and the last."""
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    first = tensor.data_ptr()
-    return first, first + (reach + 1) * tensor.element_size() - 1
-
-
-def _layout_of(tensor: Tensor) -> str:
-    local = local_tensor(tensor)
-    placed = ""
-    if isinstance(tensor, DTensor):
-        placed = f" of {tuple(tensor.shape)} {tensor.placements} on {tensor.device_mesh}"
-    # FSDP2 frees the memory of what it has put back into shards.
-    has_memory = local.untyped_storage().nbytes() > 0 or local.numel() == 0
-    state = "" if has_memory else " without memory"
-    return f"{tuple(local.shape)} {local.dtype} on {local.device}{placed}{state}"
 
 
 def _message_device(device_types: set[str], sides: Mapping[str, Side | None]) -> torch.device:
