@@ -46,8 +46,7 @@ class Exchange:
             sources: local tensors, one a move; None where this rank has none.
             targets: the same.
         """
-        # In inference mode also inference tensors can be written, as generators' weights are.
-        with torch.inference_mode():
+        with torch.no_grad():
             given = [_viewed(tensor, move.dtype) for tensor, move in self._pairs(sources)]
             wanted = [_viewed(tensor, move.dtype) for tensor, move in self._pairs(targets)]
             for kept in self._plan.kept():
@@ -57,7 +56,7 @@ class Exchange:
                 to = _box(target, kept.target_starts, kept.extents)
                 what = _box(source, kept.source_starts, kept.extents)
                 if to.data_ptr() != what.data_ptr():
-                    to.copy_(what)
+                    _write(to, what)
             self._exchange(given, wanted)
 
     def _pairs(self, tensors: Iterable[Tensor | None]) -> Iterable[tuple[Tensor | None, Any]]:
@@ -124,8 +123,9 @@ class Exchange:
             target = wanted[move]
             if target is None:
                 raise AssertionError(f"a message from rank {message.peer} has tensor {move}")
-            _box(target, starts, extents).copy_(
-                self._in_buffer(buffer, move, target, first_byte, extents)
+            _write(
+                _box(target, starts, extents),
+                self._in_buffer(buffer, move, target, first_byte, extents),
             )
 
     def _in_buffer(
@@ -150,6 +150,14 @@ def _viewed(local: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if local is None or local.dtype != dtype or local.is_conj() or local.is_neg():
         return local
     return local.view(_BITS[dtype.itemsize])
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    if target.is_inference():  # as generators' weights are; written in inference mode only
+        with torch.inference_mode():
+            target.copy_(values)
+    else:
+        target.copy_(values)
 
 
 def _box(local: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:

@@ -58,6 +58,10 @@ class Moves(NamedTuple):
     holders: list[Holders]
     moves: list[Move]
 
+    def is_held(self, side: Layouted, rank: int) -> bool:
+        """Whether a rank has a part of what is laid out so."""
+        return self.holders[side.holders].coordinates_of(rank) is not None
+
 
 def moves_of(roster: Roster, world_size: int) -> Moves:
     """What moves where.

@@ -170,9 +170,14 @@ class Reshard:
         self._group = self._mesh.get_group()
 
     def _tensors(self, side: str) -> list[Tensor | None]:
+        """This rank's tensors, one a move; None where it is none of the move's ranks."""
         has = self._sides[side]
-        tensors = {} if has is None else has.tensors
-        return [tensors.get(move.name) for move in self._moves.moves]
+        return [
+            None
+            if has is None or not self._moves.is_held(getattr(move, side), self._rank)
+            else has.tensors[move.name]
+            for move in self._moves.moves
+        ]
 
     # --- running --------------------------------------------------------------------------------
 
@@ -268,10 +273,7 @@ class Reshard:
     def _what_changed(self) -> str:
         tensors = [*self._tensors("source"), *self._tensors("target")]
         for index, (tensor, then) in enumerate(zip(tensors, self._layouts, strict=True)):
-            if tensor is None:
-                continue
-            now = layout_in_words(tensor)
-            if now != then:
+            if tensor is not None and (now := layout_in_words(tensor)) != then:
                 n = len(self._moves.moves)
                 side = "source" if index < n else "target"
                 name = self._moves.moves[index % n].name
