@@ -15,6 +15,7 @@ from .backends import (
     split_options,
 )
 from .creation import create_by_all, create_by_members, create_by_split
+from .dtensors import is_strided_shard, root_of, waited
 from .groups import (
     abort_all,
     can_be_reconfigured,
@@ -118,6 +119,7 @@ __all__ = [
     "is_one_graph_traced",
     "is_shrunk_default",
     "is_stocks_own",
+    "is_strided_shard",
     "lacks_memory",
     "let_compile_know",
     "let_inductor_call",
@@ -131,6 +133,7 @@ __all__ = [
     "real_mesh",
     "resolve_group",
     "resume",
+    "root_of",
     "said_timeout",
     "set_up_device",
     "shrunk_from",
@@ -143,6 +146,7 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "waited",
     "warn_as_stock",
     "when_destroyed",
     "with_flattened_tag",
