@@ -48,6 +48,13 @@ class Defaults:
             )
         return cls(timeout, copy_of(options))
 
+    def or_else(self, others: Defaults) -> Defaults:
+        """These, and where they say nothing, others."""
+        if self is NO_DEFAULTS:
+            return others
+        timeout = others.timeout if self.timeout is None else self.timeout
+        return Defaults(timeout, others.options if self.options is None else self.options)
+
 
 NO_DEFAULTS = Defaults()
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import Self
 
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.pictures import Picture
-from meshverse.report.explain import Explanation, explain
+from meshverse.report.explain import Explanation, Portion, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.topology import Topology
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
+from .parts import Parts
 
 __all__ = ["Ending", "GroupOwner", "WorldUniverses", "ending_in_words"]
 
@@ -59,6 +64,7 @@ class GroupOwner:
     topology: Topology | None
     _groups: UniverseGroups | None
     _ended: Ending | None
+    _parts: Parts[Any]
     _ranks_checked: bool
 
     @property
@@ -143,12 +149,25 @@ class GroupOwner:
 
     def _explain(self, figures: Mapping[str, int] | None, node_size: int | None) -> Explanation:
         asleep = () if self.world is None else self.world.state(Asleep).names
-        groups = self._groups or ()
         views = self._views()
+        parts = [
+            Portion(str(part.rank_map), tuple(part._groups or ())) for part in self._all_parts()
+        ]
         return explain(
-            *(self.rank_map, self.rank, groups, figures, asleep, views, node_size),
+            *(self.rank_map, self.rank, self._groups or (), figures, asleep, views, node_size),
             topology=self.topology,
+            parts=parts,
         )
+
+    def _all_parts(self) -> Iterator[Self]:
+        """The live parts, each with its own parts after it."""
+        for part in self._parts.alive():
+            yield part
+            yield from part._all_parts()
+
+    def _all_groups(self) -> list[UniverseGroups]:
+        """The groups here, and those of the parts."""
+        return [self.groups, *(part.groups for part in self._all_parts())]
 
     def _views(self) -> list[ExplainedView]:
         """The meshes that split all ranks, for pictures."""
@@ -183,6 +202,8 @@ class GroupOwner:
     def destroy(self) -> None:
         """Free the process groups that were made here, and nothing else. All ranks call it.
 
+        Those of its parts end too. A part can be destroyed by itself, by its own ranks.
+
         Call it when no rank communicates in the groups any more, or makes one: with gloo, after a
         barrier. These groups stay: the default group, groups the user gave, and groups that another
         universe uses too. The meshes here can still be held, printed, sliced and compared; use of
@@ -200,6 +221,12 @@ class GroupOwner:
         self._end(Ending.ABORTED)
 
     def _end(self, how: Ending) -> None:
+        with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
+            ending.callback(self._end_own, how)
+            for part in self._parts:
+                ending.callback(part._end, how)
+
+    def _end_own(self, how: Ending) -> None:
         if self._groups is None or (self._ended is not None and self._groups.is_freed):
             return
         self._ended, self.is_over = how, True
