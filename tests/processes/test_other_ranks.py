@@ -47,7 +47,7 @@ def test_ranks_that_build_over_other_ranks_are_told_soon(crew: Crew, way: str) -
             "ranks wait for one another: "
         )
         # Descriptions, and whose they are.
-        named = re.findall(r"rank (\d) waits in axis 'dp' .*? with ranks (\[.*?\])", ending.message)
+        named = re.findall(r"rank (\d) waits in axis 'dp' with ranks (\[.*?\])", ending.message)
         assert len({ranks for _, ranks in named}) >= 2
         assert all(str(_OVER_OTHER_RANKS[way][int(who)]) == ranks for who, ranks in named)
         assert ending.seconds < 8
