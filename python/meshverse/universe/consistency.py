@@ -63,13 +63,14 @@ class RootOrders(WorldState):
     def __init__(self) -> None:
         self._orders: dict[str, CallOrder] = {}
 
-    def of(self, ranks: str) -> CallOrder:
+    def of(self, ranks: str, *, is_first: bool) -> CallOrder:
         """The order of some ranks.
 
         Args:
             ranks: the same text on all these ranks, and on no others.
+            is_first: whether this rank is the first of them.
         """
-        return self._orders.setdefault(ranks, CallOrder(ranks))
+        return self._orders.setdefault(ranks, CallOrder(ranks, is_first=is_first))
 
 
 class ConsistencyCheck:
@@ -105,12 +106,14 @@ class ConsistencyCheck:
         self._how = "lazy" if lazy else "at once"
         self._world = world
         self._compares = compares and position is not None
-        self.ranks = rank_map.sorted().fingerprint
+        in_order = rank_map.sorted()
+        self.ranks = in_order.fingerprint
         self._part_of = None if part_of is None else part_of._in_words()
         self._fingerprint_of_whole = "" if part_of is None else part_of._rank_map.fingerprint
         # The first call of a universe is one of all universes of these ranks; it gives this one its
         # number. Later calls are counted within this universe, for each set of ranks by itself.
-        self._roots = world.state(RootOrders).of(self.ranks)
+        is_first = in_order.rank_at(0) == world.rank
+        self._roots = world.state(RootOrders).of(self.ranks, is_first=is_first)
         self._scope = ""  # begins the keys of the later calls: which universe they are of
         self._orders: dict[str, CallOrder] = {}  # of the later calls, by the ranks they concern
         self._keys_written: list[str] = []
@@ -166,8 +169,12 @@ class ConsistencyCheck:
         ):
             # The same text for all ranks of this copy of the mesh, and for no other rank. Example:
             # 8 ranks in pipeline stages of 4. The calls of ranks 4 to 7 are those of "4:1@4".
-            part = f"{layout.collapse().sorted()}@{layout.base(position)}"
-        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
+            first = layout.base(position)
+            part = f"{layout.collapse().sorted()}@{first}"
+        else:
+            first = 0
+        order = CallOrder(f"{self._scope}/{part}", self._roots, is_first=position == first)
+        return self._orders.setdefault(part, order)
 
     def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
         board = self._world.board if self._compares else None
