@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.worlds import group_names, groups_created
 from meshverse import (
@@ -19,6 +20,7 @@ from meshverse import (
     load_mesh,
     save_mesh,
 )
+from meshverse.world.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -92,6 +94,35 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
         _part(job, [5, 6], timeout=timedelta(seconds=99))
     with pytest.raises(ValueError, match="timeout: given for a mesh over ranks 5, 6 in a universe"):
         job.universe.part([5, 6], timeout=timedelta(seconds=99))
+
+
+def test_groups_that_all_ranks_make_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks that are not in the group take part in making it: none of them may sit it out.
+    monkeypatch.setattr(World, "members_only_hazard", lambda self, backend: "so says a test")
+    job = _job()
+    with groups_created(1):
+        part = _part(job)
+    assert part.get_group() is not job.get_group("rank")
+
+
+@pytest.mark.usefixtures("shared")
+def test_parts_where_the_whole_process_shares() -> None:
+    job, apart = _job(), init_device_mesh("cpu", (2,), ranks=[5, 6])
+    with groups_created(0):
+        part = _part(job, [6, 5])
+    assert part.get_group() is apart.get_group()
+    job.universe.destroy()
+    assert apart.get_group().size() == 2
+
+
+def test_a_shared_group_that_was_destroyed_is_made_again() -> None:
+    job = _job()
+    part = _part(job)
+    name = part.get_group().group_name
+    dist.destroy_process_group(part.get_group())
+    assert name not in group_names()
+    with groups_created(1):
+        assert part.get_group() is job.get_group("rank")
 
 
 # --- a part by itself ----------------------------------------------------------------------------
