@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -27,8 +26,7 @@ _OWN = tuple(
 )
 _PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 # Python's library, and code that has no file: of imports, and of graphs that torch.compile makes.
-_STDLIB = tuple(sysconfig.get_path(of) + os.sep for of in ("stdlib", "platstdlib"))
-_WITHOUT_FILE = ("<frozen ", "<eval_with_key>")
+_PYTHONS_OWN = (os.path.dirname(os.__file__) + os.sep, "<frozen ", "<eval_with_key>")
 
 
 class Statement(NamedTuple):
@@ -120,7 +118,7 @@ def users_line() -> str:
             pass
         elif any(folder in file for folder in _PACKAGES):  # which may lie in Python's own library
             in_package = in_package or line
-        elif not file.startswith((*_STDLIB, *_WITHOUT_FILE)):
+        elif not file.startswith(_PYTHONS_OWN):
             return line
         frame = frame.f_back
     return in_package or f"thread {threading.current_thread().name!r}"
