@@ -133,6 +133,10 @@ class GroupOptions:
         key = OptionsKey.of(backend)
         return cls(backend, None, None, key, key, NO_OVERRIDE)
 
+    def in_words(self) -> str:
+        """All of it, for messages: "'gloo', timeout=1800s"."""
+        return str(self.key).removeprefix("OptionsKey(").removesuffix(")")
+
     def with_tag(self, tag: str) -> GroupOptions:
         """The same options for a group of its own, shared only under the same tag; "" for none."""
         return self if tag == self.tag else self._apart(tag, self.keeps_order)

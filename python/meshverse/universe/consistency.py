@@ -221,7 +221,7 @@ class ConsistencyCheck:
             "made": self._how,
             "over": str(self._rank_map),
             "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
-            "options": " and ".join(dict.fromkeys(_options(request) for request in requests)),
+            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
         }
         if self._part_of is not None:
             facts["part of"] = self._part_of
@@ -234,10 +234,6 @@ def _stride(axis: AxisLayout) -> str:
     if len(axis.strides) < 2:
         return str(axis.strides[0] if axis.strides else 0)
     return f"{axis.strides} of {axis.sizes}"
-
-
-def _options(request: GroupRequest) -> str:
-    return str(request.options.key).removeprefix("OptionsKey(").removesuffix(")")
 
 
 class _Making:

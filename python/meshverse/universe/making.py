@@ -163,8 +163,8 @@ class GroupMaker:
         ranks = group.request.my_ranks()
         if ranks[0] == self._world.rank:
             _log.debug(
-                "process group of axis %r with ranks %s, options %s: %s, asked for at %s. %s",
-                *(group.request.axis_name, shortened(ranks), group.request.options.key),
+                "process group of axis %r with ranks %s, options %s: %s, asked for at %s. %s.",
+                *(group.request.axis_name, shortened(ranks), group.request.options.in_words()),
                 *(how_it_came(group), users_line(), self._why_new(group, ranks)),
             )
 
@@ -177,7 +177,8 @@ class GroupMaker:
                     continue
                 axis = f"axis {other.request.axis_name!r}"
                 if other.request.options.key != group.request.options.key:
-                    return f"Not shared with {axis}, which has options {other.request.options.key}"
+                    options = other.request.options.in_words()
+                    return f"Not shared with {axis}, which has options {options}"
                 return f"Not shared with {axis} of a mesh that was made apart, without universe="
         return "It is the first of these ranks"
 

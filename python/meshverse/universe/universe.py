@@ -477,7 +477,10 @@ class Universe(GroupOwner):
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)
         state = "" if self._ended is None else f", {ending_in_words(self._ended)}"
-        return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
+        parts = f", {len(self.parts)} parts" if self.parts else ""
+        return (
+            f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{parts}{state})"
+        )
 
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.
