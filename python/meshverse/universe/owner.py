@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from typing_extensions import Self
-
-from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse._core import AxisLayout, Layout
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.pictures import Picture
@@ -20,7 +17,7 @@ from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
-from .parts import Parts
+from .parts import Divided
 
 __all__ = ["Ending", "GroupOwner", "WorldUniverses", "ending_in_words"]
 
@@ -54,17 +51,15 @@ class Ending(enum.Enum):
     ABORTED = enum.auto()
 
 
-class GroupOwner:
+class GroupOwner(Divided):
     """A universe as the owner of process groups. `Universe` has the constructor."""
 
-    rank_map: RankMap
     rank: int
     world: World | None
     is_over: bool
     topology: Topology | None
     _groups: UniverseGroups | None
     _ended: Ending | None
-    _parts: Parts[Any]
     _ranks_checked: bool
 
     @property
@@ -158,12 +153,6 @@ class GroupOwner:
             topology=self.topology,
             parts=parts,
         )
-
-    def _all_parts(self) -> Iterator[Self]:
-        """The live parts, each with its own parts after it."""
-        for part in self._parts.alive():
-            yield part
-            yield from part._all_parts()
 
     def _all_groups(self) -> list[UniverseGroups]:
         """The groups here, and those of the parts."""

@@ -143,7 +143,7 @@ class Universe(GroupOwner):
             check_consistency = check_by_default()
         self.whole = part_of
         self._defaults, self._lazy, self._check_consistency = defaults, lazy, check_consistency
-        self._parts: Parts[Universe] = Parts()
+        self._parts = Parts()
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
@@ -214,69 +214,8 @@ class Universe(GroupOwner):
 
     # --- parts ----------------------------------------------------------------------------------
 
-    @property
-    def parts(self) -> tuple[Universe, ...]:
-        """The universes over some of these ranks that share groups with this one, oldest first."""
-        return self._parts.alive()
-
-    def part(
-        self,
-        ranks: RankMap | int | torch.Tensor | ArrayLike,
-        *,
-        timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
-        lazy: bool = False,
-        check_consistency: bool | None = None,
-        rank: int | None = None,
-    ) -> Universe:
-        """The universe over some of these ranks that shares process groups with this one.
-
-        It has meshes, a root and flattened axes of its own. A group that this universe or another
-        of its parts has, over the same ranks with the same options, is not made again. What is
-        asked of this universe (`explain`, `warm_up`, `destroy`, ...) concerns its parts too; what
-        is asked of a part concerns that part. Made once for the same ranks in the same order.
-
-        Args:
-            ranks: as of `Universe`; all of these ranks in this order are this universe itself.
-            timeout: of a new part; by default that of this universe.
-            options: of a new part; by default those of this universe.
-            lazy: of a new part; it is lazy in any case if this universe is.
-            check_consistency: of a new part; by default as in this universe.
-            rank: as of `Universe`.
-
-        Raises:
-            ValueError: a rank that this universe has not; or a timeout or options for a part that
-                is there already.
-            RuntimeError: this universe or its world has ended, or it has no process groups.
-        """
-        rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
-        own: dict[str, Any] = {"timeout": timeout, "options": options, "lazy": lazy or None}
-        own["check_consistency"] = check_consistency
-        own = {name: value for name, value in own.items() if value is not None}
-        with self._lock:
-            known = self if rank_map == self.rank_map else self._parts.over(rank_map)
-            if known is None:
-                self.check_has(rank_map)
-                known = Universe(rank_map, rank=rank, part_of=self, **own)
-                self._parts.add(known)
-                return known
-        if own:
-            raise ValueError(
-                f"{', '.join(own)}: given for a mesh over {rank_map} in a universe that has these "
-                "ranks already. They belong to a universe, or to a part of one. Give them when "
-                "making it: the first mesh of it, or Universe(ranks, ...)."
-            )
-        return known
-
-    def check_has(self, ranks: RankMap) -> None:
-        """Raise ValueError unless this universe has all these ranks, in any order. O(ranks)."""
-        outside = ranks_outside(ranks, self.rank_map)
-        if outside:
-            raise ValueError(
-                f"A mesh over {ranks} cannot join a universe of {self.rank_map}, which has no "
-                f"ranks {outside}: a mesh in a universe is over all its ranks or some of them. "
-                "Make it without universe=, or make the universe over all ranks that are needed."
-            )
+    def _new_part(self, rank_map: RankMap, own: dict[str, Any]) -> Universe:
+        return Universe(rank_map, part_of=self, **own)
 
     # --- meshes ---------------------------------------------------------------------------------
 
