@@ -154,12 +154,14 @@ class GroupMaker:
                 self._hold(group.name)
         if group.name is not None and not group.borrowed:
             self._users.add(group.name)
-            if _log.isEnabledFor(logging.DEBUG):
+            if group.created:  # and not lazy
                 self._tell(group)
         return group
 
     def _tell(self, group: Group) -> None:
         """Log how a group came to be, on the first of its ranks: one line a group."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
         ranks = group.request.my_ranks()
         if ranks[0] == self._world.rank:
             _log.debug(
@@ -198,7 +200,7 @@ class GroupMaker:
             # Otherwise another thread has just ended it.
         group = Group(request, name, Origin.SHARED, created=False)
         if not self._lazy:
-            group.note_first_use(made_here=self._make_pending(name))
+            self._note_first_use(group, self._make_pending(name))
         return group
 
     def before_use(self, name: str) -> None:
@@ -212,7 +214,12 @@ class GroupMaker:
             return
         made_here = self._make_pending(name)
         if group is not None:
-            group.note_first_use(made_here)
+            self._note_first_use(group, made_here)
+
+    def _note_first_use(self, group: Group, made_here: bool) -> None:
+        group.note_first_use(made_here)
+        if made_here:
+            self._tell(group)
 
     def _make_pending(self, name: str) -> bool:
         if name in self._world.state(Asleep).names:  # to be kept when it was resumed
