@@ -140,8 +140,8 @@ class GroupMaker:
 
     def _make(self, request: GroupRequest, call: Call | None) -> Group:
         self._keys[request.options.key.digest] = request.options.key
-        if self._shared is not None and is_made_by_members(request, self._world):
-            return self._share(request, SharedAs(self._shared, *_shared_key(request)), call)
+        if self._shared is not None:
+            return self._share(request, call)
         return self._make_own(request, call)
 
     def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
@@ -184,13 +184,15 @@ class GroupMaker:
                 return f"Not shared with {axis} of a mesh that was made apart, without universe="
         return "It is the first of these ranks"
 
-    def _share(self, request: GroupRequest, shared_as: SharedAs, call: Call | None) -> Group:
+    def _share(self, request: GroupRequest, call: Call | None) -> Group:
+        if self._shared is None or not is_made_by_members(request, self._world):
+            return self._make_own(request, call)
         # A layout means something within one universe only, ranks mean the same everywhere: so the
         # group is looked up by its ranks. The mesh over ranks 4-7 finds what one over 0-7 has made.
         name = None
         while name is None:
-            shared: Group = shared_as.groups.get_or_create(
-                shared_as.axis, shared_as.key, lambda: self._make_own(request, call)
+            shared: Group = self._shared.get_or_create(
+                *_shared_key(request), lambda: self._make_own(request, call)
             )
             if shared.request is request:
                 return shared
