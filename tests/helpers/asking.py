@@ -160,6 +160,7 @@ OF_UNIVERSE: dict[str, Question] = {
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
     "parts": lambda mesh: mesh.universe.parts,
+    "known_part": lambda mesh: mesh.universe.known_part(mesh.universe.rank_map),
     "check_has": lambda mesh: mesh.universe.check_has(mesh.universe.rank_map),
     "size": lambda mesh: mesh.universe.size,
     "serial": lambda mesh: mesh.universe.serial,

@@ -124,8 +124,7 @@ class DeviceMesh(ReshapedMesh):
     ) -> None:
         check_layout(description.layout, rank_map)
         if universe is not None and rank_map != universe.rank_map:
-            universe.check_has(rank_map)
-            make_universe, universe = universe.part, None
+            make_universe, universe = universe.part, universe.known_part(rank_map)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False

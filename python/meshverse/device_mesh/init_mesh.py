@@ -156,10 +156,8 @@ def plan_mesh(
     rank_map = _rank_map_for(layout, ranks, universe)
     make_universe: Callable[..., Universe] = Universe
     if universe is not None and rank_map != universe.rank_map:
-        universe.check_has(rank_map)
         # Where there is no such part yet, what belongs to a universe may be given for it.
-        known = next((part for part in universe.parts if part.rank_map == rank_map), None)
-        make_universe, universe = universe.part, known
+        make_universe, universe = universe.part, universe.known_part(rank_map)
     if lazy or topology is not None or not (timeout is options is check_consistency is None):
         said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
         said["check_consistency"] = check_consistency

@@ -128,6 +128,17 @@ class Divided:
             )
         return known
 
+    def known_part(self, ranks: RankMap) -> Self | None:
+        """The part over these ranks, in this order, if there is one already. O(ranks).
+
+        Raises:
+            ValueError: a rank that this universe has not.
+        """
+        known = self._parts.over(ranks)
+        if known is None:
+            self.check_has(ranks)
+        return known
+
     def check_has(self, ranks: RankMap) -> None:
         """Raise ValueError unless this universe has all these ranks, in any order. O(ranks)."""
         outside = ranks_outside(ranks, self.rank_map)
