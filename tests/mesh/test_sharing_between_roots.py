@@ -126,9 +126,9 @@ def test_another_way_of_sharing_is_refused() -> None:
 
 
 def test_a_universe_is_for_its_own_ranks() -> None:
-    universe = _mesh().universe
+    universe = init_device_mesh("cpu", (4,)).universe
     with groups_created(0), pytest.raises(ValueError, match="cannot join a universe"):
-        DeviceMesh("cpu", torch.arange(4), universe=universe)
+        DeviceMesh("cpu", torch.arange(8), universe=universe)
 
 
 @pytest.mark.usefixtures("shared")

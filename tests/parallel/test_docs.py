@@ -34,7 +34,7 @@ def _expected(program: str) -> list[str]:
 def test_a_page_prints_what_it_says(tmp_path, page) -> None:
     if page == "huggingface.md":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    program = "\n".join(block for block in _blocks(page) if "MegatronFSDP" not in block)
+    program = "\n".join(_blocks(page))
     script = tmp_path / "page.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -61,6 +61,8 @@ def test_the_example_of_megatron_fsdp(four) -> None:
     # The world is there already, and the meshes of the other examples are not needed.
     imports = [setting[0].replace('dist.init_process_group("gloo")', "..."), setting[1]]
     imports[1] = imports[1].partition("\n\n")[0]
+    assert "if find_spec" in block  # here it is run on the CPU, with the calls to CUDA answered
+    block = re.sub("if find_spec.*:", "if True:", block)
     program = "\n".join([*imports, block])
     for printed in four.run(_printed, 4, program, timeout=_SECONDS):
         assert printed.splitlines() == _expected(block)

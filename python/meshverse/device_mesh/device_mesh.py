@@ -52,7 +52,7 @@ class DeviceMesh(ReshapedMesh):
         backend_override: one (backend, options) pair an axis, or a mapping from axis index or
             name as for `init_device_mesh`.
         preserve_rank_order: group ranks follow the order of `mesh` instead of ascending ranks.
-        universe: a universe with the same ranks to build this mesh in; its timeout and options are
+        universe: a universe that has these ranks to build this mesh in; its timeout and options are
             those of the groups.
         isolate: tags for groups of their own: one for all axes, or by axis index or name; see
             `meshverse.isolate`.
@@ -122,7 +122,9 @@ class DeviceMesh(ReshapedMesh):
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
-        check_layout(description.layout, rank_map, universe.rank_map if universe else None)
+        check_layout(description.layout, rank_map)
+        if universe is not None and rank_map != universe.rank_map:
+            make_universe, universe = universe.part, universe.known_part(rank_map)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -173,14 +175,15 @@ class DeviceMesh(ReshapedMesh):
         options, so all ranks of the mesh call this.
 
         Args:
-            universe: of the same ranks; by default the first live one, or else a new one.
+            universe: that has these ranks; by default the first live one of the same ranks, or
+                else a new one.
 
         Returns:
             This mesh, which now equals the universe's own.
 
         Raises:
             RuntimeError: it has process groups already, or there is no default process group.
-            ValueError: the universe has other ranks.
+            ValueError: the universe has not all these ranks.
         """
         mine = self._universe
         if universe is None:

@@ -184,7 +184,7 @@ def _make_by_members(
     times_before: int = 0,
 ) -> compat.ProcessGroup:
     options = request.options
-    attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
+    attempt = meetings.hold(name, request.axis_name, ranks, options, call)
     create = partial(
         compat.create_by_members,
         ranks,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout
+from meshverse.nearest import did_you_mean
 
 from .user_input import AxisNames, check_axis_names
 
@@ -85,10 +85,9 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
     valid = [*(mesh.axis_names or ()), *flattened]
     if not all(name in valid for name in names):
         unknown = next(name for name in names if name not in valid)
-        near = get_close_matches(str(unknown), valid, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise KeyError(
-            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}.{hint}"
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+            f"{did_you_mean(unknown, valid)}"
         )
 
 
@@ -159,7 +158,8 @@ def axis_index(mesh: MeshDescription, dim: Any) -> int:
     if isinstance(dim, str):
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
         if dim not in names:
-            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}")
+            hint = did_you_mean(dim, names)
+            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}.{hint}")
         return names.index(dim)
     try:
         index = operator.index(dim)

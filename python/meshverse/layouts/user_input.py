@@ -152,23 +152,13 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
     return names
 
 
-def check_layout(layout: Layout, rank_map: RankMap, of_universe: RankMap | None) -> None:
-    """Check that a layout is a mesh over a rank map, and that the rank map is the universe's.
-
-    Args:
-        layout: of the mesh.
-        rank_map: that the mesh shall be over.
-        of_universe: the rank map of the universe that the mesh is to join, if there is one.
+def check_layout(layout: Layout, rank_map: RankMap) -> None:
+    """Check that a layout is a mesh over a rank map.
 
     Raises:
         AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
-        ValueError: other ranks than the universe's, or a layout whose copies do not cover them.
+        ValueError: a layout whose copies do not cover the ranks.
     """
-    if of_universe is not None and rank_map != of_universe:
-        raise ValueError(
-            f"A mesh over {rank_map} cannot join a universe of {of_universe}: every mesh of "
-            "a universe has the same ranks in the same order. Make a universe of its own for it."
-        )
     if not layout.is_orthogonal():
         raise AssertionError(
             f"Please use a non-overlapping layout when creating a DeviceMesh: {layout} maps "

@@ -78,7 +78,7 @@ def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
     fields = _read_fields(saved, name, _MESH_FIELDS)
     layout, keys = fields["axes"], fields["keys"]
     try:
-        check_layout(layout, rank_map, None)
+        check_layout(layout, rank_map)
         names = check_axis_names(fields["names"], len(layout))
     except (AssertionError, RuntimeError, ValueError) as error:
         what = f"A saved mesh whose {name!r} is no mesh over {rank_map}"

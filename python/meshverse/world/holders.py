@@ -32,6 +32,10 @@ class Holders(WorldState):
         """List an object that will hold process groups, for as long as it lives itself."""
         self._holders.add(holder)
 
+    def alive(self) -> list[Holder]:
+        """The objects that are listed, oldest first."""
+        return self._holders.alive()
+
     def discard(self, holder: Holder) -> None:
         """Take an object off the list: it holds no process groups any more."""
         self._holders.discard(holder)
