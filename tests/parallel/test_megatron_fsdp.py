@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_answers import cuda_that_only_answers
+from helpers.cuda_answers import cuda_that_only_answers
 from torch import Tensor, nn
 
 from helpers.worlds import fake_world
