@@ -79,15 +79,17 @@ _RAN_ON = {
 """Backend, ranks and clock of each suite, for captions."""
 
 _SCALES = (8, 64, 1_024, 10_240)
-_AT_A_GLANCE = [
+_AT_A_GLANCE = {
+    ("trainer", "process groups after five views"): "process groups of a trainer's five views",
+    ("trainer", "five views of one world"): "time to make these views",
+    ("operations", "slice again"): "slice an axis once more",
+    ("trainer", "wrap 16 blocks"): "wrap 16 blocks with FSDP2 and tensor parallelism",
+    ("trainer", "training step"): "eager training step of these blocks",
+}
+"""Suite and operation, and what README calls it."""
+_AT_EACH_SIZE = [
     ("trainer", "process groups after five views"),
     ("trainer", "five views of one world"),
-    ("operations", "slice again"),
-    ("trainer", "wrap 16 blocks"),
-    ("trainer", "training step"),
-]
-_AT_EACH_SIZE = [
-    *_AT_A_GLANCE[:2],
     ("operations", "create 4-D mesh"),
     ("operations", "slice first"),
     ("operations", "slice again"),
@@ -99,7 +101,8 @@ _AT_EACH_SIZE = [
     ("operations", "hash first in a world"),
     ("operations", "get_group"),
     ("memory", "five views, resident"),
-    *_AT_A_GLANCE[3:],
+    ("trainer", "wrap 16 blocks"),
+    ("trainer", "training step"),
     ("trainer", "compiled training step"),
     ("trainer", "compiled call"),
 ]
@@ -151,7 +154,7 @@ def _where(reports: _Reports, suites: Iterable[str]) -> str:
         if suite in reports:
             one = reports[suite]
             where = f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}"
-            titles.setdefault(where, []).append(f"\"{one['title']}\"")
+            titles.setdefault(where, []).append(f'"{one["title"]}"')
     if len(titles) == 1:
         return f"Measured on {next(iter(titles))}."
     return "\n".join(f"- {' and '.join(of)}: {where}" for where, of in titles.items())
@@ -184,8 +187,17 @@ def _pair(reports: _Reports, suite: str, operation: str, scale: int) -> str:
 
 def _glance(reports: _Reports, prefix: str) -> str:
     """README's table: what a job has of it at its size."""
-    rows = _side_by_side(reports, _AT_A_GLANCE, _SCALES, "ranks")
-    return f"{rows}\n\n{_where(reports, dict(_AT_A_GLANCE))}"
+    rows = _side_by_side(reports, list(_AT_A_GLANCE), _SCALES, "ranks")
+    for (_, operation), words in _AT_A_GLANCE.items():
+        rows = rows.replace(f"| {operation} |", f"| {words} |")
+    told = [
+        f"{words} {pair}"
+        for words, operation in (("set-up", "set up five views"), ("threads", "threads"))
+        if (pair := _pair(reports, "processes", operation, 8))
+    ]
+    real = [f"On 8 real gloo processes, the same five views: {', '.join(told)}."] if told else []
+    where = _where(reports, dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"]))
+    return "\n\n".join([rows, *real, where])
 
 
 def _sizes(reports: _Reports, prefix: str) -> str:
@@ -216,8 +228,9 @@ def _floors(reports: _Reports, prefix: str) -> str:
             more = statistics.median(ours) - statistics.median(floor)
             medians = [amount(statistics.median(one), "ns") for one in (ours, floor)]
             when_cold = _samples(reports, "operations", cold(operation), 10_240)
-            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in (samples, when_cold)]
-            rows.append([operation, *medians, *ratios, amount(more, "ns"), what])
+            both = [one for one in (samples, when_cold) if one]
+            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in both] + [""]
+            rows.append([operation, *medians, *ratios[:2], amount(more, "ns"), what])
     header = [OURS, _FLOOR, "ratio", "ratio, cold", "more", "the floor is"]
     return table(["operation", *header], rows)
 

@@ -169,4 +169,3 @@ def _index(side: str, sides: list[str]) -> int:
 
 def _label(unit: str) -> str:
     return {"ns": "time", "bytes": "memory"}.get(unit, unit)
-

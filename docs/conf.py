@@ -6,6 +6,7 @@ The pages are Markdown that GitHub shows too. Where the two differ, this file ad
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import meshverse
@@ -32,7 +33,9 @@ autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_preserve_defaults = True  # `share="mesh"` as it is written
+napoleon_use_ivar = True  # attributes as a list: dataclasses have them in one docstring
 napoleon_use_rtype = False
+maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 default_role = "literal"  # docstrings have `names` in single quotes, as Markdown does
 
@@ -41,8 +44,10 @@ default_role = "literal"  # docstrings have `names` in single quotes, as Markdow
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!meshverse).*"),
-    (r"py:.*", r"meshverse(\.\w+)*\._.*"),
+    (r"py:.*", r"meshverse\.\w+\..*"),  # classes in the rooms that are not public
 ]
+
+_PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
 _PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="(?P<dark>[^"]+)">\s*'
@@ -50,8 +55,20 @@ _PICTURE = re.compile(
 )
 
 
-def _pictures(app: Any, page: str, source: list[str]) -> None:
-    """A picture for light and one for dark pages: in HTML for GitHub, here as images of each."""
+_RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")
+
+
+def _results(app: Any) -> None:
+    """The tables of the benchmarks' suites, as pages: Sphinx reads none outside its folder."""
+    folder = Path(app.srcdir) / "results"  # git ignores it
+    folder.mkdir(exist_ok=True)
+    for page in _RESULTS.glob("*.md"):
+        (folder / page.name).write_text(f"---\norphan: true\n---\n\n{page.read_text()}")
+
+
+def _for_the_site(app: Any, page: str, source: list[str]) -> None:
+    """Links to results; and pictures for light and for dark pages, in HTML for GitHub."""
 
     def images(match: re.Match[str]) -> str:
         parts = [
@@ -60,9 +77,35 @@ def _pictures(app: Any, page: str, source: list[str]) -> None:
         ]
         return "\n\n".join(parts)
 
-    source[0] = _PICTURE.sub(images, source[0])
+    text = _LINK_TO_RESULTS.sub(r"](results/\1)", source[0])
+    source[0] = _PICTURE.sub(images, text)
+
+
+def _public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Link a class that an annotation names by the file it is in, to where the reference has it."""
+    if node.get("refdomain") != "py":
+        return None
+    name = node["reftarget"].rpartition(".")[2]
+    objects = env.domains["py"].objects
+    for module in _PUBLIC:
+        known = objects.get(f"meshverse{module}.{name}")
+        if known is not None:
+            target = node.copy()
+            target["reftarget"] = f"meshverse{module}.{name}"
+            return env.domains["py"].resolve_xref(
+                env,
+                node["refdoc"],
+                app.builder,
+                node["reftype"],
+                target["reftarget"],
+                target,
+                content,
+            )
+    return None
 
 
 def setup(app: Any) -> None:
-    """Adapt pages that are written for GitHub."""
-    app.connect("source-read", _pictures)
+    """Adapt pages that are written for GitHub, and docstrings that are written for editors."""
+    app.connect("builder-inited", _results)
+    app.connect("source-read", _for_the_site)
+    app.connect("missing-reference", _public_name)

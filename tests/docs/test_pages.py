@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.cuda_answers import cuda_that_only_answers
 
+from helpers.cuda_answers import cuda_that_only_answers
 from helpers.page_programs import (
     TORCHRUN_SECONDS,
     Ended,
@@ -54,7 +54,8 @@ def test_every_block_says_how_it_is_run() -> None:
 
 
 @_of_kind("alone")
-def test_a_program_of_one_process(program: Program) -> None:
+def test_a_program_of_one_process(program: Program, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     _check(program, [run_alone(program)])
 
 
@@ -66,7 +67,7 @@ def test_a_program_on_real_ranks(program: Program, request: pytest.FixtureReques
         pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     crew = request.getfixturevalue("four" if ranks <= 4 else "eight" if ranks <= 8 else "crew")
     run = _with_stand_ins if "stand-ins" in program.how else run_here
-    _check(program, crew.run(run, ranks, program.source, program.page, timeout=100))
+    _check(program, crew.run(run, ranks, program.source, program.file, timeout=100))
 
 
 @pytest.mark.processes
@@ -80,9 +81,9 @@ def test_a_program_under_torchrun(program: Program, tmp_path: Path) -> None:
         assert program.source.count("print(") == len(program.printed), "say what each prints"
 
 
-def _with_stand_ins(source: str, page: str) -> Ended:
+def _with_stand_ins(source: str, file: str) -> Ended:
     with cuda_that_only_answers():
-        return run_here(source, page)
+        return run_here(source, file)
 
 
 def _check(program: Program, endings: list[Ended]) -> None:

@@ -8,7 +8,15 @@ import re
 from helpers.pages import ROOT
 
 _MODULES = ["", ".doctor", ".parallel", ".pictures", ".planner"]
-_BY_PATH = {"meshverse.parallel.tp_choice.llama_tp_plan"}  # what configuration files name
+# What configuration files name, and what public functions give.
+_BY_PATH = {
+    "meshverse.parallel.tp_choice.llama_tp_plan",
+    "meshverse.planner.crossings.Crossing",
+    "meshverse.planner.planned.Mine",
+    "meshverse.topology.levels.Level",
+    "meshverse.universe.sleep.GroupMemory",
+    "meshverse.universe.warm_up.WarmedUp",
+}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import meshverse
-from helpers.pages import ROOT, Program
+from helpers.pages import Program
 from helpers.worlds import fake_world
 
 __all__ = ["TORCHRUN_SECONDS", "Ended", "is_shown", "run_alone", "run_here", "run_script"]
@@ -31,19 +31,19 @@ Ended = tuple[str, list[str], str]
 """What a program printed; what it raised and logged; the traceback, or "" if it ended well."""
 
 
-def run_here(source: str, page: str) -> Ended:
-    """Run a program in the world that is there.
+def run_here(source: str, file: str) -> Ended:
+    """Run a program, which is that file to tracebacks, in the world that is there.
 
     Pages write "cuda" where a job has GPUs: here it is read as "cpu".
     """
-    code = compile(source.replace('"cuda"', '"cpu"'), str(ROOT / page), "exec")
+    code = compile(source.replace('"cuda"', '"cpu"'), file, "exec")
     said: list[str] = []
     failed = ""
     with _logged(said), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            exec(code, _names())
+            exec(code, _names(source))
         except Exception as error:  # noqa: BLE001  (whatever the page's program raises)
-            said.append(f"{type(error).__name__}: {_message(error)}")
+            said.append("".join(traceback.format_exception_only(error)))
             failed = traceback.format_exc()
         finally:
             meshverse.uninstall()
@@ -58,7 +58,7 @@ def run_alone(program: Program) -> Ended:
             stack.enter_context(fake_world(int(fake[1]), int(fake[2] or 0)))
         else:
             stack.callback(_end_world, sys.excepthook)
-        return run_here(program.source, program.page)
+        return run_here(program.source, program.file)
 
 
 def run_script(program: Program, processes: int, folder: Path) -> Ended:
@@ -80,20 +80,21 @@ def run_script(program: Program, processes: int, folder: Path) -> Ended:
 
 
 def is_shown(text: str, said: str) -> bool:
-    """Whether a page's text is what was said: "..." is for anything, and lines may break anywhere."""
+    """Whether a text is what was said: "..." is for anything, and lines may break anywhere."""
     words = [re.escape(word) for word in text.split()]
     pattern = r"\s+".join(words).replace(re.escape("..."), ".*?")
     return re.fullmatch(pattern, said.strip(), re.DOTALL) is not None
 
 
-def _names() -> dict[str, Any]:
+def _names(source: str) -> dict[str, Any]:
     """What the pages' short examples use without importing it."""
+    init = meshverse.init_device_mesh
     return {
         "__name__": "page",
         "DeviceMesh": meshverse.DeviceMesh,
         "Universe": meshverse.Universe,
         "dist": dist,
-        "init_device_mesh": _filled_in(meshverse.init_device_mesh),
+        "init_device_mesh": _filled_in(init) if "init_device_mesh(..." in source else init,
         "meshverse": meshverse,
         "timedelta": timedelta,
         "torch": torch,
@@ -101,7 +102,7 @@ def _names() -> dict[str, Any]:
 
 
 def _filled_in(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_device_mesh(..., lazy=True)`: the dots are a mesh of all ranks, by default 2 x the rest."""
+    """`init_device_mesh(..., lazy=True)`: the dots are for a mesh of all ranks, 2 x the rest."""
 
     def init_device_mesh(*given: Any, **keywords: Any) -> Any:
         if given[:1] == (...,):
@@ -110,10 +111,6 @@ def _filled_in(init: Callable[..., Any]) -> Callable[..., Any]:
         return init(*given, **keywords)
 
     return init_device_mesh
-
-
-def _message(error: Exception) -> str:
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
 @contextlib.contextmanager

@@ -99,11 +99,21 @@ class Program:
 
     @property
     def source(self) -> str:
-        """The code, each line on its line of the page, so that tracebacks name that line."""
+        """The code, each line on its line of the page, so that tracebacks name that line.
+
+        What raises an error that a page shows is the same wherever it stands on the page.
+        """
+        if self.error is not None:
+            return "".join(self.pieces.values())
         source = ""
         for line, code in sorted(self.pieces.items()):
             source += "\n" * (line - 1 - source.count("\n")) + code
         return source
+
+    @property
+    def file(self) -> str:
+        """What tracebacks, and errors that name the line of a program, call its file."""
+        return "train.py" if self.error is not None else str(ROOT / self.page)
 
     @property
     def printed(self) -> list[str]:
