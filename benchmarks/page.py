@@ -171,7 +171,7 @@ def _side_by_side(
     cells = {scale: of for scale, of in cells.items() if any(of)}
     header = ["stock → Meshverse", *(f"{one:,} {scale}" for one in cells)]
     body = [
-        [operation, *(of[row] or "–" for of in cells.values())]
+        [operation, *(of[row] or "-" for of in cells.values())]
         for row, (_, operation) in enumerate(rows)
     ]
     return table(header, body)

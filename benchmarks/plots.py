@@ -143,6 +143,8 @@ def _decades(values: list[float]) -> tuple[float, float]:
     """Powers of ten below and above; at least two decades apart, so that a flat line looks flat."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    if len(positive) < len(values):  # zeros are at the bottom, below all others
+        low -= 1
     if high - low < 2:
         high = low + 2
     return 10.0**low, 10.0**high
