@@ -41,7 +41,7 @@ demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is r
 	$(VENV)/bin/python examples/demo.py $(ARGS)
 
 docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/docs
-	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs $(ARGS)
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
 	@echo 'Open build/docs/index.html'
 
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
