@@ -93,7 +93,7 @@ hooks: $(TOOLS)/.tools ## check each commit with pre-commit
 	$(TOOLS)/bin/pre-commit install
 
 clean: ## remove what was built, keep the environments
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist docs/results .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 distclean: clean ## remove the environments too
 	rm -rf .venv

@@ -31,7 +31,7 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True  # `share="mesh"` as it is written
 napoleon_use_ivar = True  # attributes as a list: dataclasses have them in one docstring
 napoleon_use_rtype = False
@@ -104,8 +104,14 @@ def _public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     return None
 
 
+def _signature(app: Any, what: str, name: str, of: Any, options: Any, text: str, gives: str) -> Any:
+    """A dataclass's default that is made anew each time: `<factory>` would be no Python."""
+    return text and text.replace("<factory>", "..."), gives
+
+
 def setup(app: Any) -> None:
     """Adapt pages that are written for GitHub, and docstrings that are written for editors."""
+    app.connect("autodoc-process-signature", _signature)
     app.connect("builder-inited", _results)
     app.connect("source-read", _for_the_site)
     app.connect("missing-reference", _public_name)
