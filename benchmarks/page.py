@@ -267,7 +267,7 @@ def _plots(reports: _Reports, prefix: str) -> str:
         if figures:
             scales = sorted({one["scale"] for one in drawn})
             sizes = f"{scales[0]:,} to {scales[-1]:,}" if len(scales) > 1 else f"{scales[0]:,}"
-            ran_on = f"{_RAN_ON[name]}; {sizes} {report['scale']}"
+            ran_on = f"{_RAN_ON.get(name, report['method'])}; {sizes} {report['scale']}"
             parts.append(f"**{report['title']}.** {ran_on[0].upper()}{ran_on[1:]}.")
         for figure in figures:
             stem = f"{prefix}benchmarks/results/{name}-{figure.replace(' ', '_')}"
