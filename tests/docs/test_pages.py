@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cuda_answers import cuda_that_only_answers
 from helpers.page_programs import (
     TORCHRUN_SECONDS,
     Ended,
@@ -26,7 +25,7 @@ _PROGRAMS = [program for page in pages() for program in programs_of(page)]
 _BLOCKS = [block for page in pages() for block in blocks_of(page)]
 _KINDS = {
     "alone": r"alone|fake \d+(, rank \d+)?",
-    "ranks": r"(\d+) ranks(, stand-ins for CUDA)?",
+    "ranks": r"(\d+) ranks",
     "torchrun": r"torchrun (\d+)",
 }
 
@@ -63,11 +62,8 @@ def test_a_program_of_one_process(program: Program, tmp_path: Path, monkeypatch)
 @_of_kind("ranks")
 def test_a_program_on_real_ranks(program: Program, request: pytest.FixtureRequest) -> None:
     ranks = _number_of("ranks", program)
-    if "Megatron" in program.source:
-        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     crew = request.getfixturevalue("four" if ranks <= 4 else "eight" if ranks <= 8 else "crew")
-    run = _with_stand_ins if "stand-ins" in program.how else run_here
-    _check(program, crew.run(run, ranks, program.source, program.file, timeout=100))
+    _check(program, crew.run(run_here, ranks, program.source, program.file, timeout=100))
 
 
 @pytest.mark.processes
@@ -79,11 +75,6 @@ def test_a_program_under_torchrun(program: Program, tmp_path: Path) -> None:
     _check(program, [run_script(program, _number_of("torchrun", program), tmp_path)])
     if program.printed:
         assert program.source.count("print(") == len(program.printed), "say what each prints"
-
-
-def _with_stand_ins(source: str, file: str) -> Ended:
-    with cuda_that_only_answers():
-        return run_here(source, file)
 
 
 def _check(program: Program, endings: list[Ended]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_answers import cuda_that_only_answers
 from torch import Tensor, nn
 
-from helpers.cuda_answers import cuda_that_only_answers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     MegatronFSDPConfig,
