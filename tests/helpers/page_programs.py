@@ -81,8 +81,9 @@ def run_script(program: Program, processes: int, folder: Path) -> Ended:
 
 def is_shown(text: str, said: str) -> bool:
     """Whether a text is what was said: "..." is for anything, and lines may break anywhere."""
-    words = [re.escape(word) for word in text.split()]
-    pattern = r"\s+".join(words).replace(re.escape("..."), ".*?")
+    any_words, any_letters = r"\s(?:.*?\s)?", ".*?"
+    pattern = r"\s+".join(re.escape(word) for word in text.split())
+    pattern = pattern.replace(r"\s+\.\.\.\s+", any_words).replace(r"\.\.\.", any_letters)
     return re.fullmatch(pattern, said.strip(), re.DOTALL) is not None
 
 
