@@ -113,3 +113,23 @@ def test_a_block_that_says_nothing_is_found(tmp_path: Path, monkeypatch) -> None
     assert program.source == "\nx = 0\n\n\n1 / x\n"
     with pytest.raises(AssertionError, match=r'page\.md", line 5[\s\S]*ZeroDivisionError'):
         _check(program, [run_alone(program)])
+
+
+def test_dots_stand_for_anything_and_nothing_else_does() -> None:
+    assert is_shown("no ranks: ... are 8...", "no ranks:\nhere are 8, not 7\n")
+    assert is_shown("axis ... of 8", "axis of 8")
+    assert not is_shown("axis of 8", "axis dp of 8")
+    assert not is_shown("axis of 8", "axis of 8, not 7")
+    assert not is_shown("ranks ... 8", "the ranks 8")
+
+
+def test_what_is_printed_is_compared() -> None:
+    program = Program("page.md", 1, "alone", {1: "print(1)  # 1\nprint(2)  # 3\n"})
+    with pytest.raises(AssertionError, match=r"page\.md"):
+        _check(program, [run_alone(program)])
+    program = Program("page.md", 1, "alone", {1: "print(1)\n"}, prints="2\n")
+    with pytest.raises(AssertionError, match=r"page\.md"):
+        _check(program, [run_alone(program)])
+    program = Program("page.md", 1, "alone", {1: "1 / 0\n"}, error="ValueError: ...\n")
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        _check(program, [run_alone(program)])
