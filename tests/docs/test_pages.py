@@ -58,6 +58,7 @@ def test_a_program_of_one_process(program: Program, tmp_path: Path, monkeypatch)
     _check(program, [run_alone(program)])
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @_of_kind("ranks")
 def test_a_program_on_real_ranks(program: Program, request: pytest.FixtureRequest) -> None:
