@@ -12,7 +12,7 @@ TORCH_nightly := --upgrade --pre torch --index-url https://download.pytorch.org/
 VENV  := .venv/torch-$(TORCH)
 TOOLS := .venv/tools
 PIP   := -m pip --quiet --disable-pip-version-check
-LINTED_PYTHON := $(wildcard python tests benchmarks examples tools)
+LINTED_PYTHON := $(wildcard python tests benchmarks examples tools docs/conf.py)
 LINTED_CPP    := $(shell find csrc -name '*.h' -o -name '*.cpp')
 # Folders count as sources too: their time changes when a file in them is removed.
 SOURCES := pyproject.toml CMakeLists.txt \
@@ -21,7 +21,7 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test families demo bench lint format typecheck sanitize wheel develop hooks gpu gpubench clean distclean
+.PHONY: help test families demo docs bench lint format typecheck sanitize wheel develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
 demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is right
 	$(VENV)/bin/python examples/demo.py $(ARGS)
+
+docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/docs
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
+	@echo 'Open build/docs/index.html'
 
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
@@ -89,7 +93,7 @@ hooks: $(TOOLS)/.tools ## check each commit with pre-commit
 	$(TOOLS)/bin/pre-commit install
 
 clean: ## remove what was built, keep the environments
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist docs/results .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 distclean: clean ## remove the environments too
 	rm -rf .venv
@@ -112,7 +116,7 @@ ifneq ($(TORCH_$(TORCH)),)
 .PHONY: $(VENV)/.torch
 endif
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.docs $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*
 	@touch $@
 
