@@ -106,6 +106,8 @@ class Programs(RuleBasedStateMachine):
         names = _NAMES[: len(shape)] if named else None
         ranks = universe.rank_views.tensor.reshape(shape)
         stock = STOCK.DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        if set(names or ()) & universe.flattened.keys():
+            return  # of other ranks it is an error; see test_sharing_between_roots
         ours = meshverse.init_device_mesh(
             "cpu", tuple(shape), mesh_dim_names=names, universe=universe
         )
@@ -141,10 +143,8 @@ class Programs(RuleBasedStateMachine):
     def derive(self, data: st.DataObject, tag: str | None) -> None:
         line = data.draw(st.sampled_from([line for line in self.lines if not line.is_full]))
         operation = data.draw(operations(line.stock))
-        apart = tag is not None or not line.has_own_root
-        if apart and isinstance(operation, Flatten):
-            # Flattened meshes are kept by name and tag, and in the universe's first mesh.
-            operation = Flatten(operation.source, f"flat{len(line.ours)}")
+        if isinstance(operation, Flatten) and not self._flattens_as_stock(line, operation, tag):
+            return
         stock = attempt(lambda: operation.apply(STOCK, line.stock))
         with isolate(tag) if tag is not None else contextlib.nullcontext():
             ours = attempt(lambda: operation.apply(OURS, line.ours))
@@ -239,6 +239,19 @@ class Programs(RuleBasedStateMachine):
         place = data.draw(st.integers(0, count - 1))
         ranks[mine], ranks[place] = ranks[place], ranks[mine]
         return torch.tensor(ranks[:count])
+
+    def _flattens_as_stock(self, line: Line, operation: Flatten, tag: str | None) -> bool:
+        """Flattened meshes are kept at the universe's first root, by name and tag."""
+        axes = {
+            name
+            for other in self.lines
+            if other is not line and other.universe is line.universe
+            for name in other.stock[0].mesh_dim_names or ()
+        }
+        source = line.stock[operation.source]
+        name = operation.name or "_".join(source.mesh_dim_names or ())
+        is_plain = tag is None and line.is_plain[operation.source]
+        return is_plain and line.has_own_root and name not in axes
 
     def _is_of_another_form(
         self, line: Line, operation: object, error: type[Exception] | None

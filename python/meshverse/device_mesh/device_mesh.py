@@ -123,6 +123,8 @@ class DeviceMesh(ReshapedMesh):
         rank: int | None = None,
     ) -> None:
         check_layout(description.layout, rank_map, universe.rank_map if universe else None)
+        if universe is not None:
+            universe.roots.check_names(description)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -141,6 +143,8 @@ class DeviceMesh(ReshapedMesh):
         universe.intern(self)
         if is_apart:
             note_root(self)
+        else:
+            universe.roots.note_names(description)
 
     def _set_up_world(self) -> None:
         world = World.current()
