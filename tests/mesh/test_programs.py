@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.programs import Programs
@@ -16,11 +16,16 @@ def test_programs() -> None:
 
 
 def test_programs_for_as_long_as_was_asked_for() -> None:
+    # Without shrinking, which takes many minutes: the steps of a program are printed as they are.
     end = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "0"))
     while time.monotonic() < end:
         run_state_machine_as_test(
             Programs,
             settings=settings(
-                max_examples=200, stateful_step_count=30, derandomize=False, database=None
+                max_examples=200,
+                stateful_step_count=30,
+                derandomize=False,
+                database=None,
+                phases=[Phase.generate],
             ),
         )
