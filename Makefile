@@ -4,6 +4,7 @@
 TORCH  ?= 2.13.0
 PYTHON ?= python3
 ARGS   ?=
+FUZZ_SECONDS ?= 300
 
 # What pip installs for TORCH=newest and TORCH=nightly; each time anew, as it changes.
 TORCH_newest  := --upgrade torch
@@ -21,7 +22,7 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test families demo docs bench lint format typecheck sanitize wheel develop hooks gpu gpubench clean distclean
+.PHONY: help test families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,8 +81,15 @@ gpubench: ## measure NCCL communicators in the same way; results in benchmarks/r
 	$(PYTHON) tools/build_beside_torch.py build/gpu
 	$(PYTHON) benchmarks/run.py gpu $(ARGS)
 
+fuzz: $(VENV)/.wheel $(VENV)/.test $(TOOLS)/.tools ## search for inputs that break a law, FUZZ_SECONDS=300 for the core and as long for meshes
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" tools/fuzz_core $(FUZZ_SECONDS)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(VENV)/bin/python -m pytest tests/mesh/test_programs.py --timeout=0 -p no:cacheprovider $(ARGS)
+
 wheel: dist/.wheel ## build the wheel into dist/
 	@ls dist/*.whl
+
+dist: $(TOOLS)/.dist ## build and check what is published: the sdist, and a wheel for every Python there is; in dist/release
+	$(TOOLS)/bin/python tools/make_dist.py
 
 develop: $(VENV)/.test $(VENV)/.build ## install in place instead: Python edits need no rebuild, C++ edits a small one
 	$(VENV)/bin/python $(PIP) install --no-deps --no-build-isolation -Cbuild-dir=build/develop --editable .
@@ -106,6 +114,10 @@ distclean: clean ## remove the environments too
 
 $(TOOLS)/.tools: pyproject.toml | $(TOOLS)/bin/python
 	$(TOOLS)/bin/python $(PIP) install --group tools
+	@touch $@
+
+$(TOOLS)/.dist: pyproject.toml | $(TOOLS)/bin/python
+	$(TOOLS)/bin/python $(PIP) install --group dist
 	@touch $@
 
 $(VENV)/.torch: | $(VENV)/bin/python

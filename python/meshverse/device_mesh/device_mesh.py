@@ -125,6 +125,8 @@ class DeviceMesh(ReshapedMesh):
         check_layout(description.layout, rank_map)
         if universe is not None and rank_map != universe.rank_map:
             make_universe, universe = universe.part, universe.known_part(rank_map)
+        if universe is not None:
+            universe.roots.check_names(description)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -143,6 +145,8 @@ class DeviceMesh(ReshapedMesh):
         universe.intern(self)
         if is_apart:
             note_root(self)
+        else:
+            universe.roots.note_names(description)
 
     def _set_up_world(self) -> None:
         world = World.current()

@@ -22,6 +22,7 @@ __all__ = [
     "check_flattened_name",
     "check_has_names",
     "check_known_axes",
+    "check_names_at_root",
     "concatenate",
     "slice_axes",
     "unflatten_axis",
@@ -143,6 +144,31 @@ def check_flattened_name(
         raise ValueError(
             f"Flatten mesh with mesh_dim_name {name} has been created before, Please specify "
             f"another valid mesh_dim_name. It has layout {known}, where {axis} is asked for."
+        )
+
+
+def check_names_at_root(
+    name: str, axis: AxisLayout, known: AxisLayout | None, known_as: str, root: object
+) -> None:
+    """Check a name of a root mesh or a flattened axis against another root mesh of its universe.
+
+    torch looks names up at the first root mesh: its flattened axes come before the mesh's own axes.
+
+    Args:
+        name: of an axis.
+        axis: its layout.
+        known: the axis that has this name already, if any.
+        known_as: what that one is, for the message.
+        root: the first root mesh, for the message.
+
+    Raises:
+        ValueError: the two axes differ.
+    """
+    if known is not None and known != axis:
+        raise ValueError(
+            f"{name} already exists in the universe of {root}: {known_as} of this name has layout "
+            f"{known}, where {axis} is asked for, and get_group({name!r}) could mean either. "
+            "Choose another name, or make the mesh in a universe of its own."
         )
 
 
