@@ -230,6 +230,11 @@ class Reshard:
     def _run(self) -> None:
         if self._why_broken:
             raise RuntimeError(self._why_broken)
+        if World.current() is not self._world:
+            raise RuntimeError(
+                "Reshard: the default process group in which this move was built is gone. Build "
+                "the move again after init_process_group()."
+            )
         self._runs += 1
         changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._what_changed()
         if self._group is not None:
@@ -267,7 +272,7 @@ class Reshard:
                 f"{_said_by(error)}\nNothing was sent, and the targets are as they were. Build "
                 "the move again."
             )
-            if isinstance(error, (RuntimeError, ValueError)):  # ValueError: the group is gone
+            if isinstance(error, RuntimeError):
                 raise RuntimeError(self._why_broken) from error
             raise
         if culprit >= 0:
@@ -320,7 +325,7 @@ class Reshard:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
         self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
-        if self._group is not None:
+        if self._group is not None and World.current() is self._world:
             self._group = None
             self._meeting.remove(f"at/{self._rank}")
             self._mesh.universe.destroy()
