@@ -182,11 +182,10 @@ def _modes() -> None:
         lambda: torch.utils.checkpoint.set_checkpoint_debug_enabled(True),
     ]
     for number, mode in enumerate(modes):
-        with mode():
-            with Reshard(source, target) as move:
-                move()
-                move(async_op=True).wait()
-                str(move.explain())
+        with mode(), Reshard(source, target) as move:
+            move()
+            move(async_op=True).wait()
+            str(move.explain())
         assert torch.equal(target["w"].to_local(), expected[1]), number
         assert torch.equal(target["b"], whole > 3)
         for tensor in target.values():

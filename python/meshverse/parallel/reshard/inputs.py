@@ -61,8 +61,6 @@ def _read_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]
     if ranks is None:
         return None
     try:
-        if isinstance(ranks, str):
-            raise TypeError
         found = sorted(operator.index(rank) for rank in ranks)
     except TypeError:
         raise TypeError(f"ranks={ranks!r:.80}: give a list of global ranks, or None.") from None

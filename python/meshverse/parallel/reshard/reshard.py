@@ -230,7 +230,7 @@ class Reshard:
     def _run(self) -> None:
         if self._why_broken:
             raise RuntimeError(self._why_broken)
-        if World.current() is not self._world:
+        if self._world.is_over:
             raise RuntimeError(
                 "Reshard: the default process group in which this move was built is gone. Build "
                 "the move again after init_process_group()."
@@ -325,7 +325,7 @@ class Reshard:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
         self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
-        if self._group is not None and World.current() is self._world:
+        if self._group is not None and not self._world.is_over:
             self._group = None
             self._meeting.remove(f"at/{self._rank}")
             self._mesh.universe.destroy()
