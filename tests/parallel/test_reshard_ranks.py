@@ -1,4 +1,4 @@
-"""Ranks that do not come to a move, do not agree, are interrupted, or end in the middle of a run."""
+"""Ranks that do not come to a move, do not agree, are interrupted or end while it runs."""
 
 from __future__ import annotations
 
