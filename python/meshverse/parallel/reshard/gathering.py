@@ -65,7 +65,9 @@ class Gathering:
     """
 
     def __init__(self, world: World, board: Board, name: str) -> None:
-        self.label = f"{name}/{world.state(_Counts).next(name)}"
+        self.label = f"{name}/{(number := world.state(_Counts).next(name))}"
+        if number == 1:  # texts stay in the store, which a later run may use too
+            world.run.add_user()
         self._board = board
         self._prefix = f"reshard/{self.label}"
 

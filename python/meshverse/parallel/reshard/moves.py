@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from meshverse._core import AxisLayout, Holders, Layout, RankMap
 from meshverse.graphs.traced_coordinates import rank_digits
 
-from .roster import SIDES, Part, Roster
+from .roster import SIDES, Part, Roster, in_words
 from .sides import Grid, Spec, layout_of
 
 __all__ = ["Move", "Moves", "moves_of"]
@@ -72,13 +72,16 @@ def moves_of(roster: Roster, world_size: int) -> Moves:
     groups = {side: _groups_of(roster.sides[side]) for side in SIDES}
     _check_names({side: groups[side].keys() for side in SIDES})
     holders = _HoldersList(world_size)
+    for side in SIDES:
+        _check_all_have(side, groups[side], roster.sides[side])
     moves = []
     for name in sorted(groups["source"]):
         # Where several meshes hold a source, any of them will do: the first, on all ranks.
         origin = min(groups["source"][name], key=lambda group: min(group.firsts))
         source = holders.layouted(origin, name in roster.right_to_left["source"])
-        for group in groups["target"][name]:
+        for group in (*groups["source"][name], *groups["target"][name]):
             _check_fit(name, origin.spec, group.spec)
+        for group in groups["target"][name]:
             target = holders.layouted(group, name in roster.right_to_left["target"])
             dtype = _wire_dtype(name, origin.spec.dtype, group.spec.dtype)
             moves.append(Move(name, origin.spec.shape, dtype, source, target))
@@ -87,23 +90,32 @@ def moves_of(roster: Roster, world_size: int) -> Moves:
 
 @dataclass
 class _Group:
-    """The ranks that lay a tensor out alike: copies of one mesh, at these first ranks."""
+    """The ranks that lay a tensor out alike: copies of one mesh, at these first ranks.
+
+    Attributes:
+        spec: of the tensor.
+        grid: of one copy of the mesh; None where each rank has the whole tensor.
+        firsts: the ranks at which the copies begin.
+        parts: numbers of the parts of the side that have the tensor so.
+    """
 
     spec: Spec
     grid: Grid | None
-    firsts: set[int]
+    firsts: set[int] = field(default_factory=set)
+    parts: list[int] = field(default_factory=list)
 
 
 def _groups_of(parts: Iterable[Part]) -> dict[str, list[_Group]]:
     found: dict[str, dict[Any, _Group]] = {}
-    for part in parts:
+    for number, part in enumerate(parts):
         for name, spec in part.content.specs.items():
             is_plain = spec.mesh < 0
             grid = None if is_plain else part.content.grids[spec.mesh]
             firsts = part.ranks if is_plain else part.firsts[spec.mesh]
             key = (spec._replace(mesh=0), grid)
-            group = found.setdefault(name, {}).setdefault(key, _Group(spec, grid, set()))
+            group = found.setdefault(name, {}).setdefault(key, _Group(spec, grid))
             group.firsts.update(firsts)
+            group.parts.append(number)
     return {
         name: sorted(groups.values(), key=lambda group: min(group.firsts))
         for name, groups in found.items()
@@ -125,11 +137,43 @@ def _check_names(names: Mapping[str, Iterable[str]]) -> None:
             )
 
 
+def _check_all_have(
+    side: str, groups: Mapping[str, Iterable[_Group]], parts: Sequence[Part]
+) -> None:
+    """Check that all ranks of a mesh give a tensor alike, if one of them does."""
+    checked = set()
+    for name, alike in groups.items():
+        for group in alike:
+            key = (group.grid, frozenset(group.firsts), tuple(group.parts))
+            if group.grid is None or key in checked:
+                continue
+            checked.add(key)
+            have = {rank for number in group.parts for rank in parts[number].ranks}
+            if lacking := set(_ranks_of(group.grid, sorted(group.firsts))) - have:
+                raise ValueError(
+                    f"Reshard: {side} {name!r} is on a mesh of which {in_words(have)} gave it as "
+                    f"{_laid_out(group.spec)}, and {in_words(lacking)} did not. All ranks of a "
+                    "mesh give the same tensors, of one shape, dtype and placements."
+                )
+
+
+def _laid_out(spec: Spec) -> str:
+    placements = [
+        "Replicate()"
+        if dim < 0
+        else f"Shard({dim})"
+        if factor == 1
+        else f"_StridedShard({dim}, split_factor={factor})"
+        for dim, factor in zip(spec.dims, spec.factors, strict=True)
+    ]
+    return f"{spec.dtype} of shape {spec.shape} with placements ({', '.join(placements)})"
+
+
 def _check_fit(name: str, source: Spec, target: Spec) -> None:
     if source.shape != target.shape:
         raise ValueError(
             f"Reshard: {name!r} has the shape {source.shape} in the source and {target.shape} in "
-            "the target: both must be the whole tensor's."
+            "the target, or on other ranks: all must be the whole tensor's."
         )
 
 
@@ -171,7 +215,12 @@ class _HoldersList:
             together = Layout([found.layout]).concatenate(axes)
             if together.is_orthogonal():
                 return Holders(self._identity, found.first, together)
-        positions = axes.collapse()
-        ranks = [first + positions(index) for first in firsts for index in range(axes.size)]
         rows = Layout.from_shape((len(firsts), *axes.shape))
-        return Holders(RankMap.from_ranks(ranks), 0, rows)
+        return Holders(RankMap.from_ranks(_ranks_of(grid, firsts)), 0, rows)
+
+
+def _ranks_of(grid: Grid | None, firsts: Sequence[int]) -> list[int]:
+    if grid is not None and grid.ranks is not None:
+        return list(grid.ranks)
+    positions = (Layout([]) if grid is None else layout_of(grid.axes)).collapse()
+    return [first + positions(index) for first in firsts for index in range(positions.size)]

@@ -30,6 +30,10 @@ from .sides import Side, local_tensor, read_side
 __all__ = ["Reshard", "default_timeout"]
 
 _MIB = 1 << 20
+_FAKING = (
+    "FakeTensorMode is active, under which tensors have no data to move. Call it outside, or "
+    "compile what is around it."
+)
 _CONDITION = (
     "Each element of the targets has its old value or its new one. Build the move again, after "
     "init_process_group() if ranks have ended, and run it: that sets all of them."
@@ -92,17 +96,25 @@ class Reshard:
             raise RuntimeError(
                 "Reshard needs the default process group: call init_process_group() first."
             )
-        if timeout is not None:
-            check_timeout(timeout)
         self._world, self._rank = world, world.rank
-        self._timeout = timeout or default_timeout(world)
+        self._timeout = default_timeout(world)
         self._lock = threading.Lock()  # one run at a time
         self._last: ReshardWork | None = None
         self._runs = 0
         self._why_broken = ""
         self._group: dist.ProcessGroup | None = None
-        settings = read_settings(buffer_bytes, topology, world)
-        roster = self._gather(source, target, rename, name, ranks, settings)
+        self._sides: dict[str, Side | None] = {"source": None, "target": None}
+        self._settings = Settings(buffer_bytes)
+        error: Exception | None = None
+        try:
+            self._read(source, target, rename)
+            self._settings = read_settings(buffer_bytes, topology, ranks, world)
+            if timeout is not None:
+                check_timeout(timeout)
+                self._timeout = timeout
+        except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
+            error = caught
+        roster = self._gather(name, error)
         self.ranks = tuple(roster.ranks)
         self._moves = moves_of(roster, world.size)
         self._plan_own(roster)
@@ -111,33 +123,39 @@ class Reshard:
 
     # --- building -------------------------------------------------------------------------------
 
-    def _gather(
+    def _read(
         self,
         source: Mapping[str, Tensor] | None,
         target: Mapping[str, Tensor] | None,
         rename: Rename | None,
-        name: str,
-        ranks: list[int] | None,
-        settings: Settings,
-    ) -> Roster:
-        error: Exception | None = None
-        self._sides: dict[str, Side | None] = {"source": None, "target": None}
-        try:
-            self._sides["source"] = read_side(renamed(source, rename), "source")
-            self._sides["target"] = read_side(target, "target")
-            check_apart(self._sides["source"], self._sides["target"])
-        except (TypeError, ValueError) as caught:
-            error = caught  # the others must not wait for this rank
+    ) -> None:
+        if compat.is_faking():
+            raise TypeError(f"Reshard: {_FAKING}")
+        self._sides["source"] = read_side(renamed(source, rename), "source")
+        self._sides["target"] = read_side(target, "target")
+        check_apart(self._sides["source"], self._sides["target"])
+
+    def _gather(self, name: str, error: Exception | None) -> Roster:
         board = self._world.board
         if board is None:
             raise RuntimeError("Reshard needs a store that all ranks reach; this world has none.")
         self._meeting = Gathering(self._world, board, name)
-        said, contents = what_is_said(self._sides, settings, self._rank, str(error or ""))
-        collector = RosterCollector(self._world.size, ranks, self._timeout)
+        why = f"{type(error).__name__}: {error}" if error else ""
+        sides = {"source": None, "target": None} if error else self._sides
+        settings = Settings(0) if error else self._settings
+        said, contents = what_is_said(sides, settings, self._rank, why)
+        collector = RosterCollector(self._world.size, settings.ranks, self._timeout)
         met = self._meeting.meet(said, contents, collector, self._timeout)
         if error is not None:
             raise error
-        return read_roster(met)
+        roster = read_roster(met)
+        if self._rank not in roster.ranks and any(self._sides.values()):
+            raise RuntimeError(
+                f"Reshard: {in_words(roster.ranks)} made this move without this rank, which did "
+                "not come in time or was not waited for. If ranks have moves with different other "
+                "ranks, give each of these a name: Reshard(..., name=...). Or give ranks=."
+            )
+        return roster
 
     def _plan_own(self, roster: Roster) -> None:
         settings = roster.settings
@@ -212,8 +230,13 @@ class Reshard:
     def _run(self) -> None:
         if self._why_broken:
             raise RuntimeError(self._why_broken)
+        if self._world.is_over:
+            raise RuntimeError(
+                "Reshard: the default process group in which this move was built is gone. Build "
+                "the move again after init_process_group()."
+            )
         self._runs += 1
-        changed = self._what_changed()
+        changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._what_changed()
         if self._group is not None:
             self._agree(changed)
         elif changed:
@@ -224,30 +247,36 @@ class Reshard:
         )
         try:
             Exchange(self._plan, self._group, self._device).run(sources, targets)
-        except RuntimeError as error:
+        except BaseException as error:
             self._why_broken = (
                 f"Reshard: run {self._runs} failed on rank {self._rank} while data was exchanged"
-                f"{self._who_is_behind()}: {error}\n{_CONDITION}"
+                f"{self._who_is_behind()}: {_said_by(error)}\n{_CONDITION}"
             )
-            raise RuntimeError(self._why_broken) from error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(self._why_broken) from error
+            raise  # an interrupt stays one, but what is under way cannot be told from a new run
 
     def _agree(self, changed: str) -> None:
         """All ranks begin a run, or none: one all-reduce of a number."""
-        self._meeting.note(f"at/{self._rank}", str(self._runs))
-        if changed:
-            self._meeting.note(f"changed/{self._runs}", changed)
-        highest = torch.tensor(self._rank + 1 if changed else 0, device=self._device)
         try:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
-            culprit = int(highest) - 1
-        except RuntimeError as error:
+            self._meeting.note(f"at/{self._rank}", str(self._runs))
+            if changed:
+                self._meeting.note(f"changed/{self._runs}/{self._rank}", changed)
+            with compat.untraced():  # also where a mode is active that makes no real tensors
+                highest = torch.tensor(self._rank + 1 if changed else 0, device=self._device)
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+                culprit = int(highest) - 1
+        except BaseException as error:
             self._why_broken = (
-                f"Reshard: run {self._runs} did not begin{self._who_is_behind()}: {error}\n"
-                "Nothing was sent, and the targets are as they were. Build the move again."
+                f"Reshard: run {self._runs} did not begin{self._who_is_behind()}: "
+                f"{_said_by(error)}\nNothing was sent, and the targets are as they were. Build "
+                "the move again."
             )
-            raise RuntimeError(self._why_broken) from error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(self._why_broken) from error
+            raise
         if culprit >= 0:
-            why = changed or self._meeting.read(f"changed/{self._runs}")
+            why = changed or self._meeting.read(f"changed/{self._runs}/{culprit}")
             raise RuntimeError(
                 f"{why} Nothing was sent, and the targets are as they were."
                 if changed
@@ -256,11 +285,12 @@ class Reshard:
             )
 
     def _who_is_behind(self) -> str:
-        behind = [
-            rank
-            for rank in self.ranks
-            if rank != self._rank and int(self._meeting.read(f"at/{rank}") or 0) < self._runs
-        ]
+        behind = []
+        with contextlib.suppress(RuntimeError):  # the store has ended, with the rank that has it
+            for rank in self.ranks:
+                at = self._runs if rank == self._rank else self._meeting.read(f"at/{rank}") or 0
+                if int(at) < self._runs:
+                    behind.append(rank)
         return f", for which {in_words(behind)} did not come" if behind else ""
 
     def _remember_layouts(self) -> None:
@@ -295,7 +325,7 @@ class Reshard:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
         self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
-        if self._group is not None:
+        if self._group is not None and not self._world.is_over:
             self._group = None
             self._meeting.remove(f"at/{self._rank}")
             self._mesh.universe.destroy()
@@ -321,6 +351,10 @@ def default_timeout(world: World) -> timedelta:
     """How long a rank waits for others where nothing else is said: as its default group does."""
     group = world.default_group
     return compat.default_timeout(compat.default_backend(group), group)
+
+
+def _said_by(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _message_device(device_types: set[str], sides: Mapping[str, Side | None]) -> torch.device:

@@ -67,11 +67,13 @@ class Settings(NamedTuple):
         buffer_bytes: memory for messages.
         node_size: ranks on each node, 1 if that is not known.
         nodes: the node of every rank, in place of `node_size`.
+        ranks: those that the user said have to come.
     """
 
     buffer_bytes: int
     node_size: int = 1
     nodes: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
 
 
 def what_is_said(
@@ -87,7 +89,8 @@ def what_is_said(
     nodes = json.dumps(settings.nodes)
     digests[nodes] = digest_of(nodes)
     said["contents"] = list(digests.values())
-    said["settings"] = [settings.buffer_bytes, settings.node_size, digests[nodes]]
+    ranks = digest_of(json.dumps(settings.ranks))
+    said["settings"] = [settings.buffer_bytes, settings.node_size, digests[nodes], ranks]
     for name, side in sides.items():
         said[name] = side and {
             "content": digests[side.content()],
@@ -183,7 +186,7 @@ class RosterCollector:
         return [said for said in self._arrived.values() if any(said[side] for side in SIDES)]
 
     def _settings(self) -> list[Any]:
-        buffer_bytes, node_size, nodes = self._with_a_part()[0]["settings"]
+        buffer_bytes, node_size, nodes, _ = self._with_a_part()[0]["settings"]
         if any(said["settings"][1] != node_size for said in self._with_a_part()):
             node_size = 1  # nodes of different sizes, which only a topology can tell
         return [buffer_bytes, node_size, json.loads(self._contents[nodes])]
@@ -191,7 +194,7 @@ class RosterCollector:
     def _settings_error(self) -> str:
         first, *others = self._with_a_part()
         for said in others:
-            for index, what in ((0, "buffer_bytes"), (2, "topology")):
+            for index, what in ((0, "buffer_bytes"), (2, "topology"), (3, "ranks=")):
                 if said["settings"][index] != first["settings"][index]:
                     values = "" if index else f" {first['settings'][0]} and {said['settings'][0]}"
                     return (

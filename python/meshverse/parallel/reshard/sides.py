@@ -26,6 +26,7 @@ __all__ = [
     "Side",
     "Spec",
     "digest_of",
+    "has_memory",
     "layout_of",
     "local_tensor",
     "ranks_of_root",
@@ -84,6 +85,13 @@ class Side:
     right_to_left: list[str] = field(default_factory=list)
     left_to_right: list[str] = field(default_factory=list)
     roots: list[Any] = field(default_factory=list)
+
+    def placed(self, name: str) -> Any:
+        """How a tensor is laid out, over which ranks."""
+        spec = self.specs[name]
+        if spec.mesh < 0:
+            return spec
+        return spec._replace(mesh=0), self.grids[spec.mesh], self.firsts[spec.mesh]
 
     def content(self) -> str:
         """What ranks of the same pipeline stage say alike, as JSON: all but the first ranks."""
@@ -200,12 +208,24 @@ def _check_kind(tensor: Tensor, what: str) -> None:
             f"{what} is a {type(tensor).__name__}, whose data cannot be read as that of a plain "
             "tensor. Give the tensors it is made of, each under a name of its own."
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else tensor.layout
+    kind = str(tensor.layout) if tensor.layout != torch.strided else ""
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else kind
+    kind = "meta" if tensor.is_meta else kind
+    if kind:
         raise TypeError(
             f"{what} is a {kind} tensor: only strided tensors with data can be moved. Convert it "
             "first, as by to_dense(), dequantize() or to_empty()."
         )
+    if not has_memory(tensor):
+        raise ValueError(
+            f"{what} has no memory: something has freed it, as FSDP2 does with what it has put "
+            "back into shards. Give the model's parameters of now."
+        )
+
+
+def has_memory(local: Tensor) -> bool:
+    """Whether a tensor's memory is there; FSDP2 frees that of what it has put back into shards."""
+    return local.untyped_storage().nbytes() > 0 or local.numel() == 0
 
 
 def _splits(tensor: DTensor, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
