@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import OURS, STOCK, cold, ratio_of
+from page_of_moves import moves
 from reports import amount, table
 from suites.floors import WHAT
 
@@ -105,8 +106,9 @@ def _floors(reports: _Reports, prefix: str) -> str:
             more = statistics.median(ours) - statistics.median(floor)
             medians = [amount(statistics.median(one), "ns") for one in (ours, floor)]
             when_cold = _samples(reports, "operations", cold(operation), 10_240)
-            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in (samples, when_cold)]
-            rows.append([operation, *medians, *ratios, amount(more, "ns"), what])
+            both = [one for one in (samples, when_cold) if one]
+            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in both] + [""]
+            rows.append([operation, *medians, *ratios[:2], amount(more, "ns"), what])
     header = [OURS, _FLOOR, "ratio", "ratio, cold", "more", "the floor is"]
     return table(["operation", *header], rows)
 
@@ -164,6 +166,7 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "summary": _summary,
     "floors": _floors,
     "reached": _reached,
+    "moves": moves,
     "plots": _plots,
     "left_out": _left_out,
 }

@@ -9,7 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -50,6 +51,8 @@ _SET_UP, _FIRST, _LATER = "set-up", "first run", "later runs"
 _RECEIVED, _MOST_RECEIVED = "received by all", "received by one rank, at most"
 _MOST_GIVEN, _MEMORY = "given by one rank, at most", "memory"
 _FIGURES = {_FIRST: "time", _LATER: "time", _RECEIVED: "bytes", _MEMORY: "memory"}
+
+_Answer = TypeVar("_Answer")
 
 
 def run(run: Run) -> Outcome:
@@ -122,16 +125,16 @@ def _measure(
     # That full_tensor() gathers along one axis after the other is said for every tensor.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     job = Job(case, rank)
+    gc.collect()
+    gc.freeze()  # the collections before each run need not go through what is here to stay
     times: dict[str, dict[str, list[float]]] = {side: defaultdict(list) for side in WAYS}
     counted: dict[str, tuple[int, int, int]] = {}
     bound = 0
     for turn in range(-1, turns):  # the first to check, to count and to warm up
         for side in list(WAYS)[:: 1 if turn % 2 else -1]:
             job.forget()
-            ways: list[Way] = []
-            set_up = _timed(lambda made=ways, make=WAYS[side]: made.append(make(job)))
-            way = ways.pop()
-            first = _timed(way)
+            set_up, way = _timed(partial(WAYS[side], job))
+            first, _ = _timed(way)
             job.check(side)
             if turn < 0:
                 counted[side] = _count(way, job, side)
@@ -142,7 +145,7 @@ def _measure(
             else:
                 times[side][_SET_UP].append(set_up)
                 times[side][_FIRST].append(first)
-                times[side][_LATER] += [_timed(way) for _ in range(runs)]
+                times[side][_LATER] += [_timed(way)[0] for _ in range(runs)]
             way.close()
     return {side: _Cost(dict(times[side]), *counted[side]) for side in WAYS}, bound
 
@@ -160,13 +163,14 @@ def _count(way: Way, job: Job, side: str) -> tuple[int, int, int]:
     return counted.received, counted.given, memory
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(call: Callable[[], _Answer]) -> tuple[float, _Answer]:
+    """Nanoseconds until all ranks are done, and the answer."""
     gc.collect()
     dist.barrier()
     start = time.perf_counter_ns()
-    call()
+    answer = call()
     dist.barrier()
-    return float(time.perf_counter_ns() - start)
+    return float(time.perf_counter_ns() - start), answer
 
 
 def _of(outcome: Outcome, case: Case, operation: str) -> Measurement:

@@ -201,6 +201,7 @@ def _shard_dense(model: _Model, mesh: Any) -> None:
 def _shard_with_experts(model: _Model, mesh: Any) -> None:
     together = mesh._flatten("fsdp")
     for block in model.blocks:
+        assert isinstance(block, _Block)
         for name, p in list(block.experts.named_parameters()):
             over_ep = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
             block.experts.register_parameter(name, nn.Parameter(over_ep))

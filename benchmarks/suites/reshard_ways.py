@@ -129,7 +129,7 @@ class _OneRank:
         mesh = parameter.device_mesh
         # Dense weights of a model with experts are on one axis of all trainers.
         for index, part in enumerate(parts):
-            coordinate = torch.unravel_index(torch.tensor(index), tuple(mesh.shape))
+            coordinate = (mesh.mesh == mesh.mesh.flatten()[index]).nonzero()[0].tolist()
             where = own_part(whole, tuple(mesh.shape), parameter.placements, coordinate)
             where.copy_(part)
         return whole
