@@ -149,6 +149,7 @@ class _Block(nn.Module):
         super().__init__()
         hidden, inner = case.hidden, case.intermediate
         self.norm = nn.RMSNorm(hidden)
+        nn.init.normal_(self.norm.weight)  # ones could come from anywhere
         for name in ("q", "k", "v", "o"):
             self.add_module(name, nn.Linear(hidden, hidden, bias=False))
         if case.has_experts:

@@ -127,9 +127,11 @@ class _OneRank:
             return None
         whole = torch.empty(job.shapes[name])
         mesh = parameter.device_mesh
-        # Dense weights of a model with experts are on one axis of all trainers.
+        axes = job.trainer.mesh_dim_names
         for index, part in enumerate(parts):
-            coordinate = (mesh.mesh == mesh.mesh.flatten()[index]).nonzero()[0].tolist()
+            # By name: what TP does not split is on dp only, or on one axis of all trainers.
+            by_name = dict(zip(axes, divmod(index, job.trainer.size(1)), strict=True))
+            coordinate = [by_name.get(name, index) for name in mesh.mesh_dim_names or ()]
             where = own_part(whole, tuple(mesh.shape), parameter.placements, coordinate)
             where.copy_(part)
         return whole
