@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import OURS, STOCK, cold, ratio_of
+from page_of_moves import moves
 from reports import amount, table
 from suites.floors import WHAT
 
@@ -295,6 +296,7 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "summary": _summary,
     "floors": _floors,
     "reached": _reached,
+    "moves": moves,
     "plots": _plots,
     "left_out": _left_out,
 }
