@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshverse import Topology
 from meshverse.world.world import World
 
 from .roster import Settings
-from .sides import Side, has_memory, local_tensor
+from .sides import Side, local_tensor
 
-__all__ = ["Rename", "check_apart", "layout_in_words", "read_settings", "renamed"]
+__all__ = ["Rename", "check_apart", "read_settings", "renamed"]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
@@ -216,13 +215,3 @@ def _refuse_overlap(one: _Memory, other: _Memory) -> None:
         "is written into the one would change what is read from the other. Give one of them "
         "memory of its own, as by clone()."
     )
-
-
-def layout_in_words(tensor: Tensor) -> str:
-    """All of a tensor that a plan depends on."""
-    local = local_tensor(tensor)
-    placed = ""
-    if isinstance(tensor, DTensor):
-        placed = f" of {tuple(tensor.shape)} {tensor.placements} on {tensor.device_mesh}"
-    state = "" if has_memory(local) else " without memory"
-    return f"{tuple(local.shape)} {local.dtype} on {local.device}{placed}{state}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 
@@ -20,7 +20,8 @@ from meshverse.world.world import World
 
 from .exchange import Exchange
 from .gathering import Gathering
-from .inputs import Rename, check_apart, layout_in_words, read_settings, renamed
+from .inputs import Rename, check_apart, read_settings, renamed
+from .known_layouts import KnownLayouts
 from .messages import Traffic, plan_of
 from .moves import moves_of
 from .roster import Roster, RosterCollector, Settings, in_words, read_roster, what_is_said
@@ -118,7 +119,7 @@ class Reshard:
         self.ranks = tuple(roster.ranks)
         self._moves = moves_of(roster, world.size)
         self._plan_own(roster)
-        self._remember_layouts()
+        self._layouts = KnownLayouts(self._named_tensors())
         self._make_group(roster)
 
     # --- building -------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class Reshard:
                 "the move again after init_process_group()."
             )
         self._runs += 1
-        changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._what_changed()
+        changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._layouts.what_changed()
         if self._group is not None:
             self._agree(changed)
         elif changed:
@@ -293,25 +294,11 @@ class Reshard:
                     behind.append(rank)
         return f", for which {in_words(behind)} did not come" if behind else ""
 
-    def _remember_layouts(self) -> None:
-        self._layouts = [
-            None if tensor is None else layout_in_words(tensor)
-            for side in ("source", "target")
-            for tensor in self._tensors(side)
-        ]
-
-    def _what_changed(self) -> str:
-        tensors = [*self._tensors("source"), *self._tensors("target")]
-        for index, (tensor, then) in enumerate(zip(tensors, self._layouts, strict=True)):
-            if tensor is not None and (now := layout_in_words(tensor)) != then:
-                n = len(self._moves.moves)
-                side = "source" if index < n else "target"
-                name = self._moves.moves[index % n].name
-                return (
-                    f"Reshard: {side} {name!r} has changed since the move was built: it was "
-                    f"{then}, and is {now} now. Build the move again."
-                )
-        return ""
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for side in ("source", "target"):
+            for move, tensor in zip(self._moves.moves, self._tensors(side), strict=True):
+                if tensor is not None:
+                    yield f"{side} {move.name!r}", tensor
 
     # --- telling --------------------------------------------------------------------------------
 
