@@ -105,8 +105,7 @@ def test_a_dense_model_goes_on_on_other_meshes(tmp_path: Path) -> None:
         ["--tp=2", "--save-in-background"],
         {
             "replicas": (8, ["--tp=2", "--dp-replicate=2", "--dp-shard=2"]),
-            **_swept({"pipeline": (8, ["--pp=2", "--tp=2"])}),
-            "one": (1, []),
+            **_swept({"pipeline": (8, ["--pp=2", "--tp=2"]), "one": (1, [])}),
         },
     )
 
