@@ -75,7 +75,7 @@ _RAN_ON = {
     "store": "one TCPStore over loopback, asked by a few clients for all ranks; wall clock",
     "waiting": "threads that play waiting ranks, a store in memory; wall clock",
     "experts": "two gloo processes; processor time of one thread",
-    "reshard": "real gloo processes on one machine, wall clock; plans: processor time of one thread",
+    "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
 }
 """Backend, ranks and clock of each suite, for captions."""
