@@ -4,6 +4,7 @@
 TORCH  ?= 2.13.0
 PYTHON ?= python3
 ARGS   ?=
+FUZZ_SECONDS ?= 300
 
 # What pip installs for TORCH=newest and TORCH=nightly; each time anew, as it changes.
 TORCH_newest  := --upgrade torch
@@ -12,7 +13,7 @@ TORCH_nightly := --upgrade --pre torch --index-url https://download.pytorch.org/
 VENV  := .venv/torch-$(TORCH)
 TOOLS := .venv/tools
 PIP   := -m pip --quiet --disable-pip-version-check
-LINTED_PYTHON := $(wildcard python tests benchmarks examples tools)
+LINTED_PYTHON := $(wildcard python tests benchmarks examples tools docs/conf.py)
 LINTED_CPP    := $(shell find csrc -name '*.h' -o -name '*.cpp')
 # Folders count as sources too: their time changes when a file in them is removed.
 SOURCES := pyproject.toml CMakeLists.txt \
@@ -21,14 +22,14 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test families demo bench lint format typecheck sanitize wheel develop hooks gpu gpubench clean distclean
+.PHONY: help test families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 families: export MESHVERSE_ALL_FAMILIES := 1
 families: export MESHVERSE_WRITE_TABLES := 1
@@ -39,6 +40,10 @@ families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
 demo: $(VENV)/.wheel $(VENV)/.demo ## show what Meshverse does, and that it is right
 	$(VENV)/bin/python examples/demo.py $(ARGS)
+
+docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/docs
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
+	@echo 'Open build/docs/index.html'
 
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
@@ -76,8 +81,15 @@ gpubench: ## measure NCCL communicators in the same way; results in benchmarks/r
 	$(PYTHON) tools/build_beside_torch.py build/gpu
 	$(PYTHON) benchmarks/run.py gpu $(ARGS)
 
+fuzz: $(VENV)/.wheel $(VENV)/.test $(TOOLS)/.tools ## search for inputs that break a law, FUZZ_SECONDS=300 for the core and as long for meshes
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" tools/fuzz_core $(FUZZ_SECONDS)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(VENV)/bin/python -m pytest tests/mesh/test_programs.py --timeout=0 -p no:cacheprovider $(ARGS)
+
 wheel: dist/.wheel ## build the wheel into dist/
 	@ls dist/*.whl
+
+dist: $(TOOLS)/.dist ## build and check what is published: the sdist, and a wheel for every Python there is; in dist/release
+	$(TOOLS)/bin/python tools/make_dist.py
 
 develop: $(VENV)/.test $(VENV)/.build ## install in place instead: Python edits need no rebuild, C++ edits a small one
 	$(VENV)/bin/python $(PIP) install --no-deps --no-build-isolation -Cbuild-dir=build/develop --editable .
@@ -89,7 +101,7 @@ hooks: $(TOOLS)/.tools ## check each commit with pre-commit
 	$(TOOLS)/bin/pre-commit install
 
 clean: ## remove what was built, keep the environments
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist docs/results .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 distclean: clean ## remove the environments too
 	rm -rf .venv
@@ -104,6 +116,10 @@ $(TOOLS)/.tools: pyproject.toml | $(TOOLS)/bin/python
 	$(TOOLS)/bin/python $(PIP) install --group tools
 	@touch $@
 
+$(TOOLS)/.dist: pyproject.toml | $(TOOLS)/bin/python
+	$(TOOLS)/bin/python $(PIP) install --group dist
+	@touch $@
+
 $(VENV)/.torch: | $(VENV)/bin/python
 	$(VENV)/bin/python $(PIP) install $(or $(TORCH_$(TORCH)),torch==$(TORCH))
 	@touch $@
@@ -112,7 +128,7 @@ ifneq ($(TORCH_$(TORCH)),)
 .PHONY: $(VENV)/.torch
 endif
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.docs $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*
 	@touch $@
 

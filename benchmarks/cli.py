@@ -42,6 +42,7 @@ SUITES = [
     "memory",
     "one_graph",
     "experts",
+    "reshard",
     "gpu",
 ]
 

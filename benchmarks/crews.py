@@ -19,6 +19,7 @@ __all__ = ["in_crew"]
 
 # Loading torch takes seconds of processor time: once, not once for each of 32 processes.
 _PRELOADED = ["torch", "torch.distributed.tensor", "meshverse"]
+_LEAVE_SECONDS = 20
 
 
 def in_crew(size: int, function: Callable[..., Any], *args: Any, limit_s: float) -> list[Any]:
@@ -43,7 +44,7 @@ def in_crew(size: int, function: Callable[..., Any], *args: Any, limit_s: float)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, ranks = [], {}
     for rank in range(size):
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         process = context.Process(
             target=_work, args=(theirs, rank, server.port, limit_s, function, args), daemon=True
         )
@@ -52,13 +53,26 @@ def in_crew(size: int, function: Callable[..., Any], *args: Any, limit_s: float)
         processes.append(process)
         ranks[mine] = rank
     try:
-        return _collect(ranks, limit_s)
-    finally:
-        for process in processes:
+        results = _collect(ranks, limit_s)
+    except BaseException:
+        for process in processes:  # the others may be waiting for one that failed
             process.kill()
-            process.join()
+        raise
+    finally:
         for pipe in ranks:
-            pipe.close()
+            pipe.close()  # a process that is done leaves
+        _end(processes)
+    return results
+
+
+def _end(processes: list[Any]) -> None:
+    # A process that is killed cannot take back what it has of the system, such as the semaphore of
+    # a progress bar's lock: so it is let go by itself, unless it hangs.
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
 
 
 def _collect(ranks: dict[Any, int], limit_s: float) -> list[Any]:
@@ -94,4 +108,4 @@ def _work(
         pipe.send((None, function(rank, store, *args)))
     except Exception:  # noqa: BLE001 - whatever it is, the parent shall show it
         pipe.send((traceback.format_exc(), None))
-    time.sleep(limit_s)  # the parent ends all at once, so that none loses its peers
+    pipe.poll(limit_s)  # the parent lets all go at once, so that none loses its peers

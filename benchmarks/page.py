@@ -1,4 +1,4 @@
-"""The parts of README.md and docs/benchmarks.md that are figures, filled in from the results.
+"""The parts of README.md and of the pages in docs/ that are figures, filled in from the results.
 
 A part lies between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from harness import OURS, STOCK, cold, ratio_of
+from page_of_moves import moves
 from reports import amount, table
 from suites.floors import WHAT
 
@@ -30,15 +31,16 @@ def write(root: Path, results: Path) -> None:
         results: folder with the suites' JSON.
     """
     reports = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    for page in (root / "README.md", root / "docs" / "benchmarks.md"):
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
 
         def filled(match: re.Match[str], page: Path = page) -> str:
             start, name, end = match.groups()
             prefix = "" if page.parent == root else "../"
             return f"{start}\n{_PARTS[name](reports, prefix)}\n\n{end}"
 
-        if page.exists():
-            page.write_text(_PART.sub(filled, page.read_text()))
+        text = page.read_text()
+        if (new := _PART.sub(filled, text)) != text:
+            page.write_text(new)
 
 
 _Reports = dict[str, dict[str, Any]]
@@ -60,7 +62,61 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 20 else f"{ratio:.3g}x"
 
 
-_README_ROWS = [
+_FAKE = "one rank of a world whose backend does nothing; processor time of its thread"
+_RAN_ON = {
+    "operations": _FAKE,
+    "trainer": _FAKE,
+    "parallel_meshes": _FAKE,
+    "memory": "one rank of a world whose backend does nothing; bytes held, no clock",
+    "one_graph": "one rank of a world whose backend does nothing; processor time",
+    "layouts": "arithmetic without process groups; processor time of one thread",
+    "keys": "options and look-ups without process groups; processor time of one thread",
+    "processes": "real gloo processes on one machine; wall clock from barrier to barrier",
+    "store": "one TCPStore over loopback, asked by a few clients for all ranks; wall clock",
+    "waiting": "threads that play waiting ranks, a store in memory; wall clock",
+    "experts": "two gloo processes; processor time of one thread",
+    "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
+    "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
+}
+"""Backend, ranks and clock of each suite, for captions."""
+
+_SCALES = (8, 64, 1_024, 10_240)
+_AT_A_GLANCE = {
+    ("trainer", "process groups after five views"): "process groups of a trainer's five views",
+    ("trainer", "five views of one world"): "time to make these views",
+    ("operations", "slice again"): "slice an axis once more",
+    ("trainer", "wrap 16 blocks"): "wrap 16 blocks with FSDP2 and tensor parallelism",
+    ("trainer", "training step"): "eager training step of these blocks",
+}
+"""Suite and operation, and what README calls it."""
+_AT_EACH_SIZE = [
+    ("trainer", "process groups after five views"),
+    ("trainer", "five views of one world"),
+    ("operations", "create 4-D mesh"),
+    ("operations", "slice first"),
+    ("operations", "slice again"),
+    ("operations", "unflatten to new groups"),
+    ("operations", "unflatten to known groups"),
+    ("operations", "flatten to a new group"),
+    ("operations", "flatten to a known group"),
+    ("operations", "compare equal meshes"),
+    ("operations", "hash first in a world"),
+    ("operations", "get_group"),
+    ("memory", "five views, resident"),
+    ("trainer", "wrap 16 blocks"),
+    ("trainer", "training step"),
+    ("trainer", "compiled training step"),
+    ("trainer", "compiled call"),
+]
+_OF_PROCESSES = [
+    "set up five views",
+    "process groups",
+    "threads",
+    "descriptors",
+    "resident memory",
+    "store operations",
+]
+_SUMMARY_ROWS = [
     ("operations", "create 4-D mesh"),
     ("operations", "slice again"),
     ("operations", "slice first"),
@@ -80,7 +136,7 @@ _README_ROWS = [
 def _summary(reports: _Reports, prefix: str) -> str:
     """The README's table: stock and Meshverse at 10,240 ranks."""
     rows = []
-    for suite, operation in _README_ROWS:
+    for suite, operation in _SUMMARY_ROWS:
         samples = _samples(reports, suite, operation, 10_240)
         if samples:
             unit = _unit(reports, suite, operation)
@@ -89,10 +145,79 @@ def _summary(reports: _Reports, prefix: str) -> str:
             when_cold = _samples(reports, suite, cold(operation), 10_240)
             ratio_cold = _ratio(ratio_of(when_cold[STOCK], when_cold[OURS])) if when_cold else ""
             rows.append([operation, *medians, ratio, ratio_cold])
-    measured = [reports[suite] for suite in dict(_README_ROWS) if suite in reports]
-    where = [f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}" for one in measured]
-    places = "\n\n".join(dict.fromkeys(where))  # of one run, there is one
-    return f"{table(['operation', STOCK, OURS, 'ratio', 'ratio, cold'], rows)}\n\n{places}"
+    figures = table(["operation", STOCK, OURS, "ratio", "ratio, cold"], rows)
+    return f"{figures}\n\n{_where(reports, dict(_SUMMARY_ROWS))}"
+
+
+def _where(reports: _Reports, suites: Iterable[str]) -> str:
+    """Machine, versions and date of suites; one line for all of them, if it is the same."""
+    titles: dict[str, list[str]] = {}
+    for suite in suites:
+        if suite in reports:
+            one = reports[suite]
+            where = f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}"
+            titles.setdefault(where, []).append(f'"{one["title"]}"')
+    if len(titles) == 1:
+        return f"Measured on {next(iter(titles))}."
+    return "\n".join(f"- {' and '.join(of)}: {where}" for where, of in titles.items())
+
+
+def _side_by_side(
+    reports: _Reports, rows: list[tuple[str, str]], scales: Iterable[int], scale: str
+) -> str:
+    """A column for each scale that was measured: stock's median, then ours."""
+    cells = {
+        scale: [_pair(reports, suite, operation, scale) for suite, operation in rows]
+        for scale in scales
+    }
+    cells = {scale: of for scale, of in cells.items() if any(of)}
+    header = ["stock → Meshverse", *(f"{one:,} {scale}" for one in cells)]
+    body = [
+        [operation, *(of[row] or "-" for of in cells.values())]
+        for row, (_, operation) in enumerate(rows)
+    ]
+    return table(header, body)
+
+
+def _pair(reports: _Reports, suite: str, operation: str, scale: int) -> str:
+    samples = _samples(reports, suite, operation, scale)
+    if not samples.get(STOCK) or not samples.get(OURS):
+        return ""
+    unit = _unit(reports, suite, operation)
+    return " → ".join(amount(statistics.median(samples[side]), unit) for side in (STOCK, OURS))
+
+
+def _glance(reports: _Reports, prefix: str) -> str:
+    """README's table: what a job has of it at its size."""
+    rows = _side_by_side(reports, list(_AT_A_GLANCE), _SCALES, "ranks")
+    for (_, operation), words in _AT_A_GLANCE.items():
+        rows = rows.replace(f"| {operation} |", f"| {words} |")
+    told = [
+        f"{words} {pair}"
+        for words, operation in (("set-up", "set up five views"), ("threads", "threads"))
+        if (pair := _pair(reports, "processes", operation, 8))
+    ]
+    real = [f"On 8 real gloo processes, the same five views: {', '.join(told)}."] if told else []
+    where = _where(reports, dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"]))
+    return "\n\n".join([rows, *real, where])
+
+
+def _sizes(reports: _Reports, prefix: str) -> str:
+    """The same with more rows."""
+    rows = _side_by_side(reports, _AT_EACH_SIZE, _SCALES, "ranks")
+    return f"{_caption('trainer')}\n\n{rows}\n\n{_where(reports, dict(_AT_EACH_SIZE))}"
+
+
+def _processes(reports: _Reports, prefix: str) -> str:
+    """What real gloo processes take and hold."""
+    rows = [("processes", operation) for operation in _OF_PROCESSES]
+    figures = _side_by_side(reports, rows, (4, 8, 16, 32), "ranks")
+    return f"{_caption('processes')}\n\n{figures}\n\n{_where(reports, ['processes'])}"
+
+
+def _caption(suite: str) -> str:
+    words = _RAN_ON[suite]
+    return f"*{words[0].upper()}{words[1:]}. Medians.*"
 
 
 def _floors(reports: _Reports, prefix: str) -> str:
@@ -105,8 +230,9 @@ def _floors(reports: _Reports, prefix: str) -> str:
             more = statistics.median(ours) - statistics.median(floor)
             medians = [amount(statistics.median(one), "ns") for one in (ours, floor)]
             when_cold = _samples(reports, "operations", cold(operation), 10_240)
-            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in (samples, when_cold)]
-            rows.append([operation, *medians, *ratios, amount(more, "ns"), what])
+            both = [one for one in (samples, when_cold) if one]
+            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in both] + [""]
+            rows.append([operation, *medians, *ratios[:2], amount(more, "ns"), what])
     header = [OURS, _FLOOR, "ratio", "ratio, cold", "more", "the floor is"]
     return table(["operation", *header], rows)
 
@@ -138,9 +264,13 @@ def _plots(reports: _Reports, prefix: str) -> str:
     """Every plot, for light and for dark pages."""
     parts = []
     for name, report in reports.items():
-        figures = dict.fromkeys(
-            one["figure"] for one in report["measurements"] if one["figure"] and one["samples"]
-        )
+        drawn = [one for one in report["measurements"] if one["figure"] and one["samples"]]
+        figures = dict.fromkeys(one["figure"] for one in drawn)
+        if figures:
+            scales = sorted({one["scale"] for one in drawn})
+            sizes = f"{scales[0]:,} to {scales[-1]:,}" if len(scales) > 1 else f"{scales[0]:,}"
+            ran_on = f"{_RAN_ON.get(name, report['method'])}; {sizes} {report['scale']}"
+            parts.append(f"**{report['title']}.** {ran_on[0].upper()}{ran_on[1:]}.")
         for figure in figures:
             stem = f"{prefix}benchmarks/results/{name}-{figure.replace(' ', '_')}"
             parts.append(
@@ -161,9 +291,13 @@ def _left_out(reports: _Reports, prefix: str) -> str:
 
 
 _PARTS: dict[str, Callable[[_Reports, str], str]] = {
+    "glance": _glance,
+    "processes": _processes,
+    "sizes": _sizes,
     "summary": _summary,
     "floors": _floors,
     "reached": _reached,
+    "moves": moves,
     "plots": _plots,
     "left_out": _left_out,
 }

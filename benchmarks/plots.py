@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plot
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from reports import amount
 
@@ -22,7 +22,8 @@ _COLOURS = {
 }
 _INK = {"light": ("#ffffff", "#1f2328", "#d0d7de"), "dark": ("#0d1117", "#e6edf3", "#30363d")}
 _MARKERS = "osd^vP"
-_KNOWN_SIDES = ["stock", "Meshverse", "floor"]  # of the same colour in every plot
+_FLOOR = "floor"
+_KNOWN_SIDES = ["stock", "Meshverse", _FLOOR]  # of the same colour in every plot
 
 
 def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
@@ -106,39 +107,53 @@ def _panels(measurements: list[dict[str, Any]], scale: str) -> Any:
 def _lines(panel: Any, measurements: list[dict[str, Any]], sides: list[str], scale: str) -> None:
     measurements = sorted(measurements, key=lambda one: one["scale"])
     unit = measurements[0]["unit"]
-    for side in sides:
+    points = {side: _points(measurements, side) for side in sides}
+    low, high = _decades([value for of in points.values() for _, value in of])
+    for side, of in points.items():
         index = _index(side, sides)
-        points = [
-            (one["scale"], statistics.median(one["samples"][side]))
-            for one in measurements
-            if one["samples"].get(side)
-        ]
-        if points:
-            panel.plot(
-                *zip(*points, strict=True),
-                label=side,
-                color=f"C{index}",
-                marker=_MARKERS[index % len(_MARKERS)],
-                markersize=5,
-            )
-    scales = [one["scale"] for one in measurements]
-    panel.set(xscale="log", yscale="log", xlabel=scale, ylabel=_label(unit))
-    panel.xaxis.set_major_locator(FixedLocator(scales))
+        style = {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)], "markersize": 5}
+        positive = [point for point in of if point[1] > 0]
+        if of:
+            panel.plot(*zip(*positive, strict=True) if positive else ([], []), label=side, **style)
+        for at, value in (point for point in of if point[1] <= 0):  # no logarithm: at the bottom
+            panel.plot(at, low, linestyle="none", fillstyle="none", clip_on=False, **style)
+            above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+            panel.annotate(amount(value, unit), (at, low), color=f"C{index}", fontsize=8, **above)
+    panel.set(xscale="log", yscale="log", xlabel=scale, ylabel=_label(unit), ylim=(low, high))
+    panel.xaxis.set_major_locator(FixedLocator([one["scale"] for one in measurements]))
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.tick_params(axis="x", labelsize=8)
+    panel.yaxis.set_major_locator(LogLocator(numticks=10))
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-    low, high = panel.get_ylim()
-    if high / low < 30:  # so that a flat line looks flat
-        middle = math.sqrt(low * high)
-        panel.set_ylim(middle / 6, middle * 6)
+
+
+def _points(measurements: list[dict[str, Any]], side: str) -> list[tuple[int, float]]:
+    """Scale and median of a side. No floor that is above what was measured: it is none there."""
+    points = []
+    for one in measurements:
+        medians = {name: statistics.median(of) for name, of in one["samples"].items() if of}
+        if side in medians and (side != _FLOOR or medians[side] <= min(medians.values())):
+            points.append((one["scale"], medians[side]))
+    return points
+
+
+def _decades(values: list[float]) -> tuple[float, float]:
+    """Powers of ten below and above; at least two decades apart, so that a flat line looks flat."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    if len(positive) < len(values):  # zeros are at the bottom, below all others
+        low -= 1
+    if high - low < 2:
+        high = low + 2
+    return 10.0**low, 10.0**high
 
 
 def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
     unit = measurement["unit"]
     for index, side in enumerate(sides):
-        if measurement["samples"].get(side):
-            value = statistics.median(measurement["samples"][side])
+        for _, value in _points([measurement], side):
             bar = panel.bar(index, value, color=f"C{_index(side, sides)}", label=side, width=0.7)
             panel.bar_label(bar, [amount(value, unit)], padding=2)
     panel.set_xticks([])
@@ -156,12 +171,3 @@ def _index(side: str, sides: list[str]) -> int:
 
 def _label(unit: str) -> str:
     return {"ns": "time", "bytes": "memory"}.get(unit, unit)
-
-
-def _short(scale: float) -> str:
-    for factor, unit in ((2**20, "Mi"), (1000, "k")):
-        if scale >= factor and unit == "Mi":
-            return f"{scale / factor:g} Mi"
-        if scale >= factor:
-            return f"{scale / factor:.3g}k"
-    return f"{scale:g}"

@@ -20,6 +20,12 @@ void check_mode(const Mode& mode) {
                               ": sizes must be at least 1 and strides at least 0");
 }
 
+// Whether `left` goes on where `right` ends. A span beyond 64 bits is no mode's stride.
+bool continues(const Mode& left, const Mode& right) {
+  std::int64_t span = 0;
+  return !__builtin_mul_overflow(right.size, right.stride, &span) && left.stride == span;
+}
+
 // coalesce(modes) is the same map, with no size 1 and no mode that continues its right neighbour.
 std::vector<Mode> coalesce(const std::vector<Mode>& modes) {
   std::vector<Mode> coalesced;
@@ -28,7 +34,7 @@ std::vector<Mode> coalesce(const std::vector<Mode>& modes) {
     check_mode(*mode);
     if (mode->size == 1) continue;
     Mode* right = coalesced.empty() ? nullptr : &coalesced.back();
-    if (right && mode->stride == checked_multiply(right->size, right->stride, "a mode's span")) {
+    if (right && continues(*mode, *right)) {
       right->size = checked_multiply(right->size, mode->size, "a layout's size");
     } else {
       coalesced.push_back(*mode);

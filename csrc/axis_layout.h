@@ -51,7 +51,8 @@ class AxisLayout {
   Layout compose(const Layout& inner) const;
 
   // {self(i) + complement(n)(j)} is 0..n-1, each exactly once; the complement is ascending.
-  // Throws std::invalid_argument where no such layout exists.
+  // Throws std::invalid_argument where no such layout exists, std::overflow_error where the span
+  // (size * stride) of a mode needs more than 63 bits, so that none does either.
   AxisLayout complement(std::int64_t n) const;
 
   // Sorted by stride, each stride is a multiple of the span (size * stride) of the mode before it.

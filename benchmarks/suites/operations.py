@@ -1,4 +1,4 @@
-"""Every mesh operation: stock torch, Meshverse and the floor, from 64 ranks to 1,048,576."""
+"""Every mesh operation: stock torch, Meshverse and the floor, from 8 ranks to 1,048,576."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ SCALE = "ranks"
 _FLOOR = "floor"
 
 _AXES: dict[int, Axes] = {
+    8: {"pp": 2, "dp": 2, "cp": 2, "tp": 1},
     64: {"pp": 2, "dp": 4, "cp": 2, "tp": 4},
     1_024: {"pp": 4, "dp": 8, "cp": 4, "tp": 8},
     10_240: {"pp": 8, "dp": 8, "cp": 20, "tp": 8},
@@ -71,7 +72,7 @@ _NOT_SLOWER = 1.05
 
 def run(run: Run) -> Outcome:
     """Measure all operations at all scales."""
-    sizes = run.choose(list(_AXES), [64, 10_240])
+    sizes = run.choose(list(_AXES), [8, 64, 10_240])
     repetitions = run.choose(11, 3)
     outcome = Outcome()
     for size in sizes:

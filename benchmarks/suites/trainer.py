@@ -44,6 +44,7 @@ SCALE = "ranks"
 _FLOOR = "floor"
 _VIEWS = "five views of one world"
 DEGREES = {
+    8: Degrees(pp=2, dp_shard=2, tp=2, ep=2),
     64: Degrees(pp=2, dp_shard=8, tp=4, ep=8),
     1_024: Degrees(pp=4, dp_shard=32, tp=8, ep=16),
     10_240: Degrees(),
@@ -53,7 +54,7 @@ DEGREES = {
 # Repetitions: a run takes ten seconds at 102,400 ranks. At 1,048,576, where stock goes through
 # five million groups of one rank each for the axes of size 1, it takes minutes.
 _STOCK_VIEWS = {102_400: 1, 1_048_576: 0}
-_SIZES = [64, 10_240, 102_400]
+_SIZES = [64, 1_024, 10_240, 102_400]  # the models have 64 ranks, or more replicas
 _COLD_SIZES = (64, 10_240)
 _LAYERS_AT = 10_240
 _LIMIT_S = 400
@@ -64,7 +65,7 @@ _NOT_SLOWER = 1.05
 def run(run: Run) -> Outcome:
     """Measure the views, then the models."""
     outcome = Outcome()
-    sizes = run.choose(list(DEGREES), [64, 10_240])
+    sizes = run.choose(list(DEGREES), [8, 64, 10_240])
     model_sizes = run.choose(_SIZES, [64])
     repetitions, games = run.choose((5, 2), (3, 1))
     steps = repetitions * len(sizes) + 60 * games

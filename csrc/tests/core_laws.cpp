@@ -264,6 +264,9 @@ void overflow_throws() {
   CHECK(throws<std::overflow_error>([] { AxisLayout::row_major({kHuge, kHuge}); }));
   CHECK(throws<std::overflow_error>([] { Layout::row_major({kHuge, 2}); }));
   CHECK(AxisLayout({2}, {kHuge - 1}).is_orthogonal());
+  // The positions fit, though the span of the right mode, 2**63, does not.
+  constexpr std::int64_t kHalf = kHuge / 2 + 1;
+  CHECK(AxisLayout({2, 2}, {1, kHalf}).positions() == (Integers{0, kHalf, 1, kHalf + 1}));
   CHECK(AxisLayout({kHuge}, {1}).complement(kHuge) == AxisLayout());
   CHECK(throws<std::overflow_error>([] { AxisLayout({2}, {kHuge - 1}).complement(8); }));
 }

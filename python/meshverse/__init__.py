@@ -18,6 +18,7 @@ except ImportError as error:
         f"there. ({error})"
     ) from error
 
+from .agreement import RanksDifferError
 from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
 from .dropin import install, installed, uninstall
 from .options.isolation import isolate
@@ -38,6 +39,7 @@ __all__ = [
     "Explanation",
     "GroupExplanation",
     "MeshPart",
+    "RanksDifferError",
     "Topology",
     "Universe",
     "__version__",

@@ -151,3 +151,29 @@ class GroupCache:
     def remove(self, axis: AxisLayout, key: OptionsKey) -> bool: ...
     def clear(self) -> None: ...
     def __len__(self) -> int: ...
+
+@final
+class Holders:
+    def __init__(self, rank_map: RankMap, base: int, axes: Layout) -> None: ...
+    def coordinates_of(self, rank: int) -> list[int] | None: ...
+
+# The holders of one side, by axis the dimension that it splits, by axis the factor, right to left.
+_Side: TypeAlias = tuple[int, Sequence[int], Sequence[int], bool]
+
+def plan_reshard(
+    holders: Sequence[Holders],
+    moves: Sequence[tuple[Sequence[int], int, _Side, _Side]],
+    rank: int,
+    world_size: int,
+    round_bytes: int,
+    node_size: int = 1,
+    node_of_rank: Sequence[int] | None = None,
+) -> tuple[RankArray, RankArray, RankArray]: ...
+def shard_shape(
+    shape: Sequence[int],
+    dims: Sequence[int],
+    factors: Sequence[int],
+    right_to_left: bool,
+    axis_sizes: Sequence[int],
+    coordinates: Sequence[int],
+) -> tuple[int, ...]: ...

@@ -13,6 +13,7 @@ from meshverse import _core
 _CLASSES = [
     "AxisLayout",
     "GroupCache",
+    "Holders",
     "Layout",
     "OptionsKey",
     "RankArray",

@@ -159,6 +159,9 @@ OF_UNIVERSE: dict[str, Question] = {
     ],
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
+    "parts": lambda mesh: mesh.universe.parts,
+    "known_part": lambda mesh: mesh.universe.known_part(mesh.universe.rank_map),
+    "check_has": lambda mesh: mesh.universe.check_has(mesh.universe.rank_map),
     "serial": lambda mesh: mesh.universe.serial,
 }
 USES_GROUPS_OF_UNIVERSE = {
@@ -168,6 +171,7 @@ USES_GROUPS_OF_UNIVERSE = {
     "resume": "talks to groups",
     "memory_stats": "asks groups",
     "bind": "gives meshes groups",
+    "part": "makes a universe",
     "destroy": "ends groups",
     "abort": "ends groups",
 }

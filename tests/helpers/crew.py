@@ -22,6 +22,7 @@ import torch.distributed as dist
 _PRELOADED = ["pytest", "numpy", "torch", "torch.distributed.tensor", "meshverse"]
 WORLD_TIMEOUT_SECONDS = 40  # of the default group's operations; unlike c10d's default
 _START_SECONDS = 90
+_LEAVE_SECONDS = 10
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has
 
 Program = Callable[..., Any]
@@ -65,7 +66,7 @@ class Crew:
             answers = self._collect(world_size, timeout)
             failures = {rank: text for rank, (text, _) in answers.items() if text is not None}
             if failures or len(answers) < world_size:
-                self.stop()
+                self._kill()
                 for rank in set(range(world_size)) - set(answers):
                     failures[rank] = f"did not finish in {timeout} s\n{_stack(folder, rank)}"
                 raise RankError(_report(failures))
@@ -103,12 +104,22 @@ class Crew:
         deadline = monotonic() + _START_SECONDS
         for pipe in self._pipes:
             if not pipe.poll(max(0, deadline - monotonic())):
-                self.stop()
+                self._kill()
                 raise RuntimeError(f"the processes did not start in {_START_SECONDS} s")
             pipe.recv()
 
     def stop(self) -> None:
         """End the processes; the next run starts new ones."""
+        # They leave by themselves: a process that is killed cannot take back what it has of the
+        # system, such as the semaphore of a progress bar's lock.
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = monotonic() + _LEAVE_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -8,7 +8,7 @@ from meshverse.agreement.claims import Claim, Statement, differences, users_line
 
 
 def _claim(rank: int, sizes: dict[str, int], call: str = "init_device_mesh", **facts: str) -> Claim:
-    facts = {"made": "at once", "over": "ranks 0 to 3", "layout": str(sizes), **facts}
+    facts = {"made": "at once", "over": "ranks 0 to 3", "strides": str(sizes), **facts}
     return Claim(rank, "digest", Statement(call, sizes, facts, f"train.py:{rank}"))
 
 
@@ -30,8 +30,8 @@ def _claim(rank: int, sizes: dict[str, int], call: str = "init_device_mesh", **f
             ],
         ),
         (
-            _claim(0, {"dp": 2, "tp": 2}, layout="2:2, 2:1"),
-            _claim(3, {"tp": 2, "dp": 2}, layout="2:2, 2:1"),
+            _claim(0, {"dp": 2, "tp": 2}, strides="(2, 1)"),
+            _claim(3, {"tp": 2, "dp": 2}, strides="(2, 1)"),
             ["order of axes: dp, tp on rank 0, tp, dp on rank 3"],
         ),
         (

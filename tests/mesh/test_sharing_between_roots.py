@@ -126,9 +126,9 @@ def test_another_way_of_sharing_is_refused() -> None:
 
 
 def test_a_universe_is_for_its_own_ranks() -> None:
-    universe = _mesh().universe
+    universe = init_device_mesh("cpu", (4,)).universe
     with groups_created(0), pytest.raises(ValueError, match="cannot join a universe"):
-        DeviceMesh("cpu", torch.arange(4), universe=universe)
+        DeviceMesh("cpu", torch.arange(8), universe=universe)
 
 
 @pytest.mark.usefixtures("shared")
@@ -185,3 +185,29 @@ def test_a_shared_group_that_the_user_destroyed_is_made_anew_once() -> None:
     with groups_created(0):
         again.append(_mesh())
     assert again[2].get_group("tp") is again[0].get_group("tp")
+
+
+def test_an_axis_cannot_have_the_name_of_a_flattened_mesh_of_other_ranks() -> None:
+    # torch looks names up among the flattened meshes of the first root: get_group("flat") of the
+    # second root gave the group of all ranks.
+    first = _mesh()
+    flattened = first.flatten("flat")
+    with (
+        groups_created(0),
+        pytest.raises(ValueError, match=r"flat already exists .*8:1, where 2:1"),
+    ):
+        init_device_mesh("cpu", (4, 2), mesh_dim_names=("x", "flat"), universe=first.universe)
+    same = init_device_mesh("cpu", (8,), mesh_dim_names=("flat",), universe=first.universe)
+    assert same.get_group("flat") is flattened.get_group()
+
+
+def test_a_flattened_mesh_cannot_have_the_name_of_another_axis_of_a_later_root() -> None:
+    first = _mesh()
+    later = init_device_mesh("cpu", (4, 2), mesh_dim_names=("x", "flat"), universe=first.universe)
+    with (
+        groups_created(0),
+        pytest.raises(ValueError, match=r"flat already exists .*2:1, where 8:1"),
+    ):
+        first.flatten("flat")
+    assert dist.get_process_group_ranks(later.get_group("flat")) == [4, 5]
+    assert first["tp"].flatten("tp") is first["tp"]

@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from helpers.worlds import group_names, in_worlds
+from meshverse import init_device_mesh
 from meshverse.parallel import (
+    DDPConfig,
     FSDP2Config,
     MegatronFSDPConfig,
     ParallelismSizes,
@@ -86,3 +88,24 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     return (
         c10d._get_pg_config(group) and group._get_backend(c10d.torch.device("cpu")).options._timeout
     )
+
+
+@in_worlds((40, 9))
+def test_a_part_of_a_job(world) -> None:
+    job = init_device_mesh("cpu", (40,), mesh_dim_names=("job",))
+    pairs = init_device_mesh("cpu", (2,), ranks=[7, 9], universe=job.universe)
+    mesh, moe_mesh = create_device_meshes(
+        FSDP2Config(), _SIZES, ranks=_RANKS, universe=job.universe, timeout_minutes=None
+    )
+    assert moe_mesh is not None
+    assert mesh.universe.whole is job.universe
+    assert moe_mesh.universe is mesh.universe
+    assert mesh.get_group("tp") is pairs.get_group()
+    assert get_flat_mesh(mesh, "dp_cp").size() == 8
+    whole, _ = create_device_meshes(
+        MegatronFSDPConfig(), ParallelismSizes(tp_size=2), universe=job.universe
+    )
+    assert whole.universe is job.universe
+    assert whole.shape == (20, 1, 2)
+    with pytest.raises(ValueError, match="DDP has no mesh to build in it"):
+        create_device_meshes(DDPConfig(), ParallelismSizes(), universe=job.universe)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.crew import Crew, RankError
+
+_LOCKS = []
 
 
 def _rank_and_process() -> tuple[int, int]:
@@ -35,6 +40,12 @@ def _die() -> None:
     os._exit(3)
 
 
+def _hold_a_lock() -> str:
+    lock = multiprocessing.Lock()  # as progress bars do
+    _LOCKS.append(lock)
+    return lock._semlock.name  # type: ignore[attr-defined]
+
+
 def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:
     answers = crew.run(_rank_and_process, 4)
     assert [rank for rank, _ in answers] == [0, 1, 2, 3]
@@ -51,3 +62,13 @@ def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
         crew.run(_die, 1)
     assert len(crew.run(_rank_and_process, 2)) == 2
     crew.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for semaphores where Linux has them")
+def test_processes_take_back_the_semaphores_of_their_locks() -> None:
+    crew = Crew(2)
+    names = crew.run(_hold_a_lock, 2)
+    there = [Path(f"/dev/shm/sem.{name.lstrip('/')}") for name in names]
+    assert all(path.exists() for path in there)
+    crew.stop()
+    assert not any(path.exists() for path in there)

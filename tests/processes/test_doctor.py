@@ -167,10 +167,7 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     ranks = _start([0, 1, 2], 3, "dp=3", "--timeout", "5", "--megabytes", "64", port=port)
-    note = None
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and "all-reduces" not in (note or ""):
-        note = _note_of(2, port)
+    _wait_for_note(2, port, "all-reduces")
     os.kill(ranks[2].pid, signal.SIGSTOP)
     try:
         ends = _ends(ranks[:2])
@@ -185,14 +182,23 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
     assert all("the all-reduces of axis dp" in err for _, _, err in ends), ends
 
 
-def _note_of(rank: int, port: int) -> str | None:
-    try:
-        moment = timedelta(seconds=2)  # the store may not be there yet
-        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=moment)
-        notes = dist.PrefixStore("meshverse doctor 0 0", store)
-        return notes.get(f"note {rank}").decode() if notes.check([f"note {rank}"]) else None
-    except dist.DistError:
-        return None
+def _wait_for_note(rank: int, port: int, text: str) -> None:
+    """Wait until a rank notes a step with this text in its name."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:  # a TCPStore waits for seconds between its attempts
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
+    notes = dist.PrefixStore("meshverse doctor 0 0", store)
+    key = f"note {rank}"
+    while time.monotonic() < deadline:
+        if notes.check([key]) and text in notes.get(key).decode():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} noted no step with {text!r}")
 
 
 @pytest.mark.parametrize(

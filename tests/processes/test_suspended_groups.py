@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
-from meshverse import init_device_mesh
+from meshverse import init_device_mesh, init_mesh_partition
 
 _AXES = ("dp", "tp")
 
@@ -140,3 +140,42 @@ def test_what_cannot_sleep_says_so(bound_crew: Crew) -> None:
         assert "suspend() of groups of gloo: none of them can be suspended" in told
         assert "nowhere" in unknown
         assert left == ([], [1, 1])
+
+
+def _a_part_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
+    splitting.restart(library, folder, is_bound=is_bound)
+    job = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    parts = init_mesh_partition(
+        "cpu", {name: {"mesh_shape": (2,)} for name in ("a", "b")}, universe=job.universe
+    )
+    mine = parts["a" if dist.get_rank() < 2 else "b"]
+    seen: dict[str, Any] = {"reached": reached_by(mine.get_group())}
+    seen["shared"] = mine.get_group() is job.get_group("tp")
+    mine.universe.suspend()
+    seen["of the part"] = _told(mine.get_group)
+    seen["of the job"] = _told(lambda: reached_by(job.get_group("tp")))
+    job.universe.resume()
+    seen["after"] = [reached_by(mesh.get_group(0)) for mesh in (mine, job["tp"])]
+    job.universe.suspend()
+    seen["all asleep"] = _told(mine.get_group)
+    mine.universe.resume()
+    seen["part awake"] = reached_by(mine.get_group())
+    job.universe.resume()
+    job.universe.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_part_sleeps_and_wakes(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path, is_bound: bool
+) -> None:
+    library, folder = str(via_store_library), str(tmp_path)
+    for rank, seen in enumerate(bound_crew.run(_a_part_sleeps, 4, library, folder, is_bound)):
+        mine = [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]
+        assert seen["reached"] == seen["part awake"] == mine
+        assert seen["after"] == [mine, mine]
+        # A bound default group is split by all ranks: a rank that finds a group must not stay away.
+        assert seen["shared"] == (not is_bound)
+        assert "is suspended" in seen["of the part"]
+        assert "is suspended" in seen["all asleep"]
+        assert seen["of the job"] == f"gave {mine}" if is_bound else "sus" in seen["of the job"]

@@ -15,6 +15,7 @@ from .backends import (
     split_options,
 )
 from .creation import create_by_all, create_by_members, create_by_split
+from .dtensors import is_strided_shard, root_of, waited
 from .groups import (
     abort_all,
     can_be_reconfigured,
@@ -69,6 +70,7 @@ from .tracing import (
     has_no_values,
     hook_concatenate,
     hook_from_group,
+    is_faking,
     is_stocks_own,
     lacks_memory,
     let_compile_know,
@@ -113,11 +115,13 @@ __all__ = [
     "hook_from_group",
     "hook_setstate",
     "is_backend_options",
+    "is_faking",
     "is_made_by_stock",
     "is_one_graph_compiled",
     "is_one_graph_traced",
     "is_shrunk_default",
     "is_stocks_own",
+    "is_strided_shard",
     "lacks_memory",
     "let_compile_know",
     "let_inductor_call",
@@ -131,6 +135,7 @@ __all__ = [
     "real_mesh",
     "resolve_group",
     "resume",
+    "root_of",
     "said_timeout",
     "set_up_device",
     "shrunk_from",
@@ -143,6 +148,7 @@ __all__ = [
     "thread_id",
     "to_torch_layout",
     "untraced",
+    "waited",
     "warn_as_stock",
     "when_destroyed",
     "with_flattened_tag",

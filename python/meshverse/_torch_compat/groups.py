@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -80,8 +82,20 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
     Raises:
         RuntimeError: the mesh is larger than the world.
+        ValueError: there is no default group, and the environment does not say how to start one.
     """
-    mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
+    try:
+        mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        program = os.path.basename(sys.argv[0]) or "program.py"
+        raise ValueError(
+            f"{error}. There is no process group, and nothing says which rank this process is. "
+            f"Start the program with a launcher, such as `torchrun --nproc-per-node 4 {program}`, "
+            "or call torch.distributed.init_process_group() with rank=, world_size= and a store "
+            "before the first mesh."
+        ) from error
 
 
 def store_of(default_group: ProcessGroup) -> Any:

@@ -19,6 +19,7 @@ from .private_names import (
     c_extension,
     fake_tensor,
     functorch,
+    guards,
     opaque_object,
     python_dispatch,
     stock_module,
@@ -131,6 +132,11 @@ def real_mesh(value: object) -> Any:
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a shape without data, as all are under `FakeTensorMode`. 2.11-2.15."""
     return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def is_faking() -> bool:
+    """Whether `FakeTensorMode` is active, so that new tensors have no data. 2.11-2.15."""
+    return guards.detect_fake_mode() is not None
 
 
 @contextlib.contextmanager

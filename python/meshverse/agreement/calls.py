@@ -47,6 +47,8 @@ _MISSED = "the ranks differed in a call that had succeeded here"
 class RanksDifferError(RuntimeError):
     """Ranks are building different meshes: every rank of the call gets this error."""
 
+    __module__ = "meshverse"  # as tracebacks print it, and where users import it from
+
 
 class CallOrder:
     """The calls that some ranks make together, in order, as this rank has made them.
@@ -54,6 +56,7 @@ class CallOrder:
     Args:
         scope: see below.
         roots: order of the calls that made root meshes, one of which these calls derive from.
+        is_first: whether this rank is the first of these ranks, which warns for all of them.
 
     Attributes:
         scope: the same text on all ranks that are compared with each other.
@@ -61,8 +64,11 @@ class CallOrder:
         differences: how many times these ranks differed, and were told.
     """
 
-    def __init__(self, scope: str, roots: CallOrder | None = None) -> None:
+    def __init__(
+        self, scope: str, roots: CallOrder | None = None, *, is_first: bool = True
+    ) -> None:
         self.scope = scope
+        self._level = logging.WARNING if is_first else logging.INFO
         self._roots = roots
         self.calls = 0
         self.differences = 0
@@ -106,7 +112,8 @@ class CallOrder:
             self.stop_comparing(_MISSED)
         if self._why_stopped and not self._has_said_so:
             self._has_said_so = True
-            _log.warning(
+            _log.log(
+                self._level,
                 "Meshverse no longer compares some calls of this rank with those of other ranks: "
                 "%s. If ranks build different meshes now, they may wait until their timeout.",
                 self._why_stopped,

@@ -11,17 +11,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 
 __all__ = ["Claim", "Statement", "differences", "users_line"]
 
-_PACKAGES = tuple(
+_OWN = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (os.path.dirname(__file__), torch.__file__)
 )
+_PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+# Python's library, and code that has no file: of imports, and of graphs that torch.compile makes.
+_PYTHONS_OWN = (os.path.dirname(os.__file__) + os.sep, "<frozen ", "<eval_with_key>")
 
 
 class Statement(NamedTuple):
@@ -88,7 +93,7 @@ def differences(claims: Sequence[Claim]) -> list[str]:
             told = (f"{what} on {_in_words(ranks)}" for what, ranks in ranks_of.items())
             lines[name] = f"{name}: {', '.join(told)}"
     if any(name.startswith("axis ") for name in lines):  # then these follow from them
-        lines.pop("layout", None)
+        lines.pop("strides", None)
         if not compared[0].keys() ^ compared[-1].keys():
             lines.pop("order of axes", None)
     return list(lines.values())
@@ -99,8 +104,21 @@ def _in_words(ranks: Sequence[int]) -> str:
 
 
 def users_line() -> str:
-    """File and line of the user's program that is being run: outside of this package and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    """File and line of the user's program that is being run.
+
+    It is outside of this package, torch, Python and other installed packages. If the program itself
+    is installed, it is the innermost line in a package that is neither this one nor torch.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    in_package = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        line = f"{file}:{frame.f_lineno}"
+        if file.startswith(_OWN):
+            pass
+        elif any(folder in file for folder in _PACKAGES):  # which may lie in Python's own library
+            in_package = in_package or line
+        elif not file.startswith(_PYTHONS_OWN):
+            return line
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return in_package or f"thread {threading.current_thread().name!r}"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from .board import Board
+from .claims import users_line
 from .ranks_text import shortened
 from .waits import (
     OwnWaits,
@@ -111,7 +112,7 @@ class _Meeting:
         self, board: Board, waits: OwnWaits, key: str, label: str, ranks: Sequence[int]
     ) -> None:
         self._board, self._waits, self._ranks = board, waits, ranks
-        self._wait = Wait(key, label)
+        self._wait = Wait(key, label, "")
         self._is_noted = False
 
     def hold(
@@ -167,7 +168,7 @@ class _Meeting:
                     look = min(2 * look, _LONGEST_LOOK_SECONDS)
                     next_look = waited + look
                     self._look_for_cycle(is_first)
-                if waited > _WARNING_SECONDS and not warned:
+                if waited > _WARNING_SECONDS and is_first and not warned:  # one line for them all
                     warned = True
                     self._warn()
 
@@ -194,7 +195,7 @@ class _Meeting:
             self._board.pause()
             if is_first:  # one member writes this for all of them
                 write_members(self._board, self._wait.meeting, self._ranks)
-            self._waits.write(self._board, self._wait)
+            self._waits.write(self._board, self._wait._replace(line=users_line()))
         cycle = find_cycle(self._wait.meeting, self._ranks, self._read) if is_first else []
         if not cycle or any(self._read(f"{step.wait.meeting}/outcome") for step in cycle):
             return

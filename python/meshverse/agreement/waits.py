@@ -39,10 +39,12 @@ class Wait(NamedTuple):
     Attributes:
         meeting: key of the meeting.
         label: what the group is, for people.
+        line: of the program that waits.
     """
 
     meeting: str
     label: str
+    line: str
 
 
 class Step(NamedTuple):
@@ -59,7 +61,8 @@ class Step(NamedTuple):
     ranks: Sequence[int]
 
     def __str__(self) -> str:
-        return f"rank {self.rank} waits in {self.wait.label} with ranks {shortened(self.ranks)}"
+        where = f"{self.wait.label} with ranks {shortened(self.ranks)}"
+        return f"rank {self.rank} waits in {where} at {self.wait.line}"
 
 
 class OwnWaits:

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from meshverse.nearest import did_you_mean
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
 from meshverse.topology import Topology
@@ -109,7 +110,7 @@ def _views_of_degrees(text: str, world_size: int | None) -> list[View]:
         if name not in _DEGREES or not re.fullmatch(r"[0-9]+", value) or name in degrees:
             raise ValueError(
                 f"{part!r} in --degrees {text}: write each degree once as name=size, of the names "
-                f"{', '.join(_DEGREES)}."
+                f"{', '.join(_DEGREES)}.{'' if name in _DEGREES else did_you_mean(name, _DEGREES)}"
             )
         degrees[name] = int(value)
     if "dp" in degrees and "dp_shard" in degrees:

@@ -16,7 +16,6 @@ from meshverse.layouts.user_input import (
     ArrayLike,
     check_axis_names,
     check_layout,
-    check_same_ranks,
     read_groups,
     read_mesh,
     read_ranks,
@@ -53,7 +52,7 @@ class DeviceMesh(ReshapedMesh):
         backend_override: one (backend, options) pair an axis, or a mapping from axis index or
             name as for `init_device_mesh`.
         preserve_rank_order: group ranks follow the order of `mesh` instead of ascending ranks.
-        universe: a universe with the same ranks to build this mesh in; its timeout and options are
+        universe: a universe that has these ranks to build this mesh in; its timeout and options are
             those of the groups.
         isolate: tags for groups of their own: one for all axes, or by axis index or name; see
             `meshverse.isolate`.
@@ -124,8 +123,10 @@ class DeviceMesh(ReshapedMesh):
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
+        if universe is not None and rank_map != universe.rank_map:
+            make_universe, universe = universe.part, universe.known_part(rank_map)
         if universe is not None:
-            check_same_ranks(rank_map, universe.rank_map)
+            universe.roots.check_names(description)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -145,6 +146,8 @@ class DeviceMesh(ReshapedMesh):
         universe.intern(self)
         if is_apart:
             note_root(self)
+        else:
+            universe.roots.note_names(description)
 
     def _set_up_world(self) -> None:
         world = World.current()
@@ -177,14 +180,15 @@ class DeviceMesh(ReshapedMesh):
         options, so all ranks of the mesh call this.
 
         Args:
-            universe: of the same ranks; by default the first live one, or else a new one.
+            universe: that has these ranks; by default the first live one of the same ranks, or
+                else a new one.
 
         Returns:
             This mesh, which now equals the universe's own.
 
         Raises:
             RuntimeError: it has process groups already, or there is no default process group.
-            ValueError: the universe has other ranks.
+            ValueError: the universe has not all these ranks.
         """
         mine = self._universe
         if universe is None:

@@ -27,7 +27,7 @@ from meshverse.universe.universe import Universe
 
 from .device_mesh import DeviceMesh
 
-__all__ = ["MeshPart", "init_device_mesh", "plan_mesh"]
+__all__ = ["MeshPart", "check_universe", "init_device_mesh", "plan_mesh"]
 
 
 class MeshPart(TypedDict, total=False):
@@ -87,7 +87,8 @@ def init_device_mesh(
         lazy: make a group when it is first used, by its members, instead of now.
         check_consistency: compare with the other ranks what is about to be made; by default unless
             the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
-        universe: build the mesh in this universe, on its ranks and process groups.
+        universe: build the mesh in this universe, on its ranks and process groups. With `ranks=`
+            that are some of its ranks, in a part of it (`Universe.part`).
         topology: where each rank of the world is: places the mesh in the order of ranks that keeps
             axes with much traffic inside nodes, domains and switches (`Topology.order`), and has
             `explain()` tell how many nodes a group is on. The same on all ranks.
@@ -100,8 +101,9 @@ def init_device_mesh(
             building another mesh.
         ValueError: a size below 1, an unknown backend, another number of ranks than the universe
             or `ranks` or `topology` has; a topology beside `ranks`, or traffic without one; or
-            what belongs to a universe given beside one.
-        TypeError: a timeout that is no timedelta, or options that are no options object.
+            what belongs to a universe given beside one; `ranks` that it has not.
+        TypeError: a timeout that is no timedelta, or options that are no options object; or a
+            universe that is none.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
@@ -150,16 +152,23 @@ def plan_mesh(
     Checks all that can be checked without the other ranks, and changes nothing.
     """
     check_device_type(device_type)
+    check_universe(universe)
     shape = tuple(mesh_shape)
     layout = Layout.from_shape(shape)
     names = check_axis_names(mesh_dim_names, len(shape))
     if topology is not None or traffic is not None:
+        if universe is not None and topology is not None:
+            raise _belongs_to_universe(["topology"])
         ranks = _ordered(layout, names, ranks, topology, traffic)
     rank_map = _rank_map_for(layout, ranks, universe)
     make_universe: Callable[..., Universe] = Universe
+    if universe is not None and rank_map != universe.rank_map:
+        # Where there is no such part yet, what belongs to a universe may be given for it.
+        make_universe, universe = universe.part, universe.known_part(rank_map)
     if lazy or topology is not None or not (timeout is options is check_consistency is None):
         said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
-        make_universe = _universe_maker(universe, {**said, "check_consistency": check_consistency})
+        said["check_consistency"] = check_consistency
+        make_universe = _with_said(make_universe, universe, said)
     description = MeshDescription(device_type, layout, names, preserve_rank_order)
     if isolate is not None or current_tag():
         description = description.with_tags(normalize_tags(isolate, names, len(shape)))
@@ -179,16 +188,31 @@ def plan_mesh(
     return mesh, build
 
 
-def _universe_maker(universe: Universe | None, given: dict[str, Any]) -> Callable[..., Universe]:
+def check_universe(universe: object) -> None:
+    """Raise TypeError for what is neither a universe nor None, such as a mesh."""
+    if universe is not None and not isinstance(universe, Universe):
+        raise TypeError(
+            f"universe={universe!r} of type {type(universe).__name__}: give the universe of a "
+            "mesh, mesh.universe, or a meshverse.Universe."
+        )
+
+
+def _with_said(
+    make_universe: Callable[..., Universe], universe: Universe | None, given: dict[str, Any]
+) -> Callable[..., Universe]:
     said = {name: value for name, value in given.items() if value is not None}
     if universe is not None:
-        raise ValueError(
-            f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
-            "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
-        )
+        raise _belongs_to_universe(list(said))
     # Here too, before the default process group is started.
     Defaults.of(given["timeout"], given["options"])
-    return partial(Universe, **said)
+    return partial(make_universe, **said)
+
+
+def _belongs_to_universe(said: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
+        "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
+    )
 
 
 def _ordered(
@@ -229,9 +253,12 @@ def _rank_map_for(
         )
     if universe is None:
         return rank_map
+    if ranks is not None:
+        return rank_map
     if universe.size != layout.size:
         raise ValueError(
             f"mesh_shape {layout.shape} has {layout.size} ranks, but the universe to build it "
-            f"in has {universe.size}: {universe.rank_map}. The sizes must multiply out to it."
+            f"in has {universe.size}: {universe.rank_map}. The sizes must multiply out to it; for "
+            "a mesh over some of its ranks, give ranks= too."
         )
-    return universe.rank_map if ranks is None else rank_map  # which are compared later
+    return universe.rank_map

@@ -1,19 +1,29 @@
-"""Meshes over disjoint parts of the world, each with a shape and a universe of its own."""
+"""Meshes over disjoint parts of the world, each with a shape of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from meshverse._core import Layout
 from meshverse.layouts.user_input import read_rank_map
+from meshverse.nearest import did_you_mean
+from meshverse.universe.parts import ranks_outside
+from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
 from .device_mesh import DeviceMesh
-from .init_mesh import MeshPart, plan_mesh
+from .init_mesh import MeshPart, check_universe, plan_mesh
 
 __all__ = ["init_mesh_partition"]
+
+
+class Partition(dict[str, DeviceMesh]):
+    """Meshes by the names of their parts; a name that is none of them comes with the nearest."""
+
+    def __missing__(self, name: object) -> DeviceMesh:
+        hint = did_you_mean(name, self)
+        raise KeyError(f"There is no part {name!r}: the parts are {list(self)}.{hint}")
 
 
 def init_mesh_partition(
@@ -21,7 +31,7 @@ def init_mesh_partition(
 ) -> dict[str, DeviceMesh]:
     """Meshes over disjoint parts of the world, such as an actor and a reference model.
 
-    Each part has a shape and a universe of its own. All ranks call this, or only those of the
+    Each part has a shape, a root and axes of its own. All ranks call this, or only those of the
     parts; ranks outside a part get a mesh of it that they can hold, print and slice. Everything is
     checked before the first group is made.
 
@@ -29,12 +39,14 @@ def init_mesh_partition(
         device_type: "cpu", "cuda", ... without an index.
         parts: by name, the arguments of `init_device_mesh` for each. `ranks` are given for all
             parts, or for none: then each part takes the ranks that follow those of the one before.
-        common: arguments of `init_device_mesh` for all parts.
+        common: arguments of `init_device_mesh` for all parts. With `universe=mesh.universe` the
+            parts are of its ranks, and share process groups with `mesh` (`Universe.part`);
+            without, each part has a universe apart.
 
     Raises:
         TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` has not.
-        ValueError: two parts have a rank in common; `ranks` given for some parts only; a
-            `topology`; and as `init_device_mesh`.
+        ValueError: two parts have a rank in common; `ranks` given for some parts only; ranks that
+            the world or the universe has not; a `topology`; and as `init_device_mesh`.
 
     Example:
         >>> meshes = init_mesh_partition(  # doctest: +SKIP
@@ -47,27 +59,21 @@ def init_mesh_partition(
         >>> meshes["reference"].mesh.tolist()  # doctest: +SKIP
         [8, 9, 10, 11]
     """
+    _check_known(common, "init_mesh_partition")
     for name, part in parts.items():
-        _check_arguments(name, part)
-    placed = [name for name, part in parts.items() if part.get("ranks") is not None]
-    if placed and len(placed) < len(parts):
-        raise ValueError(
-            f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
-            "all parts, or for none."
-        )
+        _check_known(part, f"Part {name!r} of a partition")
+        if "mesh_shape" not in part:
+            raise TypeError(
+                f"Part {name!r} of a partition has no mesh_shape: give the sizes of its axes, such "
+                'as {"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")}.'
+            )
     if "topology" in common or any("topology" in part for part in parts.values()):
         raise ValueError(
             "init_mesh_partition takes no topology=: a topology is of all ranks of one mesh. Order "
             "the ranks of each part yourself: ranks=..."
         )
-    ranks: dict[str, Sequence[int]] = {}
-    first = 0
-    for name, part in parts.items():
-        size = Layout.from_shape(tuple(part["mesh_shape"])).size
-        given = part.get("ranks")
-        following = range(first, first + size) if given is None else given
-        ranks[name] = read_rank_map(following).ranks().tolist()  # a list, whatever was given
-        first += size
+    check_universe(common.get("universe"))
+    ranks = _ranks_of_parts(parts, common.get("universe"))
     _check_disjoint(ranks)
     _check_world(ranks)
     planned = {
@@ -76,24 +82,52 @@ def init_mesh_partition(
     }
     for _, build in planned.values():
         build()
-    return {name: mesh for name, (mesh, _) in planned.items()}
+    return Partition((name, mesh) for name, (mesh, _) in planned.items())
 
 
-def _check_arguments(name: str, part: Mapping[str, Any]) -> None:
+def _check_known(arguments: Mapping[str, Any], of: str) -> None:
     known = list(MeshPart.__annotations__)
-    for argument in part:
+    for argument in arguments:
         if argument not in known:
-            near = get_close_matches(str(argument), known, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
             raise TypeError(
-                f"Part {name!r} of a partition has {argument!r}, which is no argument of "
-                f"init_device_mesh. {hint}There are {', '.join(known)}."
+                f"{of} has {argument!r}, which is no argument of init_device_mesh."
+                f"{did_you_mean(argument, known)} There are {', '.join(known)}."
             )
-    if "mesh_shape" not in part:
-        raise TypeError(
-            f"Part {name!r} of a partition has no mesh_shape: give the sizes of its axes, such as "
-            '{"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")}.'
+
+
+def _ranks_of_parts(
+    parts: Mapping[str, MeshPart], universe: Universe | None
+) -> dict[str, Sequence[int]]:
+    placed = [name for name, part in parts.items() if part.get("ranks") is not None]
+    if placed and len(placed) < len(parts):
+        raise ValueError(
+            f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
+            "all parts, or for none."
         )
+    ranks: dict[str, Sequence[int]] = {}
+    first = 0
+    for name, part in parts.items():
+        size = Layout.from_shape(tuple(part["mesh_shape"])).size
+        given: Any = part.get("ranks")
+        if given is None:
+            given = range(first, first + size)
+            if universe is not None:
+                if first + size > universe.size:
+                    raise ValueError(
+                        f"Part {name!r} of a partition takes {size} ranks after the {first} of the "
+                        f"parts before it, but the universe has {universe.size}: "
+                        f"{universe.rank_map}. Make the parts smaller, or the universe larger."
+                    )
+                given = [universe.rank_map.rank_at(position) for position in given]
+        rank_map = read_rank_map(given)
+        if universe is not None and (outside := ranks_outside(rank_map, universe.rank_map)):
+            raise ValueError(
+                f"Part {name!r} of a partition has ranks {outside}, which the universe of "
+                f"{universe.rank_map} has not: parts of a universe are of its ranks."
+            )
+        ranks[name] = rank_map.ranks().tolist()  # a list, whatever was given
+        first += size
+    return ranks
 
 
 def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:

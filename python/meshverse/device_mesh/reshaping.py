@@ -95,6 +95,7 @@ class ReshapedMesh(SlicedMesh):
         known = cast("Self | None", universe.roots.flattened(name, tag))
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
+        universe.roots.check_flattened_name(name, axis)
         if known is None:
             description = MeshDescription(
                 *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),

@@ -185,7 +185,7 @@ def _make_by_members(
     times_before: int = 0,
 ) -> compat.ProcessGroup:
     options = request.options
-    attempt = meetings.hold(name, request.axis_name, request.axis, ranks, options, call)
+    attempt = meetings.hold(name, request.axis_name, ranks, options, call)
     create = compat.create_by_members
     if attempt is not None:
         # While gloo connects, this rank may be interrupted when the others have the group already.

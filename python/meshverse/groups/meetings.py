@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshverse._core import AxisLayout
 from meshverse.agreement import (
     Board,
     Call,
@@ -36,7 +35,6 @@ class GroupMeetings:
         self,
         name: str,
         axis_name: str,
-        axis: AxisLayout,
         ranks: Sequence[int],
         options: GroupOptions,
         call: Call | None,
@@ -46,7 +44,6 @@ class GroupMeetings:
         Args:
             name: c10d's name of the group.
             axis_name: for messages.
-            axis: its layout, for messages.
             ranks: global ranks of the members, in ascending or mesh order.
             options: what the group shall be.
             call: that needs the group, if it is compared with those of other ranks.
@@ -67,10 +64,10 @@ class GroupMeetings:
         differences = 0 if call is None else self._catch_up(board, name, call)
         key = _key(name, differences)
         try:
-            label = f"axis {axis_name!r} of layout {axis}"
             check = None if call is None else call.check
             number = meet(
-                *(board, self._world.waits, key, label, ranks, options.timeout, check),
+                *(board, self._world.waits, key, f"axis {axis_name!r}", ranks),
+                *(options.timeout, check),
                 first_in=self._first_in,
             )
             return f"{differences}.{number}" if differences or number else ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout
+from meshverse.nearest import did_you_mean
 
 from .user_input import AxisNames, check_axis_names
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_flattened_name",
     "check_has_names",
     "check_known_axes",
+    "check_names_at_root",
     "concatenate",
     "slice_axes",
     "unflatten_axis",
@@ -85,10 +86,9 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
     valid = [*(mesh.axis_names or ()), *flattened]
     if not all(name in valid for name in names):
         unknown = next(name for name in names if name not in valid)
-        near = get_close_matches(str(unknown), valid, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise KeyError(
-            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}.{hint}"
+            f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {valid}."
+            f"{did_you_mean(unknown, valid)}"
         )
 
 
@@ -147,6 +147,31 @@ def check_flattened_name(
         )
 
 
+def check_names_at_root(
+    name: str, axis: AxisLayout, known: AxisLayout | None, known_as: str, root: object
+) -> None:
+    """Check a name of a root mesh or a flattened axis against another root mesh of its universe.
+
+    torch looks names up at the first root mesh: its flattened axes come before the mesh's own axes.
+
+    Args:
+        name: of an axis.
+        axis: its layout.
+        known: the axis that has this name already, if any.
+        known_as: what that one is, for the message.
+        root: the first root mesh, for the message.
+
+    Raises:
+        ValueError: the two axes differ.
+    """
+    if known is not None and known != axis:
+        raise ValueError(
+            f"{name} already exists in the universe of {root}: {known_as} of this name has layout "
+            f"{known}, where {axis} is asked for, and get_group({name!r}) could mean either. "
+            "Choose another name, or make the mesh in a universe of its own."
+        )
+
+
 def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
     """Index of an axis given by index or name.
 
@@ -163,7 +188,8 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
     if isinstance(dim, str):
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
         if dim not in names:
-            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}")
+            hint = did_you_mean(dim, names)
+            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}.{hint}")
         return names.index(dim)
     try:
         index = operator.index(dim)

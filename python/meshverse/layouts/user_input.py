@@ -20,7 +20,6 @@ __all__ = [
     "check_axis_names",
     "check_device_type",
     "check_layout",
-    "check_same_ranks",
     "read_groups",
     "read_mesh",
     "read_rank_map",
@@ -154,15 +153,6 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
             f"len(mesh_dim_names): {len(names)} and len(mesh_shape):{ndim}, with names {names}."
         )
     return names
-
-
-def check_same_ranks(rank_map: RankMap, of_universe: RankMap) -> None:
-    """Raise ValueError unless a mesh over a rank map can join the universe of another."""
-    if rank_map != of_universe:
-        raise ValueError(
-            f"A mesh over {rank_map} cannot join a universe of {of_universe}: every mesh of "
-            "a universe has the same ranks in the same order. Make a universe of its own for it."
-        )
 
 
 def check_layout(layout: Layout, rank_map: RankMap) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from meshverse.nearest import did_you_mean
 from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.pictured import node_size_here
 
@@ -21,7 +24,8 @@ class DrawnMesh(MemberMesh):
         these axes are drawn. No group is made for it. O(ranks), when it is shown.
 
         Args:
-            axis: name or index of the axis; by default a panel for each.
+            axis: name or index of the axis, or name of a flattened axis; by default a panel for
+                each axis of this mesh.
             node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
                 says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
 
@@ -33,7 +37,7 @@ class DrawnMesh(MemberMesh):
         labels = list(self._labels())
         if isinstance(axis, str):
             if axis not in labels:
-                raise KeyError(f"There is no axis {axis!r} to draw: the axes are {labels}.")
+                return self._draw_flattened(axis, node_size)
             shown = [labels.index(axis)]
         elif axis is None:
             shown = list(range(len(labels)))
@@ -51,3 +55,13 @@ class DrawnMesh(MemberMesh):
             views=(PicturedView(title, tuple((labels[i], at) for at, i in enumerate(shown))),),
             node_size=node_size_here() if node_size is None else node_size,
         )
+
+    def _draw_flattened(self, name: str, node_size: int | None) -> Picture:
+        flattened, labels = self._root().flattened, list(self._labels())
+        if name not in flattened:
+            known = [*labels, *flattened]
+            raise KeyError(
+                f"There is no axis {name!r} to draw: the axes are {labels}, the flattened axes "
+                f"{list(flattened)}.{did_you_mean(name, known)}"
+            )
+        return cast("DrawnMesh", flattened[name]).draw(0, node_size=node_size)

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse.layouts.computed import computed
+from meshverse.nearest import did_you_mean
 from meshverse.options.isolation import merge_tags
 
 from .comparison import ComparedMesh
@@ -60,6 +61,16 @@ class ViewedMesh(ComparedMesh):
         with compat.untraced():
             ranks = self._rank_map.as_strided(sizes, strides, first)
             return ranks.clone(memory_format=torch.contiguous_format).view(layout.shape)
+
+    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
+        try:
+            return StockDeviceMesh._get_mesh_dim_by_name(self, mesh_dim_name)
+        except KeyError as error:
+            known = [*(self._mesh_dim_names or ()), *self._root().flattened]
+            hint = did_you_mean(mesh_dim_name, known)
+            if not hint:
+                raise
+            raise KeyError(*error.args, hint.strip()) from None
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
         # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.

@@ -49,6 +49,13 @@ class Defaults:
             )
         return cls(timeout, copy_of(options))
 
+    def or_else(self, others: Defaults) -> Defaults:
+        """These, and where they say nothing, others."""
+        if self is NO_DEFAULTS:
+            return others
+        timeout = others.timeout if self.timeout is None else self.timeout
+        return Defaults(timeout, others.options if self.options is None else self.options)
+
 
 NO_DEFAULTS = Defaults()
 
@@ -136,6 +143,10 @@ class GroupOptions:
         backend = compat.default_backend(group)
         key = OptionsKey.of(backend)
         return cls(backend, None, None, key, key, NO_OVERRIDE)
+
+    def in_words(self) -> str:
+        """All of it, for messages: "'gloo', timeout=1800s"."""
+        return str(self.key).removeprefix("OptionsKey(").removesuffix(")")
 
     def with_tag(self, tag: str) -> GroupOptions:
         """The same options for a group of its own, shared only under the same tag; "" for none."""

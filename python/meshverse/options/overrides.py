@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from meshverse import _torch_compat as compat
+from meshverse.nearest import did_you_mean
 
 from .isolation import check_tag, current_tag, own_tag, tag_inside
 
@@ -145,7 +146,7 @@ def _by_axis(
     if invalid:
         raise RuntimeError(
             f"Found invalid keys in {argument}: got {invalid}, expected integers in range "
-            f"[0, {ndim}) or one of {names}"
+            f"[0, {ndim}) or one of {names}.{did_you_mean(invalid[0], names)}"
         )
     for index, name in enumerate(names):
         if index in values and name in values:

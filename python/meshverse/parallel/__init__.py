@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot see what `__get
     from .models.import_paths import import_class_from_path, import_classes_from_paths
     from .pipeline.schedule import PipelineSchedule, pipeline_schedule, pipeline_stages
     from .pipeline.stage import split_into_stages
+    from .reshard.redistribute import redistribute
+    from .reshard.reshard import Reshard
+    from .reshard.runs import ReshardWork
     from .strategies.context_parallel import context_parallel
     from .strategies.fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
     from .strategies.fsdp2_manager import FSDP2Manager
@@ -78,6 +81,8 @@ __all__ = [
     "ParallelismSizes",
     "PipelineSchedule",
     "ReplicatedWithGradAllreduce",
+    "Reshard",
+    "ReshardWork",
     "SameTokensExpertParallel",
     "SingleProcessCollective",
     "apply_activation_checkpointing",
@@ -105,6 +110,7 @@ __all__ = [
     "nvfsdp_strategy_parallelize",
     "pipeline_schedule",
     "pipeline_stages",
+    "redistribute",
     "register_flattened_axes",
     "register_tp_plan",
     "split_into_stages",
@@ -145,6 +151,9 @@ _HOMES = {
     "models.import_paths": ("import_class_from_path", "import_classes_from_paths"),
     "pipeline.schedule": ("PipelineSchedule", "pipeline_schedule", "pipeline_stages"),
     "pipeline.stage": ("split_into_stages",),
+    "reshard.redistribute": ("redistribute",),
+    "reshard.reshard": ("Reshard",),
+    "reshard.runs": ("ReshardWork",),
     "strategies.context_parallel": ("context_parallel",),
     "strategies.fsdp2": ("fsdp2_strategy_parallelize", "unshard_fsdp2_model"),
     "strategies.fsdp2_manager": ("FSDP2Manager",),

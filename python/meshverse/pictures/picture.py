@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshverse._core import RankMap
+from meshverse.nearest import did_you_mean
 
 from .model import Panel, PicturedGroups, PicturedView, printable
 
@@ -61,7 +62,8 @@ class Picture:
         known = [name for groups in self.groups for name in groups.names]
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise KeyError(f"There is no axis {unknown[0]!r} to draw: the axes are {known}.")
+            hint = did_you_mean(unknown[0], known)
+            raise KeyError(f"There is no axis {unknown[0]!r} to draw: the axes are {known}.{hint}")
         return replace(
             self,
             groups=tuple(groups for groups in self.groups if set(names) & {*groups.names}),

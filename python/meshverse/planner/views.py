@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
+from meshverse.nearest import did_you_mean
 from meshverse.parallel.meshes.create import fsdp2_specs
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 
@@ -82,6 +83,7 @@ class View:
             raise ValueError(
                 f"The flattened axis {name}={'*'.join(map(str, parts))} of the view {str(self)!r}: "
                 f"{what if parts else 'it is of no axis'}. The axes are {', '.join(names)}."
+                f"{did_you_mean(unknown[0], names) if unknown else ''}"
             )
         ordered = sorted(parts, key=names.index)
         if ordered != list(parts):

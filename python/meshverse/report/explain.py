@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
@@ -18,7 +18,7 @@ from .group_explanation import GroupExplanation
 from .pictured import ExplainedView, picture_of
 from .tables import aligned, in_bytes, shortened_ranks
 
-__all__ = ["Explanation", "GroupExplanation", "explain"]
+__all__ = ["Explanation", "GroupExplanation", "Portion", "explain", "how_it_came"]
 
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
@@ -34,6 +34,18 @@ _WORDS = {
 }
 
 
+class Portion(NamedTuple):
+    """A part of a universe.
+
+    Attributes:
+        ranks: in words.
+        groups: that its meshes asked for.
+    """
+
+    ranks: str
+    groups: Sequence[Group]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A universe's groups and how they were shared. `str()` prints it, `to_dict()` gives data.
@@ -45,7 +57,8 @@ class Explanation:
         rank: this process's global rank.
         requested: groups asked for; `created` new ones answered them, the rest were shared.
         created: groups made.
-        groups: in the order they were first asked for.
+        groups: in the order they were first asked for; of parts, those of this rank.
+        parts: the ranks of each part of the universe, in words.
         picture: the same, to be drawn; None where no group was asked for.
     """
 
@@ -54,6 +67,7 @@ class Explanation:
     requested: int
     created: int
     groups: tuple[GroupExplanation, ...]
+    parts: tuple[str, ...] = ()
     picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -117,12 +131,17 @@ class Explanation:
             ]
             rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
             numbers.append(4)
+        if self.parts:
+            over = ["meshes over", *("; ".join(group.over) for group in self.groups)]
+            rows = [(row[0], cell, *row[1:]) for row, cell in zip(rows, over, strict=True)]
+            numbers = [number + 1 for number in numbers]
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
             "Reused: asked for again, and answered with the group that was there. Not made: what "
             "torch, which makes one each time, would have made besides."
         )
-        return "\n".join([head, *aligned(rows, right=numbers), foot])
+        parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
+        return "\n".join([head, *parts, *aligned(rows, right=numbers), foot])
 
     def _in_numbers(self) -> str:
         text = (
@@ -163,6 +182,7 @@ def explain(
     views: Sequence[ExplainedView] = (),
     node_size: int | None = None,
     topology: Topology | None = None,
+    parts: Sequence[Portion] = (),
 ) -> Explanation:
     """What happened to the groups of a universe; see `Universe.explain`.
 
@@ -175,24 +195,63 @@ def explain(
         views: the meshes of the universe, for the picture.
         node_size: ranks on each node, for the picture; None where that is unknown.
         topology: where the ranks are, if that is known.
+        parts: of the universe.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
-    explained = tuple(_explain_group(group, figures, suspended, topology) for group in groups)
+    explained = tuple(
+        _explain_group(group, over, figures, suspended, topology)
+        for group, over in _with_parts(Portion(str(rank_map), groups), parts)
+    )
     told = Explanation(
         rank_map=str(rank_map),
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
         created=sum(group.created for group in explained),
         groups=explained,
+        parts=tuple(part.ranks for part in parts),
     )
-    pairs = list(zip(groups, explained, strict=True))
+    pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
     picture = picture_of(rank_map, rank, pairs, views, node_size, f"{told._in_numbers()}.")
     return replace(told, picture=picture)
 
 
+def _with_parts(
+    whole: Portion, parts: Sequence[Portion]
+) -> Iterator[tuple[Group, tuple[str, ...]]]:
+    """The groups of a universe, then those of its parts, each once; of which portions each is."""
+    if not parts:
+        yield from ((group, ()) for group in whole.groups)
+        return
+    found = [(group, [whole.ranks]) for group in whole.groups]
+    places = {group.name: index for index, (group, _) in enumerate(found) if group.name}
+    for part in parts:
+        for group in part.groups:
+            if group.name is None:  # this rank is not in the part
+                continue
+            index = places.setdefault(group.name, len(found))
+            if index == len(found):
+                found.append((group, [part.ranks]))
+            else:
+                known, over = found[index]
+                found[index] = _joined(known, group), [*over, part.ranks]
+    yield from ((group, tuple(dict.fromkeys(over))) for group, over in found)
+
+
+def _joined(one: Group, other: Group) -> Group:
+    """What two universes know of one group."""
+    requests = {
+        name: one.requests.get(name, 0) + other.requests.get(name, 0)
+        for name in (*one.requests, *other.requests)
+    }
+    maker = other if other.created else one
+    created = one.created or other.created
+    return replace(one, requests=requests, created=created, origin=maker.origin)
+
+
 def _explain_group(
     group: Group,
+    over: tuple[str, ...],
     figures: Mapping[str, int],
     suspended: Collection[str],
     topology: Topology | None,
@@ -209,16 +268,18 @@ def _explain_group(
         backend=compat.backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
-        how=_in_words(group),
+        how=how_it_came(group),
         created=group.created,
         requests=dict(group.requests),
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.name in suspended,
         nodes=None if topology is None else topology.spans("node", ranks),
+        over=over,
     )
 
 
-def _in_words(group: Group) -> str:
+def how_it_came(group: Group) -> str:
+    """How a group came to be, in words."""
     words = _WORDS[group.origin]
     return words if group.hazard is None else f"{words} ({group.hazard})"

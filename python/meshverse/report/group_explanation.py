@@ -25,6 +25,8 @@ class GroupExplanation:
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
         nodes: on how many nodes my group is; None where no topology tells.
+        over: in a universe with parts, the ranks of the meshes that asked for it, in words: of all
+            ranks, of a part, or both.
     """
 
     name: str | None
@@ -40,3 +42,4 @@ class GroupExplanation:
     bytes_each: int | None
     suspended: bool = False
     nodes: int | None = None
+    over: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from meshverse import _torch_compat as compat
 from meshverse._core import Layout
 from meshverse.layouts.rank_tensors import plain_ranks
 from meshverse.layouts.user_input import check_axis_names
+from meshverse.nearest import did_you_mean
 
 from .levels import Level
 
@@ -178,6 +179,7 @@ def _checked(
     if unknown := [name for name in given if name not in names]:
         raise ValueError(
             f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}: name these."
+            f"{did_you_mean(unknown[0], names)}"
         )
     for name, value in given.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

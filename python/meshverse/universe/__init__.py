@@ -6,6 +6,7 @@
 - `groups`: `UniverseGroups` adds to that: finding known groups, taking in the user's, freeing all.
 - `warm_up`: making and connecting groups before the first step.
 - `owner`: `GroupOwner`, the half of a universe that owns groups.
+- `parts`: universes over some of the ranks, on the same groups.
 - `roots`: which mesh is whose root, where isolation tags differ.
 - `universe`: `Universe`, which adds the meshes: each of them is there once.
 

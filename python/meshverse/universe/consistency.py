@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from meshverse._core import Layout, RankMap
+from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.agreement import (
     Call,
     CallOrder,
@@ -35,7 +35,7 @@ from meshverse.groups.creation import needs_all_ranks
 from meshverse.groups.request import GroupRequest
 from meshverse.world.world import World, WorldState
 
-__all__ = ["ConsistencyCheck", "RootOrders"]
+__all__ = ["ConsistencyCheck", "RootOrders", "check_by_default"]
 
 _Made = TypeVar("_Made")
 
@@ -64,13 +64,15 @@ class RootOrders(WorldState):
     def __init__(self) -> None:
         self._orders: dict[str, CallOrder] = {}
 
-    def of(self, ranks: str) -> CallOrder:
+    def of(self, ranks: str, *, is_first: bool) -> CallOrder:
         """The order of some ranks.
 
         Args:
             ranks: the same text on all these ranks, and on no others.
+            is_first: whether this rank is the first of them.
         """
-        return self._orders.get(ranks) or self._orders.setdefault(ranks, CallOrder(ranks))
+        order = self._orders.get(ranks)
+        return order or self._orders.setdefault(ranks, CallOrder(ranks, is_first=is_first))
 
 
 class ConsistencyCheck:
@@ -82,8 +84,8 @@ class ConsistencyCheck:
         world: the default group whose store is used.
         user: of the board, which stands for this universe.
         lazy: whether groups are made when they are first used.
-        compares: whether calls are compared; if not, only the first is counted. None for what the
-            environment says.
+        compares: whether calls are compared; if not, only the first is counted.
+        part_of: the check of the universe that this one is a part of, if it is.
 
     Attributes:
         ranks: the universe's, in any order: the same text for the same ranks.
@@ -99,16 +101,21 @@ class ConsistencyCheck:
         user: object,
         *,
         lazy: bool,
-        compares: bool | None,
+        compares: bool,
+        part_of: ConsistencyCheck | None = None,
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._how = "lazy" if lazy else "at once"
         self._world = world
-        self._compares = False if position is None else compares
-        self.ranks = rank_map.sorted().fingerprint
+        self._compares = compares and position is not None
+        in_order = rank_map.sorted()
+        self.ranks = in_order.fingerprint
+        self._part_of = None if part_of is None else part_of._in_words()
+        self._fingerprint_of_whole = "" if part_of is None else part_of._rank_map.fingerprint
         # The first call of a universe is one of all universes of these ranks; it gives this one its
         # number. Later calls are counted within this universe, for each set of ranks by itself.
-        self._roots = world.state(RootOrders).of(self.ranks)
+        is_first = in_order.rank_at(0) == world.rank
+        self._roots = world.state(RootOrders).of(self.ranks, is_first=is_first)
         self._scope = ""  # begins the keys of the later calls: which universe they are of
         self._orders: dict[str, CallOrder] = {}  # of the later calls, by the ranks they concern
         self._keys_written: list[str] = []
@@ -181,12 +188,14 @@ class ConsistencyCheck:
         ):
             # The same text for all ranks of this copy of the mesh, and for no other rank. Example:
             # 8 ranks in pipeline stages of 4. The calls of ranks 4 to 7 are those of "4:1@4".
-            part = f"{layout.collapse().sorted()}@{layout.base(position)}"
-        return self._orders.setdefault(part, CallOrder(f"{self._scope}/{part}", self._roots))
+            first = layout.base(position)
+            part = f"{layout.collapse().sorted()}@{first}"
+        else:
+            first = 0
+        order = CallOrder(f"{self._scope}/{part}", self._roots, is_first=position == first)
+        return self._orders.setdefault(part, order)
 
     def _begin(self, name: str, requests: Sequence[GroupRequest], order: CallOrder) -> Call | None:
-        if self._compares is None and self._world.store is not None:
-            self._compares = check_by_default()
         board = self._world.board if self._compares else None
         if board is None:
             return None
@@ -204,6 +213,11 @@ class ConsistencyCheck:
             board.remove(self._keys_written[-1])
             self._keys_written.pop()
 
+    def _in_words(self) -> str:
+        """Which universe this is, the same on all its ranks."""
+        state = "without a mesh yet" if self.number is None else f"number {self.number}"
+        return f"the universe of {self._rank_map}, {state}"
+
     def _is_main_thread(self) -> bool:
         thread = threading.current_thread()
         return thread is threading.main_thread() or thread.ident == self._world.thread_id
@@ -212,6 +226,8 @@ class ConsistencyCheck:
         # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
         # choose its own there.
         begin = f"{self._how} {self._rank_map.fingerprint}"
+        if self._part_of is not None:
+            begin += f" {self._part_of} {self._fingerprint_of_whole}"
         digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
@@ -223,11 +239,20 @@ class ConsistencyCheck:
         facts = {
             "made": self._how,
             "over": str(self._rank_map),
-            "layout": ", ".join(str(request.axis) for request in requests),
-            "options": " ".join(dict.fromkeys(str(request.options.key) for request in requests)),
+            "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
+            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
         }
+        if self._part_of is not None:
+            facts["part of"] = self._part_of
         sizes = {request.axis_name: request.axis.size for request in requests}
         return Statement(call, sizes, facts, users_line())
+
+
+def _stride(axis: AxisLayout) -> str:
+    # As torch prints meshes; of an axis with several, the sizes too.
+    if len(axis.strides) < 2:
+        return str(axis.strides[0] if axis.strides else 0)
+    return f"{axis.strides} of {axis.sizes}"
 
 
 def _why_it_failed(call: Call, error: BaseException) -> BaseException:

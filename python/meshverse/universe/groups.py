@@ -136,11 +136,11 @@ class UniverseGroups(GroupMaker):
 
     def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
         options = request.options
-        make = self._share if self._share_world else self._make_own
+        self._keys[options.digest] = options.key
+        make = self._make_own if self._shared is None else self._share
         group: Group = self._cache.get_or_create(
             request.axis, options.key, partial(make, request, call)
         )
-        self._keys[options.digest] = options.key
         if group.name not in self.process_groups and self._is_gone(group):
             self._make_again(group)
         if not group.borrowed:

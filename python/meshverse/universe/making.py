@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, GroupCache, OptionsKey, RankMap
-from meshverse.agreement import Call
+from meshverse.agreement import Call, shortened, users_line
 from meshverse.groups.asleep import Asleep, check_awake
 from meshverse.groups.creation import is_made_by_members, make_group, prepare_group
 from meshverse.groups.freed import is_for_others_too, make_again, notice, why_gone
@@ -14,14 +16,17 @@ from meshverse.groups.lazy import LazyGroups
 from meshverse.groups.meetings import GroupMeetings
 from meshverse.groups.request import Group, GroupRequest, Origin
 from meshverse.options.group_options import Defaults
+from meshverse.report.explain import how_it_came
 from meshverse.world.holders import Holders
-from meshverse.world.users import Users
+from meshverse.world.users import SharedAs, Users
 from meshverse.world.world import World, WorldState
 
 from .consistency import ConsistencyCheck
 from .requests import Requests
 
 __all__ = ["GroupMaker"]
+
+_log = logging.getLogger(__name__)
 
 
 class Leftovers(WorldState):
@@ -49,9 +54,10 @@ class GroupMaker:
         world: the life of the default group they are made in.
         defaults: what they inherit where an axis says nothing else.
         lazy: make a group when it is first used.
-        check_consistency: compare with the other ranks what is about to be made; None for what the
-            environment says.
-        share_world: use the groups of other such universes of this world too.
+        check_consistency: compare with the other ranks what is about to be made.
+        shared: groups that other universes make and use too, by ranks and options; None if this
+            one shares with no other.
+        part_of: the groups of the universe that this one is a part of, if it is.
 
     Attributes:
         process_groups: my live process groups by c10d name.
@@ -59,6 +65,8 @@ class GroupMaker:
         pending: the lazy groups of this world that are still to be made, by c10d name.
         has_own: whether any was asked for that is neither given nor the default group.
     """
+
+    _calls: ConsistencyCheck
 
     def __init__(
         self,
@@ -68,15 +76,19 @@ class GroupMaker:
         *,
         defaults: Defaults,
         lazy: bool,
-        check_consistency: bool | None,
-        share_world: bool,
+        check_consistency: bool,
+        shared: GroupCache | None = None,
+        part_of: GroupMaker | None = None,
     ) -> None:
         self._world = world
         self._lazy = lazy
-        self._share_world = share_world
+        self._shared = shared if part_of is None else part_of.share()
         self._board_user = object()
         self._calls = ConsistencyCheck(
-            *(rank_map, position, world, self._board_user), lazy=lazy, compares=check_consistency
+            *(rank_map, position, world, self._board_user),
+            lazy=lazy,
+            compares=check_consistency,
+            part_of=None if part_of is None else part_of._calls,
         )
         self._meetings = GroupMeetings(world, self._board_user)
         self._holders = world.state(Holders)
@@ -136,16 +148,44 @@ class GroupMaker:
                 self._hold(group.name, mine)
         if group.name is not None and not group.borrowed:
             self._users.add(group.name)
+            if group.created:  # and not lazy
+                self._tell(group)
         return group
 
+    def _tell(self, group: Group) -> None:
+        """Log how a group came to be, on the first of its ranks: one line a group."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        ranks = group.request.my_ranks()
+        if ranks[0] == self._world.rank:
+            _log.debug(
+                "process group of axis %r with ranks %s, options %s: %s, asked for at %s. %s.",
+                *(group.request.axis_name, shortened(ranks), group.request.options.in_words()),
+                *(how_it_came(group), users_line(), self._why_new(group, ranks)),
+            )
+
+    def _why_new(self, group: Group, ranks: Sequence[int]) -> str:
+        """Why no group that was there was shared."""
+        makers = [one for one in self._holders.alive() if isinstance(one, GroupMaker)]
+        for maker in (self, *makers):
+            for other in maker:
+                if other is group or other.name == group.name or other.request.my_ranks() != ranks:
+                    continue
+                axis = f"axis {other.request.axis_name!r}"
+                if other.request.options.key != group.request.options.key:
+                    options = other.request.options.in_words()
+                    return f"Not shared with {axis}, which has options {options}"
+                return f"Not shared with {axis} of a mesh that was made apart, without universe="
+        return "It is the first of these ranks"
+
     def _share(self, request: GroupRequest, call: Call | None) -> Group:
-        if not is_made_by_members(request, self._world):
+        if self._shared is None or not is_made_by_members(request, self._world):
             return self._make_own(request, call)
         # A layout means something within one universe only, ranks mean the same everywhere: so the
         # group is looked up by its ranks. The mesh over ranks 4-7 finds what one over 0-7 has made.
         name = None
         while name is None:
-            shared: Group = self._users.shared.get_or_create(
+            shared: Group = self._shared.get_or_create(
                 *_shared_key(request), lambda: self._make_own(request, call)
             )
             if shared.request is request:
@@ -156,7 +196,7 @@ class GroupMaker:
             # Otherwise another thread has just ended it.
         group = Group(request, name, Origin.SHARED, created=False)
         if not self._lazy:
-            group.note_first_use(made_here=self._make_pending(name))
+            self._note_first_use(group, self._make_pending(name))
         return group
 
     def before_use(self, name: str) -> None:
@@ -170,7 +210,12 @@ class GroupMaker:
             return
         made_here = self._make_pending(name)
         if group is not None:
-            group.note_first_use(made_here)
+            self._note_first_use(group, made_here)
+
+    def _note_first_use(self, group: Group, made_here: bool) -> None:
+        group.note_first_use(made_here)
+        if made_here:
+            self._tell(group)
 
     def _make_pending(self, name: str) -> bool:
         if name in self._world.state(Asleep).names:  # to be kept when it was resumed
@@ -182,6 +227,18 @@ class GroupMaker:
             group = next((group for group in self if group.name == name), None)
             raise RuntimeError(why_gone(group, name, self._world)) from None
         return made_here
+
+    def share(self) -> GroupCache:
+        """The groups that parts of this universe find, by ranks and options; those it has, too."""
+        if self._shared is None:
+            self._shared = GroupCache()
+            for group in list(self):
+                if group.name is None or group.borrowed or self._is_gone(group):
+                    continue
+                # The others are made by all ranks: none of these may find one, and stay away.
+                if is_made_by_members(group.request, self._world):
+                    self._shared.get_or_create(*_shared_key(group.request), partial(_same, group))
+        return self._shared
 
     # --- keeping them ---------------------------------------------------------------------------
 
@@ -203,8 +260,14 @@ class GroupMaker:
         self.process_groups[name] = handle
         notice(name, handle, self._world)
 
-    def _shared_as(self, group: Group) -> tuple[AxisLayout, OptionsKey] | None:
-        return _shared_key(group.request) if self._share_world else None
+    def _shared_as(self, group: Group) -> SharedAs | None:
+        if self._shared is None:
+            return None
+        return SharedAs(self._shared, *_shared_key(group.request))
+
+
+def _same(group: Group) -> Group:
+    return group
 
 
 def _shared_key(request: GroupRequest) -> tuple[AxisLayout, OptionsKey]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Mapping, Sequence
 
-from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse._core import AxisLayout, Layout
 from meshverse.groups.asleep import Asleep
 from meshverse.groups.request import Group
 from meshverse.pictures import Picture
-from meshverse.report.explain import Explanation, explain
+from meshverse.report.explain import Explanation, Portion, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.topology import Topology
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
+from .parts import Divided
 
 __all__ = ["Ending", "GroupOwner", "WorldUniverses", "ending_in_words"]
 
@@ -49,10 +51,9 @@ class Ending(enum.Enum):
     ABORTED = enum.auto()
 
 
-class GroupOwner:
+class GroupOwner(Divided):
     """A universe as the owner of process groups. `Universe` has the constructor."""
 
-    rank_map: RankMap
     rank: int
     world: World | None
     is_over: bool
@@ -145,12 +146,19 @@ class GroupOwner:
 
     def _explain(self, figures: Mapping[str, int] | None, node_size: int | None) -> Explanation:
         asleep = () if self.world is None else self.world.state(Asleep).names
-        groups = self._groups or ()
         views = self._views()
+        parts = [
+            Portion(str(part.rank_map), tuple(part._groups or ())) for part in self._all_parts()
+        ]
         return explain(
-            *(self.rank_map, self.rank, groups, figures, asleep, views, node_size),
+            *(self.rank_map, self.rank, self._groups or (), figures, asleep, views, node_size),
             topology=self.topology,
+            parts=parts,
         )
+
+    def _all_groups(self) -> list[UniverseGroups]:
+        """The groups here, and those of the parts."""
+        return [self.groups, *(part.groups for part in self._all_parts())]
 
     def _views(self) -> list[ExplainedView]:
         """The meshes that split all ranks, for pictures."""
@@ -185,6 +193,8 @@ class GroupOwner:
     def destroy(self) -> None:
         """Free the process groups that were made here, and nothing else. All ranks call it.
 
+        Those of its parts end too. A part can be destroyed by itself, by its own ranks.
+
         Call it when no rank communicates in the groups any more, or makes one: with gloo, after a
         barrier. These groups stay: the default group, groups the user gave, and groups that another
         universe uses too. The meshes here can still be held, printed, sliced and compared; use of
@@ -202,6 +212,12 @@ class GroupOwner:
         self._end(Ending.ABORTED)
 
     def _end(self, how: Ending) -> None:
+        with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
+            ending.callback(self._end_own, how)
+            for part in self._parts:
+                ending.callback(part._end, how)
+
+    def _end_own(self, how: Ending) -> None:
         if self._groups is None or (self._ended is not None and self._groups.is_freed):
             return
         self._ended, self.is_over = how, True

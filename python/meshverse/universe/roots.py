@@ -16,8 +16,8 @@ from typing import Generic, Protocol, TypeVar
 
 from typing_extensions import Self
 
-from meshverse._core import Layout
-from meshverse.layouts.derivation import MeshDescription
+from meshverse._core import AxisLayout, Layout
+from meshverse.layouts.derivation import MeshDescription, check_names_at_root
 from meshverse.options.isolation import merge_tags, tag_parts
 
 __all__ = ["RootedMesh", "Roots"]
@@ -53,6 +53,7 @@ class Roots(Generic[_Mesh]):
 
     def __init__(self) -> None:
         self.first: _Mesh | None = None
+        self._later_axes: dict[str, list[AxisLayout]] = {}  # of root meshes after it, by name
         # The others, by the tags of their axes and those of the meshes they are roots of.
         self._others: dict[tuple[tuple[str, ...], frozenset[str]], _Mesh] = {}
         self._flattened: dict[tuple[str, str], _Mesh] = {}  # by name and tag
@@ -92,6 +93,33 @@ class Roots(Generic[_Mesh]):
             return own
         merged = merge_tags(tags)
         return tuple(known.get(axis, merged) for axis in axes)
+
+    def check_names(self, description: MeshDescription) -> None:
+        """Check the names of a root mesh that is to come after the first.
+
+        Raises:
+            ValueError: one of them is that of a flattened mesh of other ranks.
+        """
+        for name, axis in zip(description.axis_names or (), description.layout, strict=False):
+            for (known_name, _), known in self._flattened.items():
+                if known_name == name:
+                    flattened = known.layout[0]
+                    check_names_at_root(name, axis, flattened, "a flattened mesh", self.first)
+
+    def note_names(self, description: MeshDescription) -> None:
+        """Note the names of a root mesh that came after the first: no other axis gets them."""
+        names = description.axis_names or ()
+        for name, axis in zip(names, description.layout, strict=False):
+            self._later_axes.setdefault(name, []).append(axis)
+
+    def check_flattened_name(self, name: str, axis: AxisLayout) -> None:
+        """Check the name of a flattened axis.
+
+        Raises:
+            ValueError: a root mesh that came after the first has another axis of this name.
+        """
+        for later in self._later_axes.get(name, ()):
+            check_names_at_root(name, axis, later, "an axis of another root mesh", self.first)
 
     def flattened(self, name: str, tag: str) -> _Mesh | None:
         """The flattened mesh of this name under this tag, if there is one."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse.groups.asleep import Asleep
-from meshverse.groups.request import Group
 from meshverse.world.holders import Holders
 from meshverse.world.world import World
 
 from .groups import UniverseGroups
-from .warm_up import in_one_order
+from .warm_up import Chosen, in_one_order
 
 __all__ = ["GroupMemory", "memory_stats", "resume", "suspend"]
 
@@ -37,25 +36,27 @@ class GroupMemory(NamedTuple):
 
 
 def memory_stats(
-    groups: UniverseGroups, axis_names: Collection[str] | None, world: World
+    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None, world: World
 ) -> list[GroupMemory]:
     """See `Universe.memory_stats`."""
     asleep, told = world.state(Asleep).names, []
-    for group in _made(groups, axis_names):
+    for group, axes, _ in _made(universes, axis_names):
         stats = compat.memory_stats(compat.resolve_group(str(group.name)))
         if stats is not None:
             ranks = group.request.my_ranks()
-            told.append(GroupMemory(tuple(group.requests), len(ranks), group.name in asleep, stats))
+            told.append(GroupMemory(axes, len(ranks), group.name in asleep, stats))
     return told
 
 
-def suspend(groups: UniverseGroups, axis_names: Collection[str] | None, world: World) -> None:
+def suspend(
+    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None, world: World
+) -> None:
     """See `Universe.suspend`."""
     asleep = world.state(Asleep).names
-    chosen = {str(group.name): group for group in _made(groups, axis_names)}
+    chosen = {str(one.group.name): one for one in _made(universes, axis_names)}
     able = [name for name in chosen if compat.memory_stats(compat.resolve_group(name)) is not None]
     if chosen and not able:
-        backends = sorted({group.request.options.backend for group in chosen.values()})
+        backends = sorted({one.group.request.options.backend for one in chosen.values()})
         raise RuntimeError(
             f"suspend() of groups of {', '.join(backends)}: none of them can be suspended. NCCL's "
             "can, once they were used, from torch 2.12 and NCCL 2.29.7 on."
@@ -66,26 +67,30 @@ def suspend(groups: UniverseGroups, axis_names: Collection[str] | None, world: W
             asleep.add(name)
             world.state(Holders).drop(name)
             compat.suspend(compat.resolve_group(name))
-            _log.info("suspended %s", tuple(chosen[name].requests))
+            if chosen[name].is_first():
+                _log.info("suspended %s", chosen[name].axes)
 
 
-def resume(groups: UniverseGroups, axis_names: Collection[str] | None, world: World) -> None:
+def resume(
+    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None, world: World
+) -> None:
     """See `Universe.resume`."""
     asleep = world.state(Asleep).names
-    for group in _made(groups, axis_names):
-        name = str(group.name)
+    for one in _made(universes, axis_names):
+        name = str(one.group.name)
         if name in asleep:
             compat.resume(compat.resolve_group(name))
             asleep.discard(name)
-            groups.before_use(name)  # this universe holds the group object again
-            _log.info("resumed %s", tuple(group.requests))
+            one.be_ready()  # its users hold the group object again
+            if one.is_first():
+                _log.info("resumed %s", one.axes)
 
 
-def _made(groups: UniverseGroups, axis_names: Collection[str] | None) -> list[Group]:
+def _made(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:
     """The groups of these axes that exist. Without names, all groups that were made here."""
     return [
-        group
-        for group in in_one_order(groups, axis_names)
-        if compat.find_group(str(group.name)) is not None
-        and (axis_names is not None or not group.borrowed)
+        one
+        for one in in_one_order(universes, axis_names)
+        if compat.find_group(str(one.group.name)) is not None
+        and (axis_names is not None or not one.group.borrowed)
     ]

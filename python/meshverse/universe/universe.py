@@ -21,11 +21,14 @@ from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
 from meshverse.report.pictured import ExplainedView
 from meshverse.topology import Topology
+from meshverse.world.users import Users
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World
 
+from .consistency import check_by_default
 from .groups import UniverseGroups
 from .owner import GroupOwner, WorldUniverses, ending_in_words
+from .parts import Parts, ranks_outside
 from .roots import RootedMesh, Roots
 from .sleep import GroupMemory, memory_stats, resume, suspend
 from .warm_up import WarmedUp, warm_up
@@ -87,6 +90,7 @@ class Universe(GroupOwner):
         decoupled: whether its meshes have nothing to do with the current default group, and equal
             no others, until they are bound.
         topology: where the ranks of the world are, for `explain()`. It does not order `ranks`.
+        part_of: a universe that has these ranks, to be a part of; `part` makes one.
 
     Attributes:
         rank_map: position -> global rank.
@@ -101,6 +105,7 @@ class Universe(GroupOwner):
         keeps_places: whether meshes can keep this rank's coordinate, as its rank does not change.
         is_over: whether it was destroyed or aborted.
         topology: where the ranks of the world are, if that is known.
+        whole: the universe that this one is a part of; None if it is none.
         generation: how many universes of this world had ended when it was made.
         serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
             in this world, so it is the same on all of them. Negative for universes that made no
@@ -111,6 +116,11 @@ class Universe(GroupOwner):
             that is not positive.
         TypeError: a timeout that is no timedelta, or options that are no options object.
     """
+
+    # What its parts inherit.
+    _defaults: Defaults
+    _lazy: bool
+    _check_consistency: bool
 
     def __init__(
         self,
@@ -123,9 +133,20 @@ class Universe(GroupOwner):
         rank: int | None = None,
         decoupled: bool = False,
         topology: Topology | None = None,
+        part_of: Universe | None = None,
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         defaults = Defaults.of(timeout, options)
+        if part_of is not None:
+            defaults = defaults.or_else(part_of._defaults)
+            lazy, topology = lazy or part_of._lazy, topology or part_of.topology
+            if check_consistency is None:
+                check_consistency = part_of._check_consistency
+        if check_consistency is None:
+            check_consistency = check_by_default()
+        self.whole = part_of
+        self._defaults, self._lazy, self._check_consistency = defaults, lazy, check_consistency
+        self._parts = Parts()
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
@@ -153,7 +174,8 @@ class Universe(GroupOwner):
                 defaults=defaults,
                 lazy=lazy,
                 check_consistency=check_consistency,
-                share_world=_shares_world_wide,
+                shared=self.world.state(Users).shared if _shares_world_wide else None,
+                part_of=None if part_of is None else part_of.groups,
             )
             self.process_groups = self._groups.process_groups
             self.ready_groups = () if self.world.may_change else self.process_groups
@@ -188,6 +210,11 @@ class Universe(GroupOwner):
     def rank_views(self) -> RankViews:
         """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
         return rank_views(self.rank_map)
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _new_part(self, rank_map: RankMap, own: dict[str, Any]) -> Universe:
+        return Universe(rank_map, part_of=self, **own)
 
     # --- meshes ---------------------------------------------------------------------------------
 
@@ -277,10 +304,11 @@ class Universe(GroupOwner):
             KeyError: no group was asked for by one of the names.
             RuntimeError: the universe has no mesh or no process groups.
         """
-        groups = self.groups
-        if self.root is None:
+        groups = self._all_groups()
+        roots = [universe.root for universe in (self, *self._all_parts()) if universe.root]
+        if not roots:
             raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
-        return warm_up(groups, axis_names, self.root.device_type, show_progress=show_progress)
+        return warm_up(groups, axis_names, roots[0].device_type, show_progress=show_progress)
 
     def suspend(self, axis_names: Collection[str] | None = None) -> None:
         """Have process groups hold as little device memory as they can, until `resume`.
@@ -298,21 +326,21 @@ class Universe(GroupOwner):
             KeyError: no group was asked for by one of the names.
             RuntimeError: no backend of these groups can be suspended.
         """
-        suspend(self.groups, axis_names, self._living_world)
+        suspend(self._all_groups(), axis_names, self._living_world)
 
     def resume(self, axis_names: Collection[str] | None = None) -> None:
         """Have suspended process groups ready for use again. Arguments and ranks as for `suspend`.
 
         Groups that are not suspended stay as they are.
         """
-        resume(self.groups, axis_names, self._living_world)
+        resume(self._all_groups(), axis_names, self._living_world)
 
     def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
         """What process groups hold in memory, as their backends say. Arguments as for `suspend`.
 
         Groups whose backends do not tell are left out. No other rank is asked.
         """
-        return memory_stats(self.groups, axis_names, self._living_world)
+        return memory_stats(self._all_groups(), axis_names, self._living_world)
 
     @property
     def _living_world(self) -> World:
@@ -327,12 +355,12 @@ class Universe(GroupOwner):
 
         Raises:
             RuntimeError: no mesh here lacks process groups.
-            ValueError: the target has other ranks.
+            ValueError: the target has not all these ranks.
         """
-        if target.rank_map != self.rank_map:
+        if outside := ranks_outside(self.rank_map, target.rank_map):
             raise ValueError(
-                f"Meshes over {self.rank_map} cannot be bound to a universe of {target.rank_map}: "
-                "the ranks must be the same, in the same order."
+                f"Meshes over {self.rank_map} cannot be bound to a universe of "
+                f"{target.rank_map}: it has no ranks {outside}."
             )
         bare = {key: mesh for key, mesh in self._meshes.items() if not mesh.has_groups}
         if not bare:
@@ -340,6 +368,8 @@ class Universe(GroupOwner):
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."
             )
+        if target.rank_map != self.rank_map:
+            target = target.part(self.rank_map)
         # In an order that all ranks share, whatever order they loaded the meshes in.
         for key, mesh in sorted(bare.items(), key=lambda item: str(item[1].description)):
             mesh.join(target)
@@ -386,7 +416,10 @@ class Universe(GroupOwner):
     def __repr__(self) -> str:
         groups = 0 if self._groups is None else len(self._groups)
         state = "" if self._ended is None else f", {ending_in_words(self._ended)}"
-        return f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{state})"
+        parts = f", {len(self.parts)} parts" if self.parts else ""
+        return (
+            f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{parts}{state})"
+        )
 
 
 # Universes alive: a mesh that is loaded finds the one it was saved from here.

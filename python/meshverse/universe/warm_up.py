@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse.groups.request import Group
+from meshverse.nearest import did_you_mean
 
 from .groups import UniverseGroups
 
-__all__ = ["WarmedUp", "in_one_order", "warm_up"]
+__all__ = ["Chosen", "WarmedUp", "in_one_order", "warm_up"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +36,33 @@ class WarmedUp(NamedTuple):
     seconds: float
 
 
+class Chosen(NamedTuple):
+    """One group of a universe, or of its parts.
+
+    Attributes:
+        group: as the first of its users sees it.
+        axes: names of the axes it was asked for by.
+        users: the universe and the parts that have it.
+    """
+
+    group: Group
+    axes: tuple[str, ...]
+    users: tuple[UniverseGroups, ...]
+
+    def be_ready(self) -> None:
+        """Make the group now if it is lazy, and have all its users hold it."""
+        for user in self.users:
+            user.before_use(str(self.group.name))
+
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the group: the one that logs. O(group)."""
+        request = self.group.request
+        mine = request.position
+        return mine is not None and request.my_ranks()[0] == request.rank_map.rank_at(mine)
+
+
 def warm_up(
-    groups: UniverseGroups,
+    universes: Sequence[UniverseGroups],
     axis_names: Collection[str] | None,
     device_type: str,
     *,
@@ -47,40 +73,62 @@ def warm_up(
     Raises:
         KeyError: no group was asked for by one of the names.
     """
-    chosen = in_one_order(groups, axis_names)
+    chosen = in_one_order(universes, axis_names)
     report = []
     with _progress(len(chosen)) if show_progress else contextlib.nullcontext() as tell:
-        for group in chosen:
-            assert group.name is not None
-            axes = tuple(group.requests)
+        for one in chosen:
+            axes = one.axes
             if tell is not None:
                 tell(f"warming up {', '.join(axes)}")
             start = time.perf_counter()
-            groups.before_use(group.name)
-            process_group = compat.resolve_group(group.name)
+            one.be_ready()
+            process_group = compat.resolve_group(str(one.group.name))
             dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
             seconds = time.perf_counter() - start
             report.append(WarmedUp(axes, process_group.size(), seconds))
-            _log.info("warmed up %s: %d ranks, %.3f s", axes, process_group.size(), seconds)
+            if process_group.rank() == 0:  # one line a group
+                _log.info("warmed up %s: %d ranks, %.3f s", axes, process_group.size(), seconds)
     return report
 
 
-def in_one_order(groups: UniverseGroups, axis_names: Collection[str] | None) -> list[Group]:
+def in_one_order(
+    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None
+) -> list[Chosen]:
     """My groups of these axes, by default all, in an order that all ranks share.
+
+    Args:
+        universes: the groups of a universe and of its parts.
+        axis_names: of the axes.
 
     Raises:
         KeyError: no group was asked for by one of the names.
     """
-    known = {name for group in groups for name in group.requests}
+    pairs = [(group, groups) for groups in universes for group in groups]
+    known = {name for group, _ in pairs for name in group.requests}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
             f"Groups of axes {sorted(wanted - known)}: no mesh of this universe asked for "
             f"groups by these names, but by {sorted(known)}."
+            f"{did_you_mean(min(wanted - known), known)}"
         )
-    mine = [g for g in groups if g.name is not None and wanted & g.requests.keys()]
-    # In an order that all ranks share, whatever order they asked in: so no two wait for each other.
-    return sorted(mine, key=lambda g: (str(g.request.axis), g.request.options.name_digest))
+    by_name: dict[str, list[tuple[Group, UniverseGroups]]] = {}
+    for group, groups in pairs:
+        if group.name is not None:
+            by_name.setdefault(group.name, []).append((group, groups))
+    chosen = []
+    for found in by_name.values():
+        axes = tuple(dict.fromkeys(name for group, _ in found for name in group.requests))
+        if wanted.intersection(axes):
+            chosen.append(Chosen(found[0][0], axes, tuple(groups for _, groups in found)))
+    return sorted(chosen, key=_place_in_order)
+
+
+def _place_in_order(chosen: Chosen) -> tuple[str, str, str]:
+    # All ranks share it, whatever order they asked in: so no two wait for each other.
+    request = chosen.group.request
+    ranks = request.rank_map.fingerprint
+    return str(request.axis), request.options.name_digest, ranks
 
 
 @contextlib.contextmanager

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import NamedTuple
 
 from meshverse._core import AxisLayout, GroupCache, OptionsKey
 
 from .world import WorldState
 
-__all__ = ["Users"]
+__all__ = ["SharedAs", "Users"]
+
+
+class SharedAs(NamedTuple):
+    """Where several universes find a group.
+
+    Attributes:
+        groups: that they share.
+        axis: the first half of its key there.
+        key: the other half.
+    """
+
+    groups: GroupCache
+    axis: AxisLayout
+    key: OptionsKey
 
 
 class Users(WorldState):
     """The users of the process groups that Meshverse made in one world.
 
     Attributes:
-        shared: groups that all universes of this world share, where they share.
+        shared: groups that universes of this world share, where all of them do.
     """
 
     def __init__(self) -> None:
@@ -46,12 +61,12 @@ class Users(WorldState):
         with self._lock:
             return self._n_users[group_name] > 1
 
-    def remove(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey] | None) -> bool:
+    def remove(self, group_name: str, shared_as: SharedAs | None) -> bool:
         """Note that a universe no longer uses a group.
 
         Args:
             group_name: c10d's.
-            shared_as: the group's key in `shared`, from which the last user removes it.
+            shared_as: where others find the group, from which the last user removes it.
 
         Returns:
             Whether that was the last user.
@@ -65,12 +80,13 @@ class Users(WorldState):
                 self._take_out(group_name, shared_as)
             return True
 
-    def unshare(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
-        """Remove a destroyed group from `shared`, though other universes still count as users."""
+    def unshare(self, group_name: str, shared_as: SharedAs) -> None:
+        """Have nobody find a destroyed group, though other universes still count as users."""
         with self._lock:
             self._take_out(group_name, shared_as)
 
-    def _take_out(self, group_name: str, shared_as: tuple[AxisLayout, OptionsKey]) -> None:
-        shared = self.shared.get(*shared_as)
+    def _take_out(self, group_name: str, shared_as: SharedAs) -> None:
+        groups, axis, key = shared_as
+        shared = groups.get(axis, key)
         if shared is not None and shared.name == group_name:  # a newer group may have its key
-            self.shared.remove(*shared_as)
+            groups.remove(axis, key)

@@ -4,7 +4,7 @@ Such a plan names the module of the experts, each of its weights, and what goes 
 style for the module does all of it.
 
 Example:
-    >>> names = {"mlp.experts": "moe_tp_experts", "mlp.experts.down_proj": "rowwise", ...}
+    >>> names = {"mlp.experts": "moe_tp_experts", "mlp.experts.down_proj": "rowwise"}
     >>> take_experts(model, names)  # doctest: +SKIP
     ({'mlp.experts': ExpertFeaturesParallel()}, {})
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from meshverse import DeviceMesh
+from meshverse import DeviceMesh, Universe
 from meshverse.parallel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 
 from .create import create_fsdp2_device_mesh, create_megatron_fsdp_device_mesh
@@ -35,6 +35,7 @@ def create_device_meshes(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> tuple[DeviceMesh, DeviceMesh | None]: ...
 
 
@@ -46,6 +47,7 @@ def create_device_meshes(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> tuple[DeviceMesh, None]: ...
 
 
@@ -57,6 +59,7 @@ def create_device_meshes(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> tuple[None, None]: ...
 
 
@@ -67,6 +70,7 @@ def create_device_meshes(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The meshes that a strategy trains on. All ranks of the world call this.
 
@@ -78,6 +82,8 @@ def create_device_meshes(
             by default the default group's.
         ranks: global ranks to place the mesh on, its last axis varying fastest; by default all
             ranks of the world in order. Other ranks get a mesh to hold and inspect, without groups.
+        universe: to build the meshes in, such as that of a mesh over all ranks of the job; with
+            `ranks`, they are a part of it (`Universe.part`).
 
     Returns:
         The mesh, and the mesh of the experts in the same universe; None for what the strategy
@@ -91,13 +97,26 @@ def create_device_meshes(
     _check_supported(strategy_config, parallelism)
     if isinstance(strategy_config, FSDP2Config):
         return create_fsdp2_device_mesh(
-            parallelism, world_size=world_size, timeout_minutes=timeout_minutes, ranks=ranks
+            parallelism,
+            world_size=world_size,
+            timeout_minutes=timeout_minutes,
+            ranks=ranks,
+            universe=universe,
         )
     if isinstance(strategy_config, MegatronFSDPConfig):
         mesh = create_megatron_fsdp_device_mesh(
-            parallelism, world_size=world_size, timeout_minutes=timeout_minutes, ranks=ranks
+            parallelism,
+            world_size=world_size,
+            timeout_minutes=timeout_minutes,
+            ranks=ranks,
+            universe=universe,
         )
         return mesh, None
+    if universe is not None:
+        raise ValueError(
+            f"universe={universe!r}: DDP has no mesh to build in it. Leave it unset, and give "
+            "DistributedDataParallel a process group."
+        )
     _check_ddp(parallelism, world_size, ranks, timeout_minutes)
     return None, None
 

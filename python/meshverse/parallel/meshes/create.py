@@ -50,6 +50,7 @@ def create_fsdp2_device_mesh(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The root mesh (pp, dp_replicate, dp_shard, cp, tp), and the experts' mesh if ep > 1.
 
@@ -61,6 +62,7 @@ def create_fsdp2_device_mesh(
         world_size: number of ranks; by default those of the default process group.
         timeout_minutes: as for `create_device_meshes`.
         ranks: as for `create_device_meshes`.
+        universe: as for `create_device_meshes`.
 
     Returns:
         The root mesh, and the mesh (ep_shard, ep) or None.
@@ -69,8 +71,9 @@ def create_fsdp2_device_mesh(
         ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
             the process group.
     """
+    ranks = _ranks_in(universe, ranks)
     spec, *_ = fsdp2_specs(parallelism, rank_count(world_ranks(world_size), ranks))
-    mesh = _build(spec, timeout_minutes, ranks)
+    mesh = _build(spec, timeout_minutes, ranks, universe)
     ep = _ep_sizes[mesh.universe] = degree(parallelism.ep_size, "ep_size")
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
@@ -156,6 +159,7 @@ def create_megatron_fsdp_device_mesh(
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
+    universe: Universe | None = None,
 ) -> DeviceMesh:
     """The root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
 
@@ -164,6 +168,7 @@ def create_megatron_fsdp_device_mesh(
         world_size: number of ranks; by default those of the default process group.
         timeout_minutes: as for `create_device_meshes`.
         ranks: as for `create_device_meshes`.
+        universe: as for `create_device_meshes`.
 
     Raises:
         ValueError: a degree that this strategy does not have; the degrees do not multiply out to
@@ -171,20 +176,32 @@ def create_megatron_fsdp_device_mesh(
     """
     refuse_degrees(parallelism, "Megatron-FSDP", ("dp_replicate_size", "pp_size", "ep_size"))
     tp, cp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.cp_size, "cp_size")
+    ranks = _ranks_in(universe, ranks)
     count = rank_count(world_ranks(world_size), ranks)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
     flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
     spec = MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened)
-    return _build(spec, timeout_minutes, ranks)
+    return _build(spec, timeout_minutes, ranks, universe)
+
+
+def _ranks_in(universe: Universe | None, ranks: Sequence[int] | None) -> Sequence[int] | None:
+    return ranks if universe is None or ranks is not None else universe.rank_map.ranks().tolist()
 
 
 def _build(
-    spec: MeshSpec, timeout_minutes: float | None, ranks: Sequence[int] | None
+    spec: MeshSpec,
+    timeout_minutes: float | None,
+    ranks: Sequence[int] | None,
+    universe: Universe | None,
 ) -> DeviceMesh:
     validate_mesh_spec(spec)
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     mesh = init_device_mesh(
-        _device_type(), spec.shape, mesh_dim_names=spec.axes, ranks=ranks, timeout=timeout
+        *(_device_type(), spec.shape),
+        mesh_dim_names=spec.axes,
+        ranks=ranks,
+        timeout=timeout,
+        universe=universe,
     )
     register_flattened_axes(mesh, spec.flattened_axes)
     return mesh

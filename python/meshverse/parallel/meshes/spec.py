@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from meshverse.nearest import did_you_mean
+
 from .degrees import is_degree
 
 __all__ = ["MeshAxisName", "MeshSpec", "validate_mesh_spec"]
@@ -93,8 +95,9 @@ def _check_flattened_axis(name: str, sources: tuple[str, ...], axes: tuple[str, 
         raise ValueError(
             f"Flattened axis {name!r} has the name of an axis of the mesh, {axes}: give it another."
         )
+    hint = next((did_you_mean(each, axes) for each in sources if each not in axes), "")
     if not sources or sources != tuple(axis for axis in axes if axis in sources):
         raise ValueError(
             f"Flattened axis {name!r} of {sources}: it must combine one or more of the mesh's axes "
-            f"{axes}, each once and in this order."
+            f"{axes}, each once and in this order.{hint}"
         )

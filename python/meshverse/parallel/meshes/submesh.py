@@ -18,6 +18,7 @@ from typing import cast
 
 from meshverse import DeviceMesh
 from meshverse._core import Layout
+from meshverse.nearest import did_you_mean
 
 __all__ = [
     "get_flat_mesh",
@@ -87,7 +88,7 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     if name not in flattened:
         raise KeyError(
             f"No axis {str(name)!r}: the mesh has the axes {own}, and its universe the flattened "
-            f"axes {tuple(flattened)}."
+            f"axes {tuple(flattened)}.{did_you_mean(name, [*own, *flattened])}"
         )
     return cast("DeviceMesh", flattened[name])
 

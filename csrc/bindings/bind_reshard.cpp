@@ -1,0 +1,159 @@
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "rank_array.h"
+#include "reshard/plan.h"
+
+namespace meshverse::bindings {
+namespace {
+
+using namespace py::literals;
+using reshard::Holders;
+using reshard::Move;
+using reshard::Nodes;
+using reshard::Sharding;
+
+using Integers = std::vector<std::int64_t>;
+using SideTuple = std::tuple<std::size_t, Integers, Integers, bool>;
+using MoveTuple = std::tuple<Integers, std::int64_t, SideTuple, SideTuple>;
+
+Sharding to_sharding(const SideTuple& side) {
+  const auto& [holders, dims, factors, right_to_left] = side;
+  return {holders, dims, factors, right_to_left};
+}
+
+struct PlanArrays {
+  RankArray messages, boxes, kept;
+};
+
+PlanArrays plan(const std::vector<Holders>& holders, const std::vector<MoveTuple>& tuples,
+                std::int64_t rank, std::int64_t world_size, std::int64_t round_bytes,
+                std::int64_t node_size, const std::optional<Integers>& node_of_rank) {
+  const py::gil_scoped_release release;
+  std::vector<Move> moves;
+  moves.reserve(tuples.size());
+  for (const auto& [shape, itemsize, source, target] : tuples) {
+    moves.push_back({shape, itemsize, to_sharding(source), to_sharding(target)});
+  }
+  const Nodes nodes = node_of_rank ? Nodes(*node_of_rank) : Nodes(world_size, node_size);
+  reshard::Plan made = reshard::plan(holders, moves, nodes, rank, round_bytes);
+  constexpr std::int64_t kColumns = 7;
+  const auto rows = static_cast<std::int64_t>(made.messages.size()) / kColumns;
+  return {RankArray(rows, kColumns, std::move(made.messages)), RankArray(std::move(made.boxes)),
+          RankArray(std::move(made.kept))};
+}
+
+}  // namespace
+
+void bind_reshard(py::module_& module) {
+  py::class_<Holders> holders(module, "Holders", py::is_final(), plain_class(),
+                              R"(The ranks that hold the shards of tensors.
+
+They stand at the positions ``base + axes(coordinates)`` of a rank map.
+
+Args:
+    rank_map: Global rank at every position.
+    base: Position of the first one.
+    axes: Layout of the axes that tensors are split over.
+
+Raises:
+    ValueError: The axes overlap, are not nested, or leave the rank map.
+
+>>> Holders(RankMap.identity(8), 4, Layout([AxisLayout(2, 2), AxisLayout(2, 1)])).coordinates_of(6)
+[1, 0]
+)");
+  holders
+      .def(py::init<RankMap::Ptr, std::int64_t, Layout>(), py::arg("rank_map").none(false),
+           "base"_a, "axes"_a)
+      .def("coordinates_of", &Holders::coordinates_of, "rank"_a,
+           "Index of a global rank on every axis, or None if it is none of these ranks.")
+      .def("__repr__", [](const Holders& self) {
+        return "Holders(" + self.axes().to_string() + " from rank " +
+               std::to_string(self.rank_at(0)) + ")";
+      });
+  set_new(
+      holders,
+      [](const py::object&, const RankMap::Ptr& rank_map, std::int64_t base, const Layout& axes) {
+        return Holders(rank_map, base, axes);
+      },
+      py::arg("rank_map").none(false), "base"_a, "axes"_a);
+
+  module.def(
+      "plan_reshard",
+      [](const std::vector<Holders>& all, const std::vector<MoveTuple>& moves, std::int64_t rank,
+         std::int64_t world_size, std::int64_t round_bytes, std::int64_t node_size,
+         const std::optional<Integers>& node_of_rank) {
+        PlanArrays arrays =
+            plan(all, moves, rank, world_size, round_bytes, node_size, node_of_rank);
+        return py::make_tuple(std::move(arrays.messages), std::move(arrays.boxes),
+                              std::move(arrays.kept));
+      },
+      "holders"_a, "moves"_a, "rank"_a, "world_size"_a, "round_bytes"_a, "node_size"_a = 1,
+      "node_of_rank"_a = py::none(),
+      R"(What one rank sends, receives and keeps when tensors move to other shards.
+
+Every element of a target is received once, and not at all where the rank holds it. Costs what this
+rank has to do with: its shards, and the ranks it exchanges some with.
+
+Args:
+    holders: The ranks of each side, which moves name by number.
+    moves: For each tensor its shape, bytes of an element on its way, and how source and target
+        lay it out. A side is the number of its holders; for each of their axes the dimension that
+        it splits, or -1; for each axis the factor of a strided split, or 1; and whether strided
+        splits are applied to what the others leave, as FSDP2 does.
+    rank: Global rank to plan for.
+    world_size: Number of ranks.
+    round_bytes: The longest message. Longer ones are exchanged in several rounds.
+    node_size: Ranks on each node.
+    node_of_rank: Number of the node of every rank, in place of ``node_size``.
+
+Returns:
+    Three arrays of integers. Messages, of shape ``(messages, 7)``: step, round, peer, 1 if it is
+    sent, bytes, where its boxes begin in the second array, how many boxes. All ranks exchange
+    messages in the order of step and round, a rank at most one with each peer. Boxes: tensor, first
+    byte in the message, number of dimensions n, n first elements in the local tensor, n extents.
+    Kept boxes: tensor, n, n first elements in the source's local tensor, n in the target's, n
+    extents.
+
+Raises:
+    ValueError: A side that does not fit its tensor or holders, an element larger than a round, a
+        rank outside the world.
+)");
+
+  module.def(
+      "shard_shape",
+      [](const Integers& shape, const Integers& dims, const Integers& factors, bool right_to_left,
+         const Integers& axis_sizes, const Integers& coordinates) {
+        return to_tuple(reshard::local_shape(shape, {0, dims, factors, right_to_left}, axis_sizes,
+                                             coordinates));
+      },
+      "shape"_a, "dims"_a, "factors"_a, "right_to_left"_a, "axis_sizes"_a, "coordinates"_a,
+      R"(The shape of one shard of a tensor.
+
+Args:
+    shape: Of the whole tensor.
+    dims: By axis, the dimension that it splits, or -1.
+    factors: By axis, the factor of a strided split, or 1.
+    right_to_left: Whether strided splits are applied to what the others leave, as FSDP2 does.
+    axis_sizes: Number of ranks along each axis.
+    coordinates: Index of the shard along each axis.
+
+Raises:
+    ValueError: They are not equally many, or an axis splits a dimension that is not there.
+
+>>> shard_shape([9, 4], [0, 0], [2, 1], False, [4, 2], [3, 0])
+(1, 4)
+>>> shard_shape([9, 4], [0, 0], [2, 1], True, [4, 2], [3, 0])
+(0, 4)
+)");
+}
+
+}  // namespace meshverse::bindings

@@ -1,0 +1,70 @@
+// What every fuzz target reads its input with, and says that a law is broken with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+// A fuzzer keeps the input that led here.
+#define LAW(condition)                                                                   \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                      \
+    }                                                                                    \
+  } while (false)
+
+namespace meshverse {
+
+using Integers = std::vector<std::int64_t>;
+
+// Numbers out of a fuzzer's bytes; zeros once they are used up.
+class Input {
+ public:
+  Input(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
+
+  bool is_used_up() const { return size_ == 0; }
+
+  std::uint8_t byte() {
+    if (size_ == 0) return 0;
+    --size_;
+    return *data_++;
+  }
+
+  std::uint64_t word() {
+    std::uint64_t word = 0;
+    for (int i = 0; i < 8; ++i) word = (word << 8) | byte();
+    return word;
+  }
+
+  // Of low..high, both included; at most 256 of them.
+  std::int64_t of(std::int64_t low, std::int64_t high) { return low + byte() % (high - low + 1); }
+
+  // A few letters: short, so that equal ones come up.
+  std::string text() {
+    std::string text;
+    for (std::int64_t length = of(0, 3); length > 0; --length) {
+      text += static_cast<char>('a' + of(0, 2));
+    }
+    return text;
+  }
+
+ private:
+  const std::uint8_t* data_;
+  std::size_t size_;
+};
+
+template <class Error, class Call>
+bool throws(Call&& call) {
+  try {
+    call();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+}  // namespace meshverse

@@ -1,0 +1,60 @@
+// The ranks that hold one side's tensors: a grid of mesh axes over a rank map.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "checked_math.h"
+#include "layout.h"
+#include "rank_map.h"
+
+namespace meshverse::reshard {
+
+// The ranks at positions base + axes(coordinates) of a rank map.
+class Holders {
+ public:
+  // Throws std::invalid_argument unless the axes are orthogonal and stay within the rank map.
+  Holders(RankMap::Ptr rank_map, std::int64_t base, Layout axes);
+
+  const Layout& axes() const { return axes_; }
+
+  // The rank at a position relative to the base.
+  std::int64_t rank_at(std::int64_t offset) const { return rank_map_->rank_at(base_ + offset); }
+
+  // The lowest rank and the highest.
+  std::pair<std::int64_t, std::int64_t> bounds() const { return bounds_; }
+
+  // The index of a rank on each axis; nothing if it is none of these ranks.
+  std::optional<std::vector<std::int64_t>> coordinates_of(std::int64_t rank) const;
+
+ private:
+  RankMap::Ptr rank_map_;
+  std::int64_t base_;
+  Layout axes_;
+  std::pair<std::int64_t, std::int64_t> bounds_;
+};
+
+// The ranks that hold the same shard: those that differ along the free axes only.
+class Replicas {
+ public:
+  // Pre-condition: `offset` is the position, relative to the base, of all other axes' coordinates.
+  Replicas(const Holders& holders, std::vector<std::size_t> free_axes, std::int64_t offset);
+
+  std::int64_t size() const { return size_; }
+  std::int64_t offset() const { return offset_; }
+  std::int64_t rank_at(std::int64_t index) const;
+  // Of all holders, not only these.
+  std::pair<std::int64_t, std::int64_t> bounds() const { return holders_->bounds(); }
+  // Nothing if the rank does not hold this shard.
+  std::optional<std::int64_t> index_of(std::int64_t rank) const;
+
+ private:
+  const Holders* holders_;
+  std::vector<std::size_t> free_axes_;
+  std::int64_t offset_;
+  std::int64_t size_ = 1;
+};
+
+}  // namespace meshverse::reshard

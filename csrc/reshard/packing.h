@@ -1,0 +1,32 @@
+// Boxes of elements, packed into messages of bounded size.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "reshard/plan.h"
+
+namespace meshverse::reshard {
+
+// Elements of one tensor that one rank sends another.
+struct Box {
+  std::int64_t tensor;
+  std::int64_t itemsize;
+  std::vector<std::int64_t> global;  // first element in the whole tensor
+  std::vector<std::int64_t> mine;    // first element in this rank's local tensor
+  std::vector<std::int64_t> extent;
+
+  std::int64_t bytes() const;
+  // The first elements along a dimension; the box keeps the others.
+  Box split_off(std::size_t dim, std::int64_t extent_there);
+};
+
+// The part of a box that one of several senders gives, without elements where that is nothing.
+Box part_of(const Box& box, const Share& share);
+
+// Puts the boxes of one peer into messages, in an order that both ends of them find, so that
+// elements are aligned: large elements first. Appends to `plan`, whose order is made later.
+void pack(std::vector<Box>& boxes, std::int64_t step, std::int64_t peer, bool is_sent,
+          std::int64_t round_bytes, Plan& plan);
+
+}  // namespace meshverse::reshard

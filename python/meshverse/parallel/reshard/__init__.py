@@ -1,0 +1,1 @@
+"""Tensors move between meshes: read, gathered, planned, exchanged."""

@@ -1,0 +1,352 @@
+"""`Reshard`: tensors move from the ranks that have them to the ranks that want them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from meshverse import Topology, init_device_mesh
+from meshverse import _torch_compat as compat
+from meshverse.options.group_options import check_timeout
+from meshverse.world.world import World
+
+from .exchange import Exchange
+from .gathering import Gathering
+from .inputs import Rename, check_apart, read_settings, renamed
+from .known_layouts import KnownLayouts
+from .messages import Traffic, plan_of
+from .moves import moves_of
+from .roster import Roster, RosterCollector, Settings, in_words, read_roster, what_is_said
+from .runs import ReshardWork, start
+from .sides import Side, local_tensor, read_side
+
+__all__ = ["Reshard", "default_timeout"]
+
+_MIB = 1 << 20
+_FAKING = (
+    "FakeTensorMode is active, under which tensors have no data to move. Call it outside, or "
+    "compile what is around it."
+)
+_CONDITION = (
+    "Each element of the targets has its old value or its new one. Build the move again, after "
+    "init_process_group() if ranks have ended, and run it: that sets all of them."
+)
+
+
+class Reshard:
+    """Moves tensors from any mesh to any other, as often as wanted.
+
+    All ranks of both sides build it together and call it together. The ranks of the two sides may
+    be the same, others, or overlap, in one default process group. Shapes and placements are
+    exchanged once, when it is built; a run exchanges data only, in a process group of its own, so
+    that it never queues behind a model's collectives. A rank receives every element of its targets
+    once, and not at all what it has already; among ranks that have the same, senders are on the
+    receiver's node if possible, and send equally much.
+
+    Args:
+        source: tensors by name, to be read; None on ranks that have no part in this side. DTensors
+            with any of `Replicate`, `Shard` and FSDP2's strided placements, on any meshes; plain
+            tensors are whole on every rank that gives them.
+        target: tensors by name, to be written in place; None on ranks that have no part in it. They
+            may be views, such as one third of a fused weight, and of another dtype.
+        rename: what sources are called in the target: by name, or a function of the name. Names
+            that it lacks stay.
+        name: of this move. Needed where ranks have several moves with different other ranks.
+        ranks: all ranks that call it. By default those of the meshes that tensors are on and of the
+            meshes that these were derived from; where a rank gives plain tensors only, all ranks.
+        buffer_bytes: memory for messages on each rank, at most. The same on all ranks.
+        topology: which node each rank is on; by default nodes are blocks of `LOCAL_WORLD_SIZE`
+            ranks.
+        timeout: how long to wait for other ranks, here and in each run; by default that of the
+            default process group.
+
+    Raises:
+        TypeError: no dict of tensors, or tensors of a kind that cannot be moved.
+        ValueError: a `Partial` or unknown placement; names that one side lacks, shapes that differ,
+            dtypes that cannot be cast; sources and targets that overlap in memory.
+        RuntimeError: a rank did not come in time, or cannot take part: all ranks are told.
+
+    Example:
+        >>> move = Reshard(trainer, generator)  # doctest: +SKIP
+        >>> move()  # doctest: +SKIP
+        >>> print(move.explain())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor] | None,
+        target: Mapping[str, Tensor] | None,
+        *,
+        rename: Rename | None = None,
+        name: str = "",
+        ranks: list[int] | None = None,
+        buffer_bytes: int = 64 * _MIB,
+        topology: Topology | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        world = World.current()
+        if world is None:
+            raise RuntimeError(
+                "Reshard needs the default process group: call init_process_group() first."
+            )
+        self._world, self._rank = world, world.rank
+        self._timeout = default_timeout(world)
+        self._lock = threading.Lock()  # one run at a time
+        self._last: ReshardWork | None = None
+        self._runs = 0
+        self._why_broken = ""
+        self._group: dist.ProcessGroup | None = None
+        self._sides: dict[str, Side | None] = {"source": None, "target": None}
+        self._settings = Settings(buffer_bytes)
+        error: Exception | None = None
+        try:
+            self._read(source, target, rename)
+            self._settings = read_settings(buffer_bytes, topology, ranks, world)
+            if timeout is not None:
+                check_timeout(timeout)
+                self._timeout = timeout
+        except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
+            error = caught
+        roster = self._gather(name, error)
+        self.ranks = tuple(roster.ranks)
+        self._moves = moves_of(roster, world.size)
+        self._plan_own(roster)
+        self._layouts = KnownLayouts(self._named_tensors())
+        self._make_group(roster)
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        source: Mapping[str, Tensor] | None,
+        target: Mapping[str, Tensor] | None,
+        rename: Rename | None,
+    ) -> None:
+        if compat.is_faking():
+            raise TypeError(f"Reshard: {_FAKING}")
+        self._sides["source"] = read_side(renamed(source, rename), "source")
+        self._sides["target"] = read_side(target, "target")
+        check_apart(self._sides["source"], self._sides["target"])
+
+    def _gather(self, name: str, error: Exception | None) -> Roster:
+        board = self._world.board
+        if board is None:
+            raise RuntimeError("Reshard needs a store that all ranks reach; this world has none.")
+        self._meeting = Gathering(self._world, board, name)
+        why = f"{type(error).__name__}: {error}" if error else ""
+        sides = {"source": None, "target": None} if error else self._sides
+        settings = Settings(0) if error else self._settings
+        said, contents = what_is_said(sides, settings, self._rank, why)
+        collector = RosterCollector(self._world.size, settings.ranks, self._timeout)
+        met = self._meeting.meet(said, contents, collector, self._timeout)
+        if error is not None:
+            raise error
+        roster = read_roster(met)
+        if self._rank not in roster.ranks and any(self._sides.values()):
+            raise RuntimeError(
+                f"Reshard: {in_words(roster.ranks)} made this move without this rank, which did "
+                "not come in time or was not waited for. If ranks have moves with different other "
+                "ranks, give each of these a name: Reshard(..., name=...). Or give ranks=."
+            )
+        return roster
+
+    def _plan_own(self, roster: Roster) -> None:
+        settings = roster.settings
+        self._plan = plan_of(
+            self._moves,
+            self._rank,
+            self._world.size,
+            settings.buffer_bytes,
+            settings.node_size,
+            settings.nodes,
+        )
+        self._device = _message_device(roster.device_types, self._sides)
+        self._wanted = sum(
+            local_tensor(tensor).numel() * move.dtype.itemsize
+            for move, tensor in zip(self._moves.moves, self._tensors("target"), strict=True)
+            if tensor is not None
+        )
+
+    def _make_group(self, roster: Roster) -> None:
+        if self._rank not in roster.ranks or len(roster.ranks) < 2:
+            return
+        self._mesh = init_device_mesh(
+            self._device.type,
+            (len(roster.ranks),),
+            mesh_dim_names=("reshard",),
+            ranks=roster.ranks,
+            isolate=f"reshard {self._meeting.label}",
+            timeout=self._timeout,
+        )
+        self._group = self._mesh.get_group()
+
+    def _tensors(self, side: str) -> list[Tensor | None]:
+        """This rank's tensors, one a move; None where it is none of the move's ranks."""
+        has = self._sides[side]
+        return [
+            None
+            if has is None or not self._moves.is_held(getattr(move, side), self._rank)
+            else has.tensors[move.name]
+            for move in self._moves.moves
+        ]
+
+    # --- running --------------------------------------------------------------------------------
+
+    def __call__(self, *, async_op: bool = False) -> ReshardWork | None:
+        """Copy what the sources have now into the targets, in place.
+
+        Args:
+            async_op: return at once. Sources must not be changed, nor targets used, until the
+                handle's `wait()` returns.
+
+        Returns:
+            A handle if `async_op`, else None.
+
+        Raises:
+            RuntimeError: before anything is sent: a tensor has another layout than when this was
+                built, on whichever rank; a rank did not come in time; the last run has not been
+                waited for; `close()` was called. Or while data is exchanged: a rank has ended, or
+                is too late. Then each element of the targets has its old value or its new one.
+        """
+        with self._lock:
+            if self._last is not None and not self._last.is_completed():
+                raise RuntimeError(
+                    "Reshard: the last run is still under way. Call wait() on its handle first."
+                )
+            self._last = None
+            if not async_op:
+                self._run()
+                return None
+            self._last = start(self._run, self._device)
+            return self._last
+
+    def _run(self) -> None:
+        if self._why_broken:
+            raise RuntimeError(self._why_broken)
+        if self._world.is_over:
+            raise RuntimeError(
+                "Reshard: the default process group in which this move was built is gone. Build "
+                "the move again after init_process_group()."
+            )
+        self._runs += 1
+        changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._layouts.what_changed()
+        if self._group is not None:
+            self._agree(changed)
+        elif changed:
+            raise RuntimeError(changed)
+        sources, targets = (
+            [None if tensor is None else local_tensor(tensor) for tensor in self._tensors(side)]
+            for side in ("source", "target")
+        )
+        try:
+            Exchange(self._plan, self._group, self._device).run(sources, targets)
+        except BaseException as error:
+            self._why_broken = (
+                f"Reshard: run {self._runs} failed on rank {self._rank} while data was exchanged"
+                f"{self._who_is_behind()}: {_said_by(error)}\n{_CONDITION}"
+            )
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(self._why_broken) from error
+            raise  # an interrupt stays one, but what is under way cannot be told from a new run
+
+    def _agree(self, changed: str) -> None:
+        """All ranks begin a run, or none: one all-reduce of a number."""
+        try:
+            self._meeting.note(f"at/{self._rank}", str(self._runs))
+            if changed:
+                self._meeting.note(f"changed/{self._runs}/{self._rank}", changed)
+            with compat.untraced():  # also where a mode is active that makes no real tensors
+                highest = torch.tensor(self._rank + 1 if changed else 0, device=self._device)
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+                culprit = int(highest) - 1
+        except BaseException as error:
+            self._why_broken = (
+                f"Reshard: run {self._runs} did not begin{self._who_is_behind()}: "
+                f"{_said_by(error)}\nNothing was sent, and the targets are as they were. Build "
+                "the move again."
+            )
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(self._why_broken) from error
+            raise
+        if culprit >= 0:
+            why = changed or self._meeting.read(f"changed/{self._runs}/{culprit}")
+            raise RuntimeError(
+                f"{why} Nothing was sent, and the targets are as they were."
+                if changed
+                else f"Reshard: rank {culprit} cannot run: {why} Nothing was sent, and the targets "
+                "are as they were."
+            )
+
+    def _who_is_behind(self) -> str:
+        behind = []
+        with contextlib.suppress(RuntimeError):  # the store has ended, with the rank that has it
+            for rank in self.ranks:
+                at = self._runs if rank == self._rank else self._meeting.read(f"at/{rank}") or 0
+                if int(at) < self._runs:
+                    behind.append(rank)
+        return f", for which {in_words(behind)} did not come" if behind else ""
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for side in ("source", "target"):
+            for move, tensor in zip(self._moves.moves, self._tensors(side), strict=True):
+                if tensor is not None:
+                    yield f"{side} {move.name!r}", tensor
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def explain(self) -> Traffic:
+        """What this rank sends, receives and keeps in each run. Prints as a table."""
+        return Traffic(self._plan, self._rank, self._wanted)
+
+    def close(self) -> None:
+        """Free the process group of this move. All its ranks call it; none runs it afterwards."""
+        if self._last is not None:
+            with contextlib.suppress(RuntimeError):
+                self._last.wait()
+        self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
+        if self._group is not None and not self._world.is_over:
+            self._group = None
+            self._meeting.remove(f"at/{self._rank}")
+            self._mesh.universe.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:  # after an error the other ranks may not come here
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed or failed" if self._why_broken else f"{self._runs} runs"
+        return f"Reshard({len(self._moves.moves)} tensors, {in_words(self.ranks)}, {state})"
+
+
+def default_timeout(world: World) -> timedelta:
+    """How long a rank waits for others where nothing else is said: as its default group does."""
+    group = world.default_group
+    return compat.default_timeout(compat.default_backend(group), group)
+
+
+def _said_by(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _message_device(device_types: set[str], sides: Mapping[str, Side | None]) -> torch.device:
+    """Where messages are packed: the one kind of device that all tensors are on, else the CPU."""
+    if len(device_types) != 1:
+        return torch.device("cpu")
+    tensors = [tensor for side in sides.values() if side for tensor in side.tensors.values()]
+    return tensors[0].device if tensors else torch.device(next(iter(device_types)))
