@@ -29,12 +29,12 @@ help: ## list the targets
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 families: export MESHVERSE_ALL_FAMILIES := 1
 families: export MESHVERSE_WRITE_TABLES := 1
 families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
-	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py $(ARGS)
+	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py tests/dropin/test_one_graph_caches.py $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
