@@ -156,7 +156,7 @@ def _random_moves(first: int, last: int) -> int:
 @pytest.mark.parametrize("world", [4, 8])
 def test_random_moves(crew: Crew, world: int) -> None:
     """Equal, bit by bit, to what a gather and a new distribution give."""
-    assert crew.run(_random_moves, world, 0, 120, timeout=250) == [120] * world
+    assert crew.run(_random_moves, world, 0, 100, timeout=250) == [100] * world
 
 
 # --- what trainers have -----------------------------------------------------------------------
