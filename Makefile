@@ -45,7 +45,7 @@ docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/do
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
 	@echo 'Open build/docs/index.html'
 
-bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
+bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch; ARGS=--quick for a short form
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 lint: $(TOOLS)/.tools ## check style, format and imports of Python, style and format of C++
