@@ -29,12 +29,12 @@ help: ## list the targets
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 families: export MESHVERSE_ALL_FAMILIES := 1
 families: export MESHVERSE_WRITE_TABLES := 1
 families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
-	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py $(ARGS)
+	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py tests/dropin/test_one_graph_caches.py $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -45,7 +45,7 @@ docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/do
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
 	@echo 'Open build/docs/index.html'
 
-bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch: a quarter of an hour, or two minutes with ARGS=--quick
+bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch; ARGS=--quick for a short form
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 lint: $(TOOLS)/.tools ## check style, format and imports of Python, style and format of C++

@@ -34,12 +34,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[FakeWorld]:
 _CREWS = {"four": 4, "eight": 8, "crew": 16}
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if not _CREWS.keys().isdisjoint(getattr(item, "fixturenames", ())):
-        item.add_marker(pytest.mark.processes)
-    if item.get_closest_marker("processes"):
-        # `make test` has two workers. Worlds of processes, which fill a machine, stay with one.
-        item.add_marker(pytest.mark.xdist_group("processes"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _CREWS.keys().isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.processes)
 
 
 def _processes(name: str) -> Iterator[Crew]:

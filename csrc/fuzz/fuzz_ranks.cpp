@@ -135,8 +135,4 @@ void check(Input& input) {
 }  // namespace
 }  // namespace meshverse
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  meshverse::Input input(data, size);
-  meshverse::check(input);
-  return 0;
-}
+FUZZ(meshverse::check)

@@ -17,6 +17,14 @@
     }                                                                                    \
   } while (false)
 
+// What a fuzzer calls: `check` with an Input of its bytes.
+#define FUZZ(check)                                                                   \
+  extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) { \
+    meshverse::Input input(data, size);                                               \
+    check(input);                                                                     \
+    return 0;                                                                         \
+  }
+
 namespace meshverse {
 
 using Integers = std::vector<std::int64_t>;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -74,6 +75,7 @@ _DTENSORS = {
     "uneven shards": _uneven_shards,
     "shard to replicate": _shard_to_replicate,
 }
+_QUICK = ["shard to replicate"]
 _PROGRAMS = {**_DTENSORS, "group along an axis": _group_along_an_axis}
 
 
@@ -144,7 +146,11 @@ def _run_from(artifacts: bytes, name: str, is_for_all: bool = True) -> tuple[boo
 _FOUND, _NOT_FOUND = Counted(2, 0), Counted(0, 2)  # each of the two caches counts a graph
 
 
-@pytest.mark.parametrize("name", _DTENSORS)
+# The others take more than a minute each, so `make families` runs them.
+_COMPARED = _DTENSORS if "MESHVERSE_ALL_FAMILIES" in os.environ else _QUICK
+
+
+@pytest.mark.parametrize("name", _COMPARED)
 def test_four_ranks_run_what_one_compiled(four: Crew, name: str) -> None:
     artifacts = _compiled_ahead(lambda: _run(name, _mesh()))
     told = four.run(_run_from, 4, artifacts, name, timeout=300)

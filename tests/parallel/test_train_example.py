@@ -111,6 +111,7 @@ def test_a_dense_model_goes_on_on_other_meshes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="its experts are lists of modules")
+@pytest.mark.skipif("MESHVERSE_ALL_FAMILIES" not in os.environ, reason="run by make families")
 def test_a_model_with_experts_goes_on_on_other_meshes(tmp_path: Path, sparse_config: Path) -> None:
     config = f"--config={sparse_config}"
     check_resumed(
@@ -123,6 +124,7 @@ def test_a_model_with_experts_goes_on_on_other_meshes(tmp_path: Path, sparse_con
     )
 
 
+@pytest.mark.skipif("MESHVERSE_ALL_FAMILIES" not in os.environ, reason="run by make families")
 def test_training_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     """torchrun starts all ranks again, and these go on from the last checkpoint."""
     steps = 16

@@ -14,8 +14,6 @@ from .messages import Message, MovePlan
 
 __all__ = ["Exchange"]
 
-_STEPS_AT_ONCE = 2
-
 # Elements that are not cast are moved as integers of their size, bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -63,12 +61,10 @@ class Exchange:
         return zip(tensors, self._plan.moves, strict=True)
 
     def _exchange(self, given: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-        steps = self._plan.steps
-        n_sent = max((step.sent.n_bytes for step in steps if step.sent), default=0)
-        n_received = max((step.received.n_bytes for step in steps if step.received), default=0)
+        plan = self._plan
         free = [
-            _Buffers(self._empty(n_sent), self._empty(n_received))
-            for _ in range(min(_STEPS_AT_ONCE, len(steps)))
+            _Buffers(self._empty(plan.sent_bytes), self._empty(plan.received_bytes))
+            for _ in range(plan.n_buffers)
         ]
         under_way: deque[tuple[list[dist.Work], Message | None, _Buffers]] = deque()
 
@@ -81,7 +77,7 @@ class Exchange:
             free.append(buffers)
 
         try:
-            for step in steps:
+            for step in plan.steps:
                 if not free:
                     finish()
                 buffers = free.pop()

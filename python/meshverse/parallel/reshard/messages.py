@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,11 +97,24 @@ class MovePlan:
             at += 2 + 3 * n
 
     @property
+    def n_buffers(self) -> int:
+        """Steps that are under way at once; each has a buffer for each direction."""
+        return min(_IN_FLIGHT, len(self.steps))
+
+    @property
+    def sent_bytes(self) -> int:
+        """The longest message that this rank sends."""
+        return max((step.sent.n_bytes for step in self.steps if step.sent), default=0)
+
+    @property
+    def received_bytes(self) -> int:
+        """The longest message that this rank receives."""
+        return max((step.received.n_bytes for step in self.steps if step.received), default=0)
+
+    @property
     def staging_bytes(self) -> int:
         """Memory for messages while a run is under way, at most."""
-        sent = max((step.sent.n_bytes for step in self.steps if step.sent), default=0)
-        received = max((step.received.n_bytes for step in self.steps if step.received), default=0)
-        return min(_IN_FLIGHT, len(self.steps)) * (sent + received)
+        return self.n_buffers * (self.sent_bytes + self.received_bytes)
 
 
 def plan_of(
@@ -162,7 +176,7 @@ class Traffic:
                     by_peer[message.peer] += message.n_bytes
         self.sent, self.received = dict(sorted(sent.items())), dict(sorted(received.items()))
         self.kept = sum(
-            _volume(kept.extents) * plan.moves[kept.move].dtype.itemsize for kept in plan.kept()
+            math.prod(kept.extents) * plan.moves[kept.move].dtype.itemsize for kept in plan.kept()
         )
         self.lower_bound = target_bytes - self.kept
         self.staging = plan.staging_bytes
@@ -190,10 +204,3 @@ class Traffic:
         if len(peers) > _N_SHOWN:
             lines.append(f"  and {len(peers) - _N_SHOWN} more ranks")
         return "\n".join(lines)
-
-
-def _volume(extents: Sequence[int]) -> int:
-    volume = 1
-    for extent in extents:
-        volume *= extent
-    return volume

@@ -19,6 +19,11 @@ from .reshard import Reshard, default_timeout
 
 __all__ = ["redistribute"]
 
+_NO_GRADIENTS = (
+    "redistribute to another mesh: gradients do not pass between meshes. Give dtensor.detach(), or "
+    "call it under torch.no_grad()."
+)
+
 
 def redistribute(
     dtensor: DTensor | None,
@@ -43,8 +48,8 @@ def redistribute(
         A DTensor without a gradient's history, unless it stays on its mesh.
 
     Raises:
-        RuntimeError: the tensor needs a gradient, which does not pass between meshes; other ranks
-            did not come.
+        RuntimeError: the tensor needs a gradient, which does not pass between meshes: all ranks are
+            told; other ranks did not come.
         TypeError: no DTensor, or no placements that can be moved to.
         ValueError: another number of placements than axes, or a dimension that is not there.
     """
@@ -55,11 +60,6 @@ def redistribute(
         )
     if dtensor is not None and dtensor.device_mesh == mesh:
         return dtensor.redistribute(mesh, placements)
-    if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "redistribute to another mesh: gradients do not pass between meshes. Give "
-            "dtensor.detach(), or call it under torch.no_grad()."
-        )
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
@@ -86,7 +86,10 @@ def _shape_and_dtype(
     meeting = Gathering(world, world.board, f"{name} shape")
     if dtensor is not None:
         dtype = str(dtensor.dtype).removeprefix("torch.")
-        meeting.note("shape", json.dumps([list(dtensor.shape), dtype]))
+        why = _NO_GRADIENTS if dtensor.requires_grad and torch.is_grad_enabled() else ""
+        meeting.note("shape", json.dumps([list(dtensor.shape), dtype, why]))
+        if why:
+            raise RuntimeError(why)
         return dtensor.shape, dtensor.dtype
     text = meeting.wait_for("shape", timeout or default_timeout(world))
     if text is None:
@@ -94,7 +97,9 @@ def _shape_and_dtype(
             "redistribute(None, ...): no rank of the tensor's mesh came. All ranks of both meshes "
             "call it, those of its mesh with the tensor."
         )
-    shape, dtype = json.loads(text)
+    shape, dtype, why = json.loads(text)
+    if why:
+        raise RuntimeError(why)
     return torch.Size(shape), getattr(torch, dtype)
 
 

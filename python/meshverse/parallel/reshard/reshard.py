@@ -24,7 +24,15 @@ from .inputs import Rename, check_apart, read_settings, renamed
 from .known_layouts import KnownLayouts
 from .messages import Traffic, plan_of
 from .moves import moves_of
-from .roster import Roster, RosterCollector, Settings, in_words, read_roster, what_is_said
+from .roster import (
+    SIDES,
+    Roster,
+    RosterCollector,
+    Settings,
+    in_words,
+    read_roster,
+    what_is_said,
+)
 from .runs import ReshardWork, start
 from .sides import Side, local_tensor, read_side
 
@@ -118,6 +126,7 @@ class Reshard:
         roster = self._gather(name, error)
         self.ranks = tuple(roster.ranks)
         self._moves = moves_of(roster, world.size)
+        self._tensors = {side: self._held(side) for side in SIDES}
         self._plan_own(roster)
         self._layouts = KnownLayouts(self._named_tensors())
         self._make_group(roster)
@@ -171,7 +180,7 @@ class Reshard:
         self._device = _message_device(roster.device_types, self._sides)
         self._wanted = sum(
             local_tensor(tensor).numel() * move.dtype.itemsize
-            for move, tensor in zip(self._moves.moves, self._tensors("target"), strict=True)
+            for move, tensor in zip(self._moves.moves, self._tensors["target"], strict=True)
             if tensor is not None
         )
 
@@ -188,7 +197,7 @@ class Reshard:
         )
         self._group = self._mesh.get_group()
 
-    def _tensors(self, side: str) -> list[Tensor | None]:
+    def _held(self, side: str) -> list[Tensor | None]:
         """This rank's tensors, one a move; None where it is none of the move's ranks."""
         has = self._sides[side]
         return [
@@ -243,8 +252,8 @@ class Reshard:
         elif changed:
             raise RuntimeError(changed)
         sources, targets = (
-            [None if tensor is None else local_tensor(tensor) for tensor in self._tensors(side)]
-            for side in ("source", "target")
+            [None if tensor is None else local_tensor(tensor) for tensor in self._tensors[side]]
+            for side in SIDES
         )
         try:
             Exchange(self._plan, self._group, self._device).run(sources, targets)
@@ -295,8 +304,8 @@ class Reshard:
         return f", for which {in_words(behind)} did not come" if behind else ""
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for side in ("source", "target"):
-            for move, tensor in zip(self._moves.moves, self._tensors(side), strict=True):
+        for side in SIDES:
+            for move, tensor in zip(self._moves.moves, self._tensors[side], strict=True):
                 if tensor is not None:
                     yield f"{side} {move.name!r}", tensor
 

@@ -80,24 +80,23 @@ def what_is_said(
     sides: Mapping[str, Side | None], settings: Settings, rank: int, error: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What one rank says: what only it says, and texts that others say too, by digest."""
-    contents = {side.content(): side for side in sides.values() if side is not None}
-    digests = {text: digest_of(text) for text in contents}
-    said: dict[str, Any] = {"rank": rank, "error": error}
-    said["devices"] = sorted(
-        {tensor.device.type for side in contents.values() for tensor in side.tensors.values()}
-    )
-    nodes = json.dumps(settings.nodes)
-    digests[nodes] = digest_of(nodes)
-    said["contents"] = list(digests.values())
-    ranks = digest_of(json.dumps(settings.ranks))
-    said["settings"] = [settings.buffer_bytes, settings.node_size, digests[nodes], ranks]
+    nodes, ranks = json.dumps(settings.nodes), json.dumps(settings.ranks)
+    contents = {digest_of(nodes): nodes}
+    said: dict[str, Any] = {"rank": rank, "error": error, **dict.fromkeys(SIDES)}
+    said["settings"] = [
+        *(settings.buffer_bytes, settings.node_size),
+        *(digest_of(nodes), digest_of(ranks)),
+    ]
+    devices: set[str] = set()
     for name, side in sides.items():
-        said[name] = side and {
-            "content": digests[side.content()],
-            "firsts": side.firsts,
-            "orders": [side.right_to_left, side.left_to_right],
-        }
-    return said, {digest: text for text, digest in digests.items()}
+        if side is not None:
+            text = side.content()
+            contents[digest_of(text)] = text
+            orders = [side.right_to_left, side.left_to_right]
+            said[name] = {"content": digest_of(text), "firsts": side.firsts, "orders": orders}
+            devices.update(tensor.device.type for tensor in side.tensors.values())
+    said["devices"], said["contents"] = sorted(devices), list(contents)
+    return said, contents
 
 
 @dataclass
