@@ -84,6 +84,13 @@ Layout Layout::select(const Integers& indices) const {
   return Layout(std::move(axes));
 }
 
+std::optional<Layout> Layout::slice(const Integers& indices) const {
+  Layout part = select(indices);
+  const AxisLayout whole = part.collapse();
+  if (!whole.is_sorted() || !whole.is_orthogonal()) return std::nullopt;
+  return part;
+}
+
 Layout Layout::concatenate(const Layout& other) const {
   const auto end = static_cast<std::int64_t>(axes_.size());
   return splice(end, end, other);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,10 @@ class Layout {
 
   // The axes at these indices, in this order; negative ones count from the end.
   Layout select(const std::vector<std::int64_t>& indices) const;
+
+  // The axes at these indices if a mesh can be sliced to them, in this order: their positions are
+  // sorted, and none repeats. Otherwise none.
+  std::optional<Layout> slice(const std::vector<std::int64_t>& indices) const;
 
   // axes + other.axes.
   Layout concatenate(const Layout& other) const;

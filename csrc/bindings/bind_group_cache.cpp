@@ -1,8 +1,10 @@
 #include <utility>
 
 #include "bindings.h"
+#include "fast_calls.h"
 #include "group_cache.h"
 #include "layout.h"
+#include "value_types.h"
 
 namespace meshverse::bindings {
 namespace {
@@ -80,17 +82,56 @@ int clear(PyObject* self) {
   return 0;
 }
 
-void support_garbage_collection(PyHeapTypeObject* heap_type) {
+py::object get_or_create(PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key,
+                         py::handle make) {
+  return cache.get_or_create({axis, key}, [&] { return py::object(make()); });
+}
+
+py::object get(const PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key) {
+  return none_if_absent(cache.get({axis, key}));
+}
+
+PyMethodDef methods[] = {
+    method<&get_or_create>("get_or_create", R"(get_or_create($self, axis, key, make, /)
+--
+
+The entry of ``(axis, key)``: the one there, or what ``make()`` returns.
+
+Threads that ask while another one makes the entry wait for it; the main thread's wait ends with the
+exception of a signal's handler, such as KeyboardInterrupt. Nothing is kept if ``make`` raises: the
+exception passes through, and the next one to ask makes it.
+
+Raises:
+    RuntimeError: ``make`` asks for the very entry that it is to return.
+)"),
+    method<&get>("get", R"(get($self, axis, key, /)
+--
+
+The entry of ``(axis, key)``, or None where there is none yet.)"),
+    method<&find>("find", R"(find($self, layout, first, n, key, /)
+--
+
+The entries of ``n`` axes of a layout with one key, or None unless all are there.
+
+An axis that is not ascending stands for the same ranks in ascending order.
+
+Raises:
+    IndexError: The layout has less than ``first + n`` axes.
+)"),
+    {}};
+
+void set_up(PyHeapTypeObject* heap_type) {
   heap_type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   heap_type->ht_type.tp_traverse = &traverse;
   heap_type->ht_type.tp_clear = &clear;
+  heap_type->ht_type.tp_methods = methods;
 }
 
 }  // namespace
 
 void bind_group_cache(py::module_& module) {
   py::class_<PyGroupCache> cache(module, "GroupCache", py::is_final(), plain_class(),
-                                 py::custom_type_setup(&support_garbage_collection),
+                                 py::custom_type_setup(&set_up),
                                  R"(One entry for every pair of axis layout and options key.
 
 >>> cache = GroupCache()
@@ -99,36 +140,6 @@ void bind_group_cache(py::module_& module) {
 ('made', 'made')
 )");
   cache.def(py::init<>())
-      .def(
-          "get_or_create",
-          [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key,
-             const py::function& make) {
-            return self.get_or_create({axis, key}, [&] { return py::object(make()); });
-          },
-          "axis"_a, "key"_a, "make"_a,
-          R"(The entry of ``(axis, key)``: the one there, or what ``make()`` returns.
-
-Threads that ask while another one makes the entry wait for it; the main thread's wait ends with the
-exception of a signal's handler, such as KeyboardInterrupt. Nothing is kept if ``make`` raises: the
-exception passes through, and the next one to ask makes it.
-
-Raises:
-    RuntimeError: ``make`` asks for the very entry that it is to return.
-)")
-      .def(
-          "get",
-          [](const PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key) {
-            return none_if_absent(self.get({axis, key}));
-          },
-          "axis"_a, "key"_a, "The entry of ``(axis, key)``, or None where there is none yet.")
-      .def("find", &find, "layout"_a, "first"_a, "n"_a, "key"_a,
-           R"(The entries of ``n`` axes of a layout with one key, or None unless all are there.
-
-An axis that is not ascending stands for the same ranks in ascending order.
-
-Raises:
-    IndexError: The layout has less than ``first + n`` axes.
-)")
       .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
       .def(
           "remove",

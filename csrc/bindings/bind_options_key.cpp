@@ -2,12 +2,13 @@
 #include <string>
 #include <utility>
 
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "fast_calls.h"
 #include "options_key.h"
 #include "read_options.h"
+#include "value_types.h"
 
 namespace meshverse::bindings {
 namespace {
@@ -122,11 +123,49 @@ OptionsKey from_state(const py::tuple& state) {
   }
 }
 
-}  // namespace
+OptionsKey key_of_state(PyObject* positional, PyObject* keywords) {
+  static const char* names[] = {"state", nullptr};
+  PyObject* state = Py_None;
+  if (PyArg_ParseTupleAndKeywords(positional, keywords, "|O:OptionsKey", const_cast<char**>(names),
+                                  &state) == 0) {
+    throw py::error_already_set();
+  }
+  if (!PyTuple_Check(state)) throw py::type_error(kHowToMakeKey);
+  return from_state(py::reinterpret_borrow<py::tuple>(state));
+}
 
-void bind_options_key(py::module_& module) {
-  py::class_<OptionsKey> key_type(
-      module, "OptionsKey", py::is_final(), plain_class(),
+std::string tag_of(const OptionsKey& key) { return key.tag; }
+
+std::string digest_of(const OptionsKey& key) { return key.digest().hex(); }
+
+OptionsKey with_tag(const OptionsKey& key, py::handle tag) {
+  OptionsKey tagged = key;
+  tagged.tag = tag.cast<std::string>();
+  return tagged;
+}
+
+py::tuple reduced(const OptionsKey& key) {
+  return py::make_tuple(ValueType<OptionsKey>::type(), py::make_tuple(to_state(key)));
+}
+
+py::object create_options_key() {
+  static PyMethodDef methods[] = {
+      method<&with_tag>("with_tag", R"(with_tag($self, tag, /)
+--
+
+The same key with another tag.)"),
+      method<&reduced>("__reduce__", "__reduce__($self, /)\n--\n\nFor pickle."),
+      {}};
+  static PyGetSetDef properties[] = {
+      property<&tag_of>("tag", "Isolation tag, empty for none."),
+      property<&digest_of>("digest",
+                           "32 hexadecimal digits, the same in every process; objects without "
+                           "fields count by type."),
+      {}};
+  const std::vector<PyType_Slot> slots = {{Py_tp_repr, untyped(&unary<&OptionsKey::to_string>)}};
+  // Pickle calls the class with what `__reduce__` gave, and nobody else does.
+  return ValueType<OptionsKey>::create<&key_of_state>(
+      "meshverse._core.OptionsKey",
       R"(What a process group was asked to be: backend, options and isolation tag.
 
 An immutable snapshot: changing the options later does not change the key. Made by ``of``.
@@ -136,12 +175,20 @@ An immutable snapshot: changing the options later does not change the key. Made 
 OptionsKey('gloo', tag='x')
 >>> key == OptionsKey.of("gloo").with_tag("x")
 True
-)");
-  refuse_constructor(key_type, kHowToMakeKey);
-  key_type
-      .def_static("of", &make_key, "backend"_a, "options"_a = py::none(), py::kw_only(),
-                  "timeout"_a = py::none(), "tag"_a = "", "ignored"_a = py::tuple(),
-                  R"(The key of a backend with these options.
+)",
+      methods, properties, slots);
+}
+
+}  // namespace
+
+void bind_options_key(py::module_& module) {
+  const py::object key_type = create_options_key();
+  module.attr("OptionsKey") = key_type;
+  key_type.attr("of") = py::staticmethod(
+      py::cpp_function(&make_key, py::name("of"), py::scope(key_type), "backend"_a,
+                       "options"_a = py::none(), py::kw_only(), "timeout"_a = py::none(),
+                       "tag"_a = "", "ignored"_a = py::tuple(),
+                       R"(The key of a backend with these options.
 
 Every property, slot and attribute of the options is read, nested ones too, by its dotted name
 (``config.min_ctas``, ``devices[0]``). Only values that differ from those of a fresh object of the
@@ -157,32 +204,7 @@ Args:
 
 Raises:
     TypeError: ``options`` is no options object, or a field of it cannot be read or compared.
-)")
-      .def_readonly("tag", &OptionsKey::tag, "Isolation tag, empty for none.")
-      .def_property_readonly(
-          "digest", [](const OptionsKey& self) { return self.digest().hex(); },
-          "32 hexadecimal digits, the same in every process; objects without fields count by type.")
-      .def(
-          "with_tag",
-          [](OptionsKey self, std::string tag) {
-            self.tag = std::move(tag);
-            return self;
-          },
-          "tag"_a, "The same key with another tag.")
-      .def(py::self == py::self)
-      .def("__hash__", [](const OptionsKey& self) { return static_cast<py::ssize_t>(self.hash()); })
-      .def("__repr__", &OptionsKey::to_string)
-      .def("__reduce__", [](const OptionsKey& self) {
-        return py::make_tuple(py::type::of<OptionsKey>(), py::make_tuple(to_state(self)));
-      });
-  // What pickle calls: the class, with what `__reduce__` gave.
-  set_new(
-      key_type,
-      [](const py::object&, const py::object& state) {
-        if (!py::isinstance<py::tuple>(state)) throw py::type_error(kHowToMakeKey);
-        return from_state(py::reinterpret_borrow<py::tuple>(state));
-      },
-      "state"_a = py::none());
+)"));
 
   module.def("is_composite", &is_composite, "value"_a, "options"_a,
              R"(Whether a key of ``options`` looks into a value in or below them, rather than at it.

@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "rank_groups.h"
+#include "value_types.h"
 
 namespace meshverse::bindings {
 

@@ -11,6 +11,7 @@
 #include "bindings.h"
 #include "rank_array.h"
 #include "reshard/plan.h"
+#include "value_types.h"
 
 namespace meshverse::bindings {
 namespace {

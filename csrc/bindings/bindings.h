@@ -42,6 +42,9 @@ void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
       py::cpp_function([cure](const py::args&, const py::kwargs&) { throw py::type_error(cure); }));
 }
 
+// A Python integer as a 64-bit one. Errors as below.
+std::int64_t to_integer(py::handle value, const char* name);
+
 // A sequence of Python integers as 64-bit ones. Raises TypeError or OverflowError, with the `name`
 // that the caller knows the argument by.
 std::vector<std::int64_t> to_integers(py::handle values, const char* name);

@@ -16,6 +16,8 @@ std::string shown(py::handle value) {
   throw py::type_error(message);
 }
 
+}  // namespace
+
 std::int64_t to_integer(py::handle value, const char* name) {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   if (!index) {
@@ -29,8 +31,6 @@ std::int64_t to_integer(py::handle value, const char* name) {
   }
   return integer;
 }
-
-}  // namespace
 
 std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
   // A tuple of its own: __index__ of an item is the caller's code, which may change a list.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
@@ -74,7 +74,7 @@ class ReshapedMesh(SlicedMesh):
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
     ) -> Self:
-        if is_compiling():  # which traces stock's method
+        if is_dynamo_compiling():  # which traces stock's method
             return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
         return self.flatten(mesh_dim_name, backend_override)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
@@ -41,7 +41,7 @@ class SlicedMesh(PlacedMesh, DrawnMesh, CopyableMesh):
             RuntimeError: the mesh has no names, or the axes overlap.
             KeyError: an unknown name, or names in another order than in the mesh.
         """
-        if is_compiling():
+        if is_dynamo_compiling():
             return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
         if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
             try:
@@ -59,16 +59,19 @@ class SlicedMesh(PlacedMesh, DrawnMesh, CopyableMesh):
         if names == own and not is_isolated:
             return self
         try:
-            indices = [own.index(name) for name in names]
+            indices = list(map(own.index, names))
         except ValueError:
             return self._slice_flattened(names)
-        tags = self._description.tags and [self._description.tags[index] for index in indices]
-        description = slice_axes(self._description, names, self.layout.select(indices), tags)
+        mesh = self._description
+        tags = mesh.tags and list(map(mesh.tags.__getitem__, indices))
+        description = slice_axes(mesh, names, mesh.layout, indices, tags)
         group_names: Sequence[str] | None = self.group_names
         if group_names:  # None without groups, empty outside the mesh
-            group_names = [group_names[index] for index in indices]
-        submesh = self._derive(description, group_names)
-        if isinstance(mesh_dim_names, (str, tuple)) and not is_isolated:
+            group_names = list(map(group_names.__getitem__, indices))
+        if is_isolated:
+            return self._derive(description, group_names)
+        submesh = self._in_universe(self._universe, description, group_names)
+        if isinstance(mesh_dim_names, (str, tuple)):
             self._slices[mesh_dim_names] = submesh
         return submesh
 
@@ -85,7 +88,7 @@ class SlicedMesh(PlacedMesh, DrawnMesh, CopyableMesh):
             sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh.layout[index] for mesh, index in sources])
         tags = [mesh.description.axis_tags[index] for mesh, index in sources]
-        description = slice_axes(self._description, names, layout, tags)
+        description = slice_axes(self._description, names, layout, range(len(names)), tags)
         return self._derive(description, _joined_group_names(sources))
 
     @staticmethod

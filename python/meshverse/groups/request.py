@@ -59,7 +59,7 @@ class Origin(enum.Enum):
     OTHER_UNIVERSE = enum.auto()  # of a mesh that was combined with one of this universe
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """One process group of a universe, as this rank sees it.
 

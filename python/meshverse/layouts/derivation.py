@@ -93,30 +93,37 @@ def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterabl
 
 
 def slice_axes(
-    mesh: MeshDescription, names: AxisNames, layout: Layout, tags: Sequence[str] = ()
+    mesh: MeshDescription,
+    names: AxisNames,
+    layout: Layout,
+    indices: Sequence[int],
+    tags: Sequence[str] = (),
 ) -> MeshDescription:
     """The submesh of some axes of a mesh.
 
     Args:
         mesh: the mesh that is sliced.
         names: axes asked for.
-        layout: of these axes.
+        layout: that has these axes.
+        indices: of these axes in the layout.
         tags: isolation tags of these axes; empty where none of the mesh has one.
 
     Raises:
         KeyError: names in another order than in the mesh.
         RuntimeError: axes that overlap.
     """
-    if not layout.is_sorted():
+    part = layout.slice(indices)
+    if part is None:
+        part = layout.select(indices)
+        if part.is_sorted():
+            raise RuntimeError(
+                f"Slicing overlapping dim_names {names} is not allowed: their layouts are {part}."
+            )
         raise KeyError(
             f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
             f"order; the axes of this mesh are, in order, {mesh.axis_names}."
         )
-    if not layout.is_orthogonal():
-        raise RuntimeError(
-            f"Slicing overlapping dim_names {names} is not allowed: their layouts are {layout}."
-        )
-    submesh = MeshDescription(mesh.device_type, layout, names, mesh.preserve_rank_order)
+    submesh = MeshDescription(mesh.device_type, part, names, mesh.preserve_rank_order)
     return submesh.with_tags(tags) if tags else submesh
 
 

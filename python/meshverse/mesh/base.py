@@ -66,7 +66,9 @@ class MeshBase(StockDeviceMesh):
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
         # One step, where reading the fields by name would look each of them up.
-        self._device_type, layout, self._mesh_dim_names, self._preserve_rank_order, *_ = description
+        self._device_type, layout, self._mesh_dim_names, self._preserve_rank_order, _, _ = (
+            description
+        )
         self._shape = layout.shape
         self._flatten_mapping = {}
 
@@ -137,16 +139,13 @@ class MeshBase(StockDeviceMesh):
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
         """Use these process groups, one per axis; None for a mesh without process groups."""
-        self._dim_group_names = (
-            MissingGroups(len(self.layout), self._refuse_groups)
-            if group_names is None
-            else GroupNames(group_names, self._universe.ready_groups, self._before_use)
-        )
+        if group_names is None:
+            self._dim_group_names = MissingGroups(len(self._shape), self._refuse_groups)
+        else:
+            self._dim_group_names = names = GroupNames(group_names)
+            names.universe = self._universe
 
-    def _before_use(self, group_name: str) -> None:
-        self._universe.groups.before_use(group_name)
-
-    def _refuse_groups(self, _: str = "") -> None:
+    def _refuse_groups(self) -> None:
         why = (
             "was made or loaded without them. After init_process_group(), call mesh.bind() on all "
             "its ranks."

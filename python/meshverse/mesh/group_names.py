@@ -6,10 +6,12 @@ group that was left for later, and says what is wrong where the groups are gone 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
+
+from meshverse.universe.universe import Universe
 
 __all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
 
@@ -17,28 +19,25 @@ __all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
 class GroupNames(list[str]):
     """c10d names of a mesh's groups, one per axis.
 
-    Reading a name by its index counts as use of the group. Iterating over the names does not.
+    Reading a name by its index counts as use of the group: the universe makes it first, or says why
+    it cannot be used. (Not while torch.compile traces, which could not follow that.) Iterating over
+    the names does not count.
 
-    Args:
-        names: c10d names.
-        ready: names of the groups that need nothing before they are used.
-        before_use: called with any other name before it is given out; may raise. Not while
-            torch.compile traces, which could not follow it.
+    Attributes:
+        universe: whose groups they are. Whoever makes this list sets it.
     """
 
-    def __init__(
-        self, names: Iterable[str], ready: Container[str], before_use: Callable[[str], object]
-    ) -> None:
-        list.__init__(self, names)  # as below
-        self._ready = ready
-        self._before_use = before_use
+    # Set, and not an argument: a list without `__init__` of its own is made in half the time.
+    __slots__ = ("universe",)
+    universe: Universe
 
     def __getitem__(self, index: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling():
             return super().__getitem__(index)
         found = list.__getitem__(self, index)  # twice as fast as super's, but not traceable
-        if not isinstance(index, slice) and found not in self._ready:
-            self._before_use(found)
+        universe = self.universe
+        if not isinstance(index, slice) and found not in universe.ready_groups:
+            universe.groups.before_use(found)
         return found
 
 
@@ -50,8 +49,16 @@ class MissingGroups(GroupNames):
         refuse: raises.
     """
 
-    def __init__(self, ndim: int, refuse: Callable[[str], object]) -> None:
-        super().__init__([""] * ndim, (), refuse)
+    __slots__ = ("_refuse",)
+
+    def __init__(self, ndim: int, refuse: Callable[[], object]) -> None:
+        super().__init__([""] * ndim)
+        self._refuse = refuse
+
+    def __getitem__(self, index: Any) -> Any:
+        if not is_dynamo_compiling() and not isinstance(index, slice):
+            self._refuse()
+        return super().__getitem__(index)
 
 
 class PromisedGroups(GroupNames):
@@ -64,8 +71,10 @@ class PromisedGroups(GroupNames):
         keep: asks the universe for the groups, and gives their names.
     """
 
+    __slots__ = ("_keep",)
+
     def __init__(self, ndim: int, keep: Callable[[], list[str]]) -> None:
-        super().__init__([""] * ndim, (), lambda _: None)
+        super().__init__([""] * ndim)
         self._keep = keep
 
     def __getitem__(self, index: Any) -> Any:

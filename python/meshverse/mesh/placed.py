@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
@@ -32,7 +32,7 @@ class PlacedMesh(MemberMesh):
             RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
             KeyError: no such name.
         """
-        if is_compiling():  # which traces stock's method
+        if is_dynamo_compiling():  # which traces stock's method
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
             name: str | None

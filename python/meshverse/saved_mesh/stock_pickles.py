@@ -208,7 +208,7 @@ def _waits_for_root(mesh: object) -> bool:
     )
 
 
-def _refuse(_: str) -> None:
+def _refuse() -> None:
     raise RuntimeError(
         "This mesh was saved by torch's own DeviceMesh, and its process groups are not here: they "
         "were numbers of the program that saved it. Make a mesh of the same ranks and axes with "

@@ -1,0 +1,178 @@
+// Python types of C++ values: immutable, compared and hashed by what they are.
+//
+// An object holds its value. pybind11's objects hold a pointer and are noted in a table, which costs
+// more than most values are asked for.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <structmember.h>
+
+#include "bindings.h"
+#include "layout.h"
+#include "options_key.h"
+
+namespace meshverse::bindings {
+
+// What body() gives, as a new reference; null, with Python's error set, where it throws.
+template <class Body>
+PyObject* or_error(Body&& body) noexcept {
+  try {
+    return py::object(body()).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+  }
+  return nullptr;
+}
+
+template <class Value>
+constexpr bool is_value = std::is_same_v<Value, AxisLayout> || std::is_same_v<Value, Layout> ||
+                          std::is_same_v<Value, OptionsKey>;
+
+// A function as an entry of a type's slots.
+template <class Function>
+void* untyped(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+// The Python type of `Value`. Nobody can derive from it.
+template <class Value>
+class ValueType {
+ public:
+  // What `Type(...)` gives, from its positional and keyword arguments.
+  using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
+
+  // Makes the type, of the name `module.Type`. The tables end with {}, and live as long as the type.
+  template <Constructor construct>
+  static py::object create(const char* name, const char* doc, PyMethodDef* methods,
+                           PyGetSetDef* properties, std::vector<PyType_Slot> slots) {
+    static PyMemberDef members[] = {
+        {"__weaklistoffset__", T_PYSSIZET, offsetof(Head, weak_references), READONLY, nullptr},
+        {nullptr, 0, 0, 0, nullptr}};
+    const std::vector<PyType_Slot> common = {{Py_tp_new, untyped(&new_object<construct>)},
+                                             {Py_tp_dealloc, untyped(&destroy)},
+                                             {Py_tp_hash, untyped(&hash)},
+                                             {Py_tp_richcompare, untyped(&compare)},
+                                             {Py_tp_doc, const_cast<char*>(doc)},
+                                             {Py_tp_methods, methods},
+                                             {Py_tp_getset, properties},
+                                             {Py_tp_members, members},
+                                             {0, nullptr}};
+    slots.insert(slots.end(), common.begin(), common.end());
+    PyType_Spec spec = {name, sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots.data()};
+    auto made = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+    if (!made) throw py::error_already_set();
+    type_ = reinterpret_cast<PyTypeObject*>(made.inc_ref().ptr());
+    return made;
+  }
+
+  static py::object type() {
+    return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(type_));
+  }
+
+  // A new object.
+  static py::object make(Value value) {
+    static_assert(std::is_nothrow_move_constructible_v<Value>);
+    PyObject* self = type_->tp_alloc(type_, 0);
+    if (self == nullptr) throw py::error_already_set();
+    new (&reinterpret_cast<Object*>(self)->value) Value(std::move(value));
+    return py::reinterpret_steal<py::object>(self);
+  }
+
+  static bool is(PyObject* object) { return Py_TYPE(object) == type_; }
+
+  // The value of an object that is one.
+  static const Value& of(PyObject* object) { return reinterpret_cast<Object*>(object)->value; }
+
+  // The same of whatever was given, or a TypeError.
+  static const Value& from(PyObject* given) {
+    if (!is(given)) {
+      throw py::type_error(std::string(py::repr(given)) + " of type " + Py_TYPE(given)->tp_name +
+                           ", where a " + type_->tp_name + " has to be");
+    }
+    return of(given);
+  }
+
+ private:
+  struct Head {
+    PyObject_HEAD
+    PyObject* weak_references;
+  };
+  struct Object {
+    Head head;
+    Value value;
+  };
+
+  template <Constructor construct>
+  static PyObject* new_object(PyTypeObject* /*type*/, PyObject* positional, PyObject* keywords) {
+    return or_error([&] { return make(construct(positional, keywords)); });
+  }
+
+  static void destroy(PyObject* self) {
+    auto* const object = reinterpret_cast<Object*>(self);
+    PyTypeObject* const type = Py_TYPE(self);
+    if (object->head.weak_references != nullptr) PyObject_ClearWeakRefs(self);
+    object->value.~Value();
+    type->tp_free(self);
+    Py_DECREF(type);
+  }
+
+  static Py_hash_t hash(PyObject* self) {
+    const auto hash = static_cast<Py_hash_t>(of(self).hash());
+    return hash == -1 ? -2 : hash;  // -1 stands for an error
+  }
+
+  static PyObject* compare(PyObject* self, PyObject* other, int comparison) {
+    if (!is(other) || (comparison != Py_EQ && comparison != Py_NE)) Py_RETURN_NOTIMPLEMENTED;
+    return PyBool_FromLong((of(self) == of(other)) == (comparison == Py_EQ));
+  }
+
+  static inline PyTypeObject* type_ = nullptr;
+};
+
+}  // namespace meshverse::bindings
+
+// pybind11's functions take and give these values too.
+namespace pybind11::detail {
+
+template <class Value>
+struct value_caster {
+  bool load(handle given, bool /*convert*/) {
+    if (!meshverse::bindings::ValueType<Value>::is(given.ptr())) return false;
+    value_ = &meshverse::bindings::ValueType<Value>::of(given.ptr());
+    return true;
+  }
+
+  template <class>
+  using cast_op_type = const Value&;
+  operator const Value&() const { return *value_; }
+
+  static handle cast(Value value, return_value_policy /*policy*/, handle /*parent*/) {
+    return meshverse::bindings::ValueType<Value>::make(std::move(value)).release();
+  }
+
+ private:
+  const Value* value_ = nullptr;
+};
+
+template <>
+struct type_caster<meshverse::AxisLayout> : value_caster<meshverse::AxisLayout> {
+  static constexpr auto name = const_name("AxisLayout");
+};
+template <>
+struct type_caster<meshverse::Layout> : value_caster<meshverse::Layout> {
+  static constexpr auto name = const_name("Layout");
+};
+template <>
+struct type_caster<meshverse::OptionsKey> : value_caster<meshverse::OptionsKey> {
+  static constexpr auto name = const_name("OptionsKey");
+};
+
+}  // namespace pybind11::detail
