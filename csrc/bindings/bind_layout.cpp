@@ -10,7 +10,8 @@
 namespace meshverse::bindings {
 namespace {
 
-// --- constructors ---------------------------------------------------------------------------------
+// --- constructors
+// ---------------------------------------------------------------------------------
 
 // Calls row_major(sizes) or, where strides are given, strided(sizes, strides).
 template <class RowMajor, class Strided>
@@ -34,8 +35,8 @@ AxisLayout make_axis_layout(PyObject* positional, PyObject* keywords) {
 
 PyObject* make_layout_from_shape(PyObject* /*none*/, PyObject* positional, PyObject* keywords) {
   return or_error([&] {
-    return to_python(from_sizes(positional, keywords, "O|O:from_shape", Layout::row_major,
-                                Layout::from_shape));
+    return to_python(
+        from_sizes(positional, keywords, "O|O:from_shape", Layout::row_major, Layout::from_shape));
   });
 }
 
@@ -57,7 +58,8 @@ Layout make_layout(PyObject* positional, PyObject* keywords) {
   return Layout(std::move(list));
 }
 
-// --- AxisLayout -----------------------------------------------------------------------------------
+// --- AxisLayout
+// -----------------------------------------------------------------------------------
 
 py::tuple sizes_of(const AxisLayout& layout) {
   py::tuple sizes(layout.modes().size());
@@ -93,7 +95,8 @@ PyObject* call_axis(PyObject* self, PyObject* positional, PyObject* keywords) {
   });
 }
 
-// --- Layout ---------------------------------------------------------------------------------------
+// --- Layout
+// ---------------------------------------------------------------------------------------
 
 py::tuple axes_of(const Layout& layout) {
   py::tuple axes(layout.axes().size());
@@ -141,7 +144,8 @@ PyObject* iterator(PyObject* self) {
   return or_error([&] { return py::iter(axes_of(ValueType<Layout>::of(self))); });
 }
 
-// --- the types ------------------------------------------------------------------------------------
+// --- the types
+// ------------------------------------------------------------------------------------
 
 py::object create_axis_layout() {
   static PyMethodDef methods[] = {
@@ -188,8 +192,8 @@ AxisLayout((8,):(1,))
   const std::vector<PyType_Slot> slots = {{Py_tp_call, untyped(&call_axis)},
                                           {Py_tp_repr, untyped(&unary<&repr_of_axis>)},
                                           {Py_tp_str, untyped(&unary<&AxisLayout::to_string>)}};
-  return ValueType<AxisLayout>::create<&make_axis_layout>(
-      "meshverse._core.AxisLayout", R"(AxisLayout(sizes, strides=None)
+  return ValueType<AxisLayout>::create<&make_axis_layout>("meshverse._core.AxisLayout",
+                                                          R"(AxisLayout(sizes, strides=None)
 --
 
 An immutable map from indices ``0..size-1`` to positions.
@@ -213,7 +217,7 @@ AxisLayout((2, 4):(8, 1))
 >>> AxisLayout((2, 4), (8, 1))(5)
 9
 )",
-      methods, properties, slots);
+                                                          methods, properties, slots);
 }
 
 py::object create_layout() {

@@ -184,11 +184,10 @@ True
 void bind_options_key(py::module_& module) {
   const py::object key_type = create_options_key();
   module.attr("OptionsKey") = key_type;
-  key_type.attr("of") = py::staticmethod(
-      py::cpp_function(&make_key, py::name("of"), py::scope(key_type), "backend"_a,
-                       "options"_a = py::none(), py::kw_only(), "timeout"_a = py::none(),
-                       "tag"_a = "", "ignored"_a = py::tuple(),
-                       R"(The key of a backend with these options.
+  key_type.attr("of") = py::staticmethod(py::cpp_function(
+      &make_key, py::name("of"), py::scope(key_type), "backend"_a, "options"_a = py::none(),
+      py::kw_only(), "timeout"_a = py::none(), "tag"_a = "", "ignored"_a = py::tuple(),
+      R"(The key of a backend with these options.
 
 Every property, slot and attribute of the options is read, nested ones too, by its dotted name
 (``config.min_ctas``, ``devices[0]``). Only values that differ from those of a fresh object of the

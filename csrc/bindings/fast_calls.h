@@ -1,8 +1,8 @@
 // C++ functions as methods that Python calls without pybind11 in between.
 //
-// pybind11 finds the C++ object behind an argument, and the function to call, in tables. Where none of
-// that is in the processor's caches, the first call takes 20 us: more than most of what is called
-// here. What every mesh asks for is called this way; all else goes through pybind11.
+// pybind11 finds the C++ object behind an argument, and the function to call, in tables. Where none
+// of that is in the processor's caches, the first call takes 20 us: more than most of what is
+// called here. What every mesh asks for is called this way; all else goes through pybind11.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@
 
 namespace meshverse::bindings {
 
-// --- from C++ to Python ---------------------------------------------------------------------------
+// --- from C++ to Python
+// ---------------------------------------------------------------------------
 
 inline py::object to_python(py::object value) { return value; }
 inline py::object to_python(bool value) { return py::bool_(value); }
@@ -37,7 +38,8 @@ py::object to_python(std::optional<Value> value) {
   return value ? to_python(*std::move(value)) : py::none();
 }
 
-// --- from Python to C++ ---------------------------------------------------------------------------
+// --- from Python to C++
+// ---------------------------------------------------------------------------
 
 // The C++ object behind `self`, which is of the class that the method belongs to.
 template <class Object>
@@ -63,7 +65,8 @@ decltype(auto) from_python(PyObject* given) {
   }
 }
 
-// --- the call -------------------------------------------------------------------------------------
+// --- the call
+// -------------------------------------------------------------------------------------
 
 // Members and functions whose first argument is the object.
 template <class Function>
@@ -83,9 +86,9 @@ template <auto function, std::size_t... i>
 PyObject* call_with(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
   using Function = Signature<decltype(function)>;
   return or_error([&] {
-    return to_python(std::invoke(
-        function, self_of<typename Function::Object>(self),
-        from_python<std::tuple_element_t<i, typename Function::Given>>(given[i])...));
+    return to_python(
+        std::invoke(function, self_of<typename Function::Object>(self),
+                    from_python<std::tuple_element_t<i, typename Function::Given>>(given[i])...));
   });
 }
 

@@ -1,17 +1,16 @@
 // Python types of C++ values: immutable, compared and hashed by what they are.
 //
-// An object holds its value. pybind11's objects hold a pointer and are noted in a table, which costs
-// more than most values are asked for.
+// An object holds its value. pybind11's objects hold a pointer and are noted in a table, which
+// costs more than most values are asked for.
 #pragma once
 
 #include <cstddef>
 #include <new>
 #include <string>
+#include <structmember.h>
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-#include <structmember.h>
 
 #include "bindings.h"
 #include "layout.h"
@@ -49,7 +48,8 @@ class ValueType {
   // What `Type(...)` gives, from its positional and keyword arguments.
   using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
 
-  // Makes the type, of the name `module.Type`. The tables end with {}, and live as long as the type.
+  // Makes the type, of the name `module.Type`. The tables end with {}, and live as long as the
+  // type.
   template <Constructor construct>
   static py::object create(const char* name, const char* doc, PyMethodDef* methods,
                            PyGetSetDef* properties, std::vector<PyType_Slot> slots) {
@@ -102,8 +102,7 @@ class ValueType {
 
  private:
   struct Head {
-    PyObject_HEAD
-    PyObject* weak_references;
+    PyObject_HEAD PyObject* weak_references;
   };
   struct Object {
     Head head;

@@ -193,3 +193,13 @@ def test_coordinate_needs_axes_that_do_not_overlap():
 def test_ascending_axes_hold_the_same_positions():
     axes = Layout([AxisLayout(2, 4), AxisLayout((2, 2), (1, 2)), AxisLayout(3, 0)])
     assert axes.ascending == (axes[0], AxisLayout(4), axes[2])
+
+
+@given(oracle.any_modes, st.data())
+def test_a_slice_is_a_selection_that_is_sorted_and_orthogonal(modes, data):
+    layout = Layout.from_shape(*modes)
+    any_index = st.sampled_from(range(-len(layout), len(layout))) if layout else st.nothing()
+    indices = data.draw(st.lists(any_index, max_size=4))
+    part = layout.select(indices)
+    fits = part.is_sorted() and part.is_orthogonal()
+    assert layout.slice(indices) == (part if fits else None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
+import sys
+import weakref
 
 import numpy
 import pytest
 import torch
 
-from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankMap
 
 INT64_MAX = 2**63 - 1
 
@@ -58,6 +61,17 @@ def test_text(layout, text, representation):
         (lambda: Layout.from_shape((2, 3))[2], IndexError, "axis 2 of layout .* it has 2 axes"),
         (lambda: Layout.from_shape((2, 3)).select((0, -3)), IndexError, "axis -3 of layout"),
         (lambda: Layout([]).select(0), TypeError, "indices must be a sequence of integers, got 0"),
+        (lambda: AxisLayout(2, sizes=3), TypeError, "sizes"),
+        (lambda: Layout(4), TypeError, "'int' object is not iterable"),
+        (lambda: AxisLayout(4)("a"), TypeError, "indices must be integers, got 'a' of type str"),
+        (lambda: AxisLayout(4).complement(2**64), OverflowError, "arguments with 18446744073709"),
+        (lambda: AxisLayout(4).complement(), TypeError, "0 arguments given, where there are 1"),
+        (lambda: Layout([])[1:], TypeError, "indices must be integers, got slice"),
+        (
+            lambda: Layout([]).concatenate(AxisLayout(4)),
+            TypeError,
+            r"AxisLayout\(\(4,\):\(1,\)\) of type .*, where a meshverse._core.Layout has to be",
+        ),
     ],
 )
 def test_errors_say_what_was_asked_and_the_rule(make, error, text):
@@ -80,6 +94,36 @@ def test_values_compare_only_with_their_own_kind():
     assert len({AxisLayout(4), AxisLayout((2, 2)), Layout([layout]), Layout([layout])}) == 2
     with pytest.raises(AttributeError):
         layout.size = 3
+
+
+def test_values_have_no_order_and_no_subclasses():
+    with pytest.raises(TypeError, match="'<' not supported"):
+        sorted([AxisLayout(4), AxisLayout(2)])
+    for kind in (AxisLayout, Layout, OptionsKey):
+        with pytest.raises(TypeError, match="not an acceptable base type"):
+            type("Derived", (kind,), {})
+
+
+def test_values_come_and_go_without_a_trace():
+    def use() -> None:
+        layout = Layout.from_shape((2, 3, 4))
+        key = OptionsKey.of("gloo").with_tag("x")
+        watched = weakref.ref(layout.slice((0, 2)))
+        assert watched() is None
+        same = pickle.loads(pickle.dumps(layout)), copy.deepcopy(key)
+        assert same == (layout, key)
+        assert hash(same) == hash((layout, key))
+        assert layout.unflatten(2, (2, 2)).coordinate(5) == (0, 1, 0, 1)
+        assert [axis(1) for axis in layout] == [12, 4, 1]
+        with pytest.raises(ValueError, match="indices are not"):
+            layout.unflatten(0, (3,))
+
+    use()
+    types = AxisLayout, Layout, OptionsKey
+    before = [sys.getrefcount(kind) for kind in types]  # every object holds its type
+    for _ in range(10):
+        use()
+    assert [sys.getrefcount(kind) for kind in types] == before
 
 
 VALUES = [
