@@ -10,8 +10,7 @@
 namespace meshverse::bindings {
 namespace {
 
-// --- constructors
-// ---------------------------------------------------------------------------------
+// --- constructors ---
 
 // Calls row_major(sizes) or, where strides are given, strided(sizes, strides).
 template <class RowMajor, class Strided>
@@ -58,8 +57,7 @@ Layout make_layout(PyObject* positional, PyObject* keywords) {
   return Layout(std::move(list));
 }
 
-// --- AxisLayout
-// -----------------------------------------------------------------------------------
+// --- AxisLayout ---
 
 py::tuple sizes_of(const AxisLayout& layout) {
   py::tuple sizes(layout.modes().size());
@@ -95,8 +93,7 @@ PyObject* call_axis(PyObject* self, PyObject* positional, PyObject* keywords) {
   });
 }
 
-// --- Layout
-// ---------------------------------------------------------------------------------------
+// --- Layout ---
 
 py::tuple axes_of(const Layout& layout) {
   py::tuple axes(layout.axes().size());
@@ -144,8 +141,7 @@ PyObject* iterator(PyObject* self) {
   return or_error([&] { return py::iter(axes_of(ValueType<Layout>::of(self))); });
 }
 
-// --- the types
-// ------------------------------------------------------------------------------------
+// --- the types ---
 
 py::object create_axis_layout() {
   static PyMethodDef methods[] = {

@@ -19,8 +19,7 @@
 
 namespace meshverse::bindings {
 
-// --- from C++ to Python
-// ---------------------------------------------------------------------------
+// --- from C++ to Python ---
 
 inline py::object to_python(py::object value) { return value; }
 inline py::object to_python(bool value) { return py::bool_(value); }
@@ -38,8 +37,7 @@ py::object to_python(std::optional<Value> value) {
   return value ? to_python(*std::move(value)) : py::none();
 }
 
-// --- from Python to C++
-// ---------------------------------------------------------------------------
+// --- from Python to C++ ---
 
 // The C++ object behind `self`, which is of the class that the method belongs to.
 template <class Object>
@@ -65,8 +63,7 @@ decltype(auto) from_python(PyObject* given) {
   }
 }
 
-// --- the call
-// -------------------------------------------------------------------------------------
+// --- the call ---
 
 // Members and functions whose first argument is the object.
 template <class Function>

@@ -48,8 +48,7 @@ class ValueType {
   // What `Type(...)` gives, from its positional and keyword arguments.
   using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
 
-  // Makes the type, of the name `module.Type`. The tables end with {}, and live as long as the
-  // type.
+  // Makes the type, of the name `module.Type`. The tables end with {}; the type refers to them.
   template <Constructor construct>
   static py::object create(const char* name, const char* doc, PyMethodDef* methods,
                            PyGetSetDef* properties, std::vector<PyType_Slot> slots) {
@@ -102,7 +101,8 @@ class ValueType {
 
  private:
   struct Head {
-    PyObject_HEAD PyObject* weak_references;
+    PyObject object;
+    PyObject* weak_references;
   };
   struct Object {
     Head head;

@@ -198,8 +198,8 @@ def test_ascending_axes_hold_the_same_positions():
 @given(oracle.any_modes, st.data())
 def test_a_slice_is_a_selection_that_is_sorted_and_orthogonal(modes, data):
     layout = Layout.from_shape(*modes)
-    any_index = st.sampled_from(range(-len(layout), len(layout))) if layout else st.nothing()
-    indices = data.draw(st.lists(any_index, max_size=4))
+    any_index = st.integers(-len(layout), len(layout) - 1)
+    indices = data.draw(st.lists(any_index, max_size=4) if len(layout) else st.just([]))
     part = layout.select(indices)
     fits = part.is_sorted() and part.is_orthogonal()
     assert layout.slice(indices) == (part if fits else None)

@@ -104,8 +104,14 @@ def test_a_dense_model_goes_on_on_other_meshes(tmp_path: Path) -> None:
         tmp_path,
         ["--tp=2", "--save-in-background"],
         {
-            "replicas": (8, ["--tp=2", "--dp-replicate=2", "--dp-shard=2"]),
-            **_swept({"pipeline": (8, ["--pp=2", "--tp=2"]), "one": (1, [])}),
+            "replicas": (4, ["--dp-replicate=2", "--dp-shard=2"]),
+            **_swept(
+                {
+                    "replicas with tp": (8, ["--tp=2", "--dp-replicate=2", "--dp-shard=2"]),
+                    "pipeline": (8, ["--pp=2", "--tp=2"]),
+                    "one": (1, []),
+                }
+            ),
         },
     )
 
