@@ -30,9 +30,10 @@ def _mesh_and_view(family: Family) -> tuple[Any, Any]:
 
 
 def _destroy(view: Any) -> None:
-    dist.barrier()
-    for axis in ("outer", "inner"):
-        dist.destroy_process_group(view.get_group(axis))
+    groups = [view.get_group(axis) for axis in ("outer", "inner")]
+    dist.barrier()  # no rank ends a group while others still make it
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _train(mesh: Any, steps: int = 2) -> list[float]:
