@@ -1,3 +1,6 @@
+#include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "bindings.h"
@@ -41,6 +44,12 @@ py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : 
 // The entry of `n` axes from `first` on, ascending; None unless all are there.
 py::object find(const PyGroupCache& cache, const Layout& layout, std::int64_t first, std::int64_t n,
                 const OptionsKey& options) {
+  const auto n_axes = static_cast<std::int64_t>(layout.axes().size());
+  if (first < 0 || n < 0 || first > n_axes || n > n_axes - first) {
+    throw std::out_of_range(std::to_string(n) + " axes from axis " + std::to_string(first) +
+                            " on of layout " + layout.to_string() + ": it has " +
+                            std::to_string(n_axes) + " axes");
+  }
   py::list entries;
   GroupKey key{AxisLayout(), options};
   for (std::int64_t i = first; i < first + n; ++i) {
@@ -84,6 +93,7 @@ int clear(PyObject* self) {
 
 py::object get_or_create(PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key,
                          py::handle make) {
+  if (PyCallable_Check(make.ptr()) == 0) throw py::type_error("make must be callable");
   return cache.get_or_create({axis, key}, [&] { return py::object(make()); });
 }
 

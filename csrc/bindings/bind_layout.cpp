@@ -1,3 +1,4 @@
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,35 +10,6 @@
 
 namespace meshverse::bindings {
 namespace {
-
-// --- constructors ---
-
-// Calls row_major(sizes) or, where strides are given, strided(sizes, strides).
-template <class RowMajor, class Strided>
-auto from_sizes(PyObject* positional, PyObject* keywords, const char* format, RowMajor row_major,
-                Strided strided) {
-  static const char* names[] = {"sizes", "strides", nullptr};
-  PyObject *sizes = nullptr, *strides = Py_None;
-  if (PyArg_ParseTupleAndKeywords(positional, keywords, format, const_cast<char**>(names), &sizes,
-                                  &strides) == 0) {
-    throw py::error_already_set();
-  }
-  const auto size_list = to_one_or_more_integers(sizes, "sizes");
-  if (strides == Py_None) return row_major(size_list);
-  return strided(size_list, to_one_or_more_integers(strides, "strides"));
-}
-
-AxisLayout make_axis_layout(PyObject* positional, PyObject* keywords) {
-  const auto strided = [](const auto& n, const auto& d) { return AxisLayout(n, d); };
-  return from_sizes(positional, keywords, "O|O:AxisLayout", AxisLayout::row_major, strided);
-}
-
-PyObject* make_layout_from_shape(PyObject* /*none*/, PyObject* positional, PyObject* keywords) {
-  return or_error([&] {
-    return to_python(
-        from_sizes(positional, keywords, "O|O:from_shape", Layout::row_major, Layout::from_shape));
-  });
-}
 
 Layout make_layout(PyObject* positional, PyObject* keywords) {
   static const char* names[] = {"axes", nullptr};
@@ -57,43 +29,12 @@ Layout make_layout(PyObject* positional, PyObject* keywords) {
   return Layout(std::move(list));
 }
 
-// --- AxisLayout ---
-
-py::tuple sizes_of(const AxisLayout& layout) {
-  py::tuple sizes(layout.modes().size());
-  for (std::size_t i = 0; i < sizes.size(); ++i) sizes[i] = py::int_(layout.modes()[i].size);
-  return sizes;
-}
-
-py::tuple strides_of(const AxisLayout& layout) {
-  py::tuple strides(layout.modes().size());
-  for (std::size_t i = 0; i < strides.size(); ++i) strides[i] = py::int_(layout.modes()[i].stride);
-  return strides;
-}
-
-std::string repr_of_axis(const AxisLayout& layout) {
-  return "AxisLayout(" + std::string(py::str(sizes_of(layout))) + ":" +
-         std::string(py::str(strides_of(layout))) + ")";
-}
-
-py::tuple reduced_axis(const AxisLayout& layout) {
-  return py::make_tuple(ValueType<AxisLayout>::type(),
-                        py::make_tuple(sizes_of(layout), strides_of(layout)));
-}
-
-PyObject* call_axis(PyObject* self, PyObject* positional, PyObject* keywords) {
+PyObject* make_layout_from_shape(PyObject* /*none*/, PyObject* positional, PyObject* keywords) {
   return or_error([&] {
-    static const char* names[] = {"index", nullptr};
-    PyObject* index = nullptr;
-    if (PyArg_ParseTupleAndKeywords(positional, keywords, "O:AxisLayout", const_cast<char**>(names),
-                                    &index) == 0) {
-      throw py::error_already_set();
-    }
-    return to_python(ValueType<AxisLayout>::of(self)(to_integer(index, "indices")));
+    const auto [sizes, strides] = to_sizes_and_strides(positional, keywords, "O|O:from_shape");
+    return to_python(strides ? Layout::from_shape(sizes, *strides) : Layout::row_major(sizes));
   });
 }
-
-// --- Layout ---
 
 py::tuple axes_of(const Layout& layout) {
   py::tuple axes(layout.axes().size());
@@ -137,83 +78,15 @@ PyObject* axis_at(PyObject* self, PyObject* index) {
       [&] { return to_python(ValueType<Layout>::of(self).axis(to_integer(index, "indices"))); });
 }
 
-PyObject* iterator(PyObject* self) {
-  return or_error([&] { return py::iter(axes_of(ValueType<Layout>::of(self))); });
+// Of a sequence; Python has added the length to a negative index.
+PyObject* item(PyObject* self, Py_ssize_t index) {
+  if (index >= 0) return axis_at(self, py::int_(index).ptr());
+  PyErr_SetString(PyExc_IndexError, "before the first axis of a layout");
+  return nullptr;
 }
 
-// --- the types ---
-
-py::object create_axis_layout() {
-  static PyMethodDef methods[] = {
-      method<&AxisLayout::complement>("complement", R"(complement($self, n, /)
---
-
-The ascending layout that, with this one, covers ``0..n-1`` exactly once.
-
-Raises:
-    ValueError: There is none.
-
->>> AxisLayout(4, 2).complement(16)
-AxisLayout((2, 2):(8, 1))
-)"),
-      method<&AxisLayout::is_orthogonal>("is_orthogonal", R"(is_orthogonal($self, /)
---
-
-Whether every stride is a multiple of the span of the next smaller one.
-
-No two indices then share a position. torch accepts exactly these layouts for a mesh.
-)"),
-      method<&AxisLayout::is_sorted>("is_sorted", R"(is_sorted($self, /)
---
-
-Whether no stride is greater than the one to its left.)"),
-      method<&AxisLayout::sorted>("sorted", R"(sorted($self, /)
---
-
-The same positions in ascending order.
-
-Raises:
-    ValueError: Positions repeat or interleave.
-
->>> AxisLayout((2, 4), (1, 2)).sorted()
-AxisLayout((8,):(1,))
-)"),
-      method<&reduced_axis>("__reduce__", "__reduce__($self, /)\n--\n\nFor pickle."),
-      {}};
-  static PyGetSetDef properties[] = {
-      property<&sizes_of>("sizes", "Size of every mode, slowest first."),
-      property<&strides_of>("strides", "Stride of every mode, slowest first."),
-      property<&AxisLayout::size>("size", "Number of indices."),
-      {}};
-  const std::vector<PyType_Slot> slots = {{Py_tp_call, untyped(&call_axis)},
-                                          {Py_tp_repr, untyped(&unary<&repr_of_axis>)},
-                                          {Py_tp_str, untyped(&unary<&AxisLayout::to_string>)}};
-  return ValueType<AxisLayout>::create<&make_axis_layout>("meshverse._core.AxisLayout",
-                                                          R"(AxisLayout(sizes, strides=None)
---
-
-An immutable map from indices ``0..size-1`` to positions.
-
-Written as modes, sizes over strides; the rightmost mode varies fastest. Equal maps are equal
-objects: modes that continue one another are merged, and modes of size 1 are dropped.
-
-Args:
-    sizes: Size of every mode, at least 1.
-    strides: Distance in positions of two neighbouring indices of every mode, at least 0.
-        Row-major where left out.
-
-Raises:
-    ValueError: A size or a stride is out of range, or they are not equally many.
-    OverflowError: A position does not fit 64 bits.
-
-A call gives the position at an index, or an IndexError where the index is not in ``0..size-1``.
-
->>> AxisLayout((2, 2, 2), (8, 2, 1))
-AxisLayout((2, 4):(8, 1))
->>> AxisLayout((2, 4), (8, 1))(5)
-9
-)",
-                                                          methods, properties, slots);
+PyObject* iterator(PyObject* self) {
+  return or_error([&] { return py::iter(axes_of(ValueType<Layout>::of(self))); });
 }
 
 py::object create_layout() {
@@ -312,6 +185,8 @@ Raises:
       {}};
   const std::vector<PyType_Slot> slots = {{Py_mp_length, untyped(&length)},
                                           {Py_mp_subscript, untyped(&axis_at)},
+                                          {Py_sq_length, untyped(&length)},
+                                          {Py_sq_item, untyped(&item)},
                                           {Py_tp_iter, untyped(&iterator)},
                                           {Py_tp_repr, untyped(&unary<&repr_of>)},
                                           {Py_tp_str, untyped(&unary<&Layout::to_string>)}};
@@ -331,9 +206,6 @@ Layout(2:4, (2,2):(8,1))
 
 }  // namespace
 
-void bind_layout(py::module_& module) {
-  module.attr("AxisLayout") = create_axis_layout();
-  module.attr("Layout") = create_layout();
-}
+void bind_layout(py::module_& module) { module.attr("Layout") = create_layout(); }
 
 }  // namespace meshverse::bindings

@@ -28,11 +28,11 @@ std::set<std::string> to_names(py::handle ignored) {
   return names;
 }
 
-OptionsKey make_key(std::string backend, const py::object& options, const py::object& timeout,
-                    std::string tag, const py::object& ignored) {
+OptionsKey make_key(py::handle backend, const py::object& options, py::handle timeout,
+                    py::handle tag, py::handle ignored) {
   OptionsKey key;
-  key.backend = std::move(backend);
-  key.tag = std::move(tag);
+  key.backend = to_text(backend);
+  if (tag) key.tag = to_text(tag);
   if (!timeout.is_none()) {
     if (!py::isinstance(timeout, py::module_::import("datetime").attr("timedelta"))) {
       throw py::type_error("timeout " + std::string(py::repr(timeout)) +
@@ -41,11 +41,26 @@ OptionsKey make_key(std::string backend, const py::object& options, const py::ob
     key.timeout_us = to_microseconds(timeout);
   }
   if (!options.is_none()) {
-    OptionsSnapshot snapshot = read_options(options, to_names(ignored));
+    OptionsSnapshot snapshot =
+        read_options(options, ignored ? to_names(ignored) : std::set<std::string>());
     key.options_type = std::move(snapshot.options_type);
     key.fields = std::move(snapshot.fields);
   }
   return key;
+}
+
+PyObject* key_of(PyObject* /*none*/, PyObject* positional, PyObject* keywords) {
+  static const char* names[] = {"backend", "options", "timeout", "tag", "ignored", nullptr};
+  PyObject *backend = nullptr, *tag = nullptr, *ignored = nullptr;
+  PyObject *options = Py_None, *timeout = Py_None;
+  return or_error([&] {
+    if (PyArg_ParseTupleAndKeywords(positional, keywords, "O|O$OOO:of", const_cast<char**>(names),
+                                    &backend, &options, &timeout, &tag, &ignored) == 0) {
+      throw py::error_already_set();
+    }
+    return to_python(
+        make_key(backend, py::reinterpret_borrow<py::object>(options), timeout, tag, ignored));
+  });
 }
 
 // A field as pickle keeps it: which kind of value it is, and the value.
@@ -138,9 +153,9 @@ std::string tag_of(const OptionsKey& key) { return key.tag; }
 
 std::string digest_of(const OptionsKey& key) { return key.digest().hex(); }
 
-OptionsKey with_tag(const OptionsKey& key, py::handle tag) {
+OptionsKey with_tag(const OptionsKey& key, std::string tag) {
   OptionsKey tagged = key;
-  tagged.tag = tag.cast<std::string>();
+  tagged.tag = std::move(tag);
   return tagged;
 }
 
@@ -150,6 +165,28 @@ py::tuple reduced(const OptionsKey& key) {
 
 py::object create_options_key() {
   static PyMethodDef methods[] = {
+      {"of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&key_of)),
+       METH_VARARGS | METH_KEYWORDS | METH_STATIC,
+       R"(of(backend, options=None, *, timeout=None, tag='', ignored=())
+--
+
+The key of a backend with these options.
+
+Every property, slot and attribute of the options is read, nested ones too, by its dotted name
+(``config.min_ctas``, ``devices[0]``). Only values that differ from those of a fresh object of the
+same type count, so that no options and default options give one key. Objects without
+fields count by identity, and the key keeps them alive.
+
+Args:
+    backend: Name of the backend.
+    options: Options object of the backend, None for its defaults.
+    timeout: Timeout of the group, None for the backend's own.
+    tag: Keys of different tags are never equal.
+    ignored: Names of fields that do not count, dotted where nested.
+
+Raises:
+    TypeError: ``options`` is no options object, or a field of it cannot be read or compared.
+)"},
       method<&with_tag>("with_tag", R"(with_tag($self, tag, /)
 --
 
@@ -182,28 +219,7 @@ True
 }  // namespace
 
 void bind_options_key(py::module_& module) {
-  const py::object key_type = create_options_key();
-  module.attr("OptionsKey") = key_type;
-  key_type.attr("of") = py::staticmethod(py::cpp_function(
-      &make_key, py::name("of"), py::scope(key_type), "backend"_a, "options"_a = py::none(),
-      py::kw_only(), "timeout"_a = py::none(), "tag"_a = "", "ignored"_a = py::tuple(),
-      R"(The key of a backend with these options.
-
-Every property, slot and attribute of the options is read, nested ones too, by its dotted name
-(``config.min_ctas``, ``devices[0]``). Only values that differ from those of a fresh object of the
-same type count, so that no options and default options give one key. Objects without
-fields count by identity, and the key keeps them alive.
-
-Args:
-    backend: Name of the backend.
-    options: Options object of the backend, None for its defaults.
-    timeout: Timeout of the group, None for the backend's own.
-    tag: Keys of different tags are never equal.
-    ignored: Names of fields that do not count, dotted where nested.
-
-Raises:
-    TypeError: ``options`` is no options object, or a field of it cannot be read or compared.
-)"));
+  module.attr("OptionsKey") = create_options_key();
 
   module.def("is_composite", &is_composite, "value"_a, "options"_a,
              R"(Whether a key of ``options`` looks into a value in or below them, rather than at it.

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -11,6 +13,7 @@ namespace meshverse::bindings {
 
 namespace py = pybind11;
 
+void bind_axis_layout(py::module_& module);
 void bind_layout(py::module_& module);
 void bind_rank_map(py::module_& module);
 void bind_rank_groups(py::module_& module);
@@ -42,6 +45,9 @@ void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
       py::cpp_function([cure](const py::args&, const py::kwargs&) { throw py::type_error(cure); }));
 }
 
+// A Python string as UTF-8. Raises TypeError, or UnicodeEncodeError for half a surrogate pair.
+std::string to_text(py::handle value);
+
 // A Python integer as a 64-bit one. Errors as below.
 std::int64_t to_integer(py::handle value, const char* name);
 
@@ -51,6 +57,14 @@ std::vector<std::int64_t> to_integers(py::handle values, const char* name);
 
 // The same, where a single integer is as good as a sequence of it.
 std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name);
+
+// The arguments (sizes, strides=None) of a call, each an integer or a sequence of them. `format` is
+// that of PyArg_ParseTupleAndKeywords: "O|O:" and the function's name.
+struct SizesAndStrides {
+  std::vector<std::int64_t> sizes;
+  std::optional<std::vector<std::int64_t>> strides;
+};
+SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, const char* format);
 
 // A tuple of Python integers.
 py::tuple to_tuple(const std::vector<std::int64_t>& values);

@@ -47,17 +47,21 @@ Object& self_of(PyObject* self) {
     return ValueType<Value>::of(self);
   } else {
     auto* instance = reinterpret_cast<py::detail::instance*>(self);
-    return *instance->get_value_and_holder().template value_ptr<Value>();
+    Value* object = instance->get_value_and_holder().template value_ptr<Value>();
+    if (object == nullptr) throw py::type_error("this object was never made");
+    return *object;
   }
 }
 
-// An argument: an integer, a value, or whatever Python has there.
+// An argument: an integer, a text, a value, or whatever Python has there.
 template <class Argument>
 decltype(auto) from_python(PyObject* given) {
   if constexpr (std::is_same_v<Argument, py::handle>) {
     return py::handle(given);
   } else if constexpr (std::is_same_v<Argument, std::int64_t>) {
     return to_integer(given, "arguments");
+  } else if constexpr (std::is_same_v<Argument, std::string>) {
+    return to_text(given);
   } else {
     return ValueType<std::decay_t<Argument>>::from(given);
   }
@@ -93,7 +97,8 @@ template <auto function>
 PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t n_given) {
   constexpr std::size_t n = std::tuple_size_v<typename Signature<decltype(function)>::Given>;
   if (n_given != static_cast<Py_ssize_t>(n)) {
-    return PyErr_Format(PyExc_TypeError, "%zd arguments given, where there are %zu", n_given, n);
+    return PyErr_Format(PyExc_TypeError, "%s: %zd arguments given to a method that has %zu",
+                        Py_TYPE(self)->tp_name, n_given, n);
   }
   return call_with<function>(self, given, std::make_index_sequence<n>());
 }

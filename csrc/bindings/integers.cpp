@@ -18,6 +18,14 @@ std::string shown(py::handle value) {
 
 }  // namespace
 
+std::string to_text(py::handle value) {
+  if (PyUnicode_Check(value.ptr()) == 0) throw py::type_error("not a string: " + shown(value));
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
+  if (text == nullptr) throw py::error_already_set();
+  return {text, static_cast<std::size_t>(size)};
+}
+
 std::int64_t to_integer(py::handle value, const char* name) {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   if (!index) {
@@ -50,6 +58,18 @@ std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
 std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name) {
   if (PyLong_Check(values.ptr())) return {to_integer(values, name)};
   return to_integers(values, name);
+}
+
+SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, const char* format) {
+  static const char* names[] = {"sizes", "strides", nullptr};
+  PyObject *sizes = nullptr, *strides = Py_None;
+  if (PyArg_ParseTupleAndKeywords(positional, keywords, format, const_cast<char**>(names), &sizes,
+                                  &strides) == 0) {
+    throw py::error_already_set();
+  }
+  SizesAndStrides given{to_one_or_more_integers(sizes, "sizes"), std::nullopt};
+  if (strides != Py_None) given.strides = to_one_or_more_integers(strides, "strides");
+  return given;
 }
 
 py::tuple to_tuple(const std::vector<std::int64_t>& values) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "value_types.h"
+
 namespace meshverse::bindings {
 
 const PythonTypes& python_types() {
@@ -21,7 +23,8 @@ bool is_path(py::handle value) { return py::hasattr(py::type::handle_of(value), 
 bool is_scalar(py::handle value) {
   return value.is_none() || py::isinstance<py::int_>(value) || py::isinstance<py::float_>(value) ||
          py::isinstance<py::str>(value) || py::isinstance<py::bytes>(value) || is_enum(value) ||
-         py::isinstance(value, python_types().timedelta) || is_path(value);
+         py::isinstance(value, python_types().timedelta) || is_path(value) ||
+         is_value_object(value);
 }
 
 bool is_container(py::handle value) {

@@ -30,7 +30,7 @@ const PythonTypes& python_types();
 bool is_enum(py::handle value);
 bool is_path(py::handle value);
 
-// Values without parts, known by what they are: numbers, texts, enums, paths, ...
+// Values known by what they are: numbers, texts, enums, paths, those of this module, ...
 bool is_scalar(py::handle value);
 
 bool is_container(py::handle value);

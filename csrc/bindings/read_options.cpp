@@ -9,6 +9,7 @@
 
 #include "checked_math.h"
 #include "plain_data.h"
+#include "value_types.h"
 
 namespace meshverse::bindings {
 namespace {
@@ -33,6 +34,12 @@ OptionValue read_int(py::handle value) {
   if (overflow == 0) return std::int64_t{integer};
   const py::handle int_type(reinterpret_cast<PyObject*>(&PyLong_Type));
   return Tagged{"int", py::str(int_type(value))};
+}
+
+// What one of this module's values is told apart by.
+std::string text_of(py::handle value) {
+  if (!ValueType<OptionsKey>::is(value.ptr())) return py::str(value);
+  return ValueType<OptionsKey>::of(value.ptr()).digest().hex();
 }
 
 Handle make_handle(py::handle value) {
@@ -82,6 +89,7 @@ class Reader {
     if (is_path(value)) {
       return add(name, Tagged{type_name_of(value), py::str(value.attr("__fspath__")())});
     }
+    if (is_value_object(value)) return add(name, Tagged{type_name_of(value), text_of(value)});
     if (!is_container(value) && !data_check_.is_data(value, in_cpp)) {
       return add(name, make_handle(value));
     }

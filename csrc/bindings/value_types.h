@@ -11,6 +11,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef __GLIBCXX__
+#include <cxxabi.h>
+#endif
 
 #include "bindings.h"
 #include "layout.h"
@@ -20,11 +23,15 @@ namespace meshverse::bindings {
 
 // What body() gives, as a new reference; null, with Python's error set, where it throws.
 template <class Body>
-PyObject* or_error(Body&& body) noexcept {
+PyObject* or_error(Body&& body) {
   try {
     return py::object(body()).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
+#ifdef __GLIBCXX__
+  } catch (abi::__forced_unwind&) {  // Python ends a daemon thread: glibc aborts if it is caught
+    throw;
+#endif
   } catch (...) {
     py::detail::try_translate_exceptions();
   }
@@ -49,9 +56,12 @@ class ValueType {
   using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
 
   // Makes the type, of the name `module.Type`. The tables end with {}; the type refers to them.
+  // A process has one such type: whoever loads the module once more, as another interpreter of the
+  // process does, shares it.
   template <Constructor construct>
   static py::object create(const char* name, const char* doc, PyMethodDef* methods,
                            PyGetSetDef* properties, std::vector<PyType_Slot> slots) {
+    if (type_ != nullptr) return type();
     static PyMemberDef members[] = {
         {"__weaklistoffset__", T_PYSSIZET, offsetof(Head, weak_references), READONLY, nullptr},
         {nullptr, 0, 0, 0, nullptr}};
@@ -65,7 +75,8 @@ class ValueType {
                                              {Py_tp_members, members},
                                              {0, nullptr}};
     slots.insert(slots.end(), common.begin(), common.end());
-    PyType_Spec spec = {name, sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots.data()};
+    PyType_Spec spec = {name, sizeof(Object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+                        slots.data()};
     auto made = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
     if (!made) throw py::error_already_set();
     type_ = reinterpret_cast<PyTypeObject*>(made.inc_ref().ptr());
@@ -115,10 +126,9 @@ class ValueType {
   }
 
   static void destroy(PyObject* self) {
-    auto* const object = reinterpret_cast<Object*>(self);
     PyTypeObject* const type = Py_TYPE(self);
-    if (object->head.weak_references != nullptr) PyObject_ClearWeakRefs(self);
-    object->value.~Value();
+    PyObject_ClearWeakRefs(self);
+    reinterpret_cast<Object*>(self)->value.~Value();
     type->tp_free(self);
     Py_DECREF(type);
   }
@@ -135,6 +145,12 @@ class ValueType {
 
   static inline PyTypeObject* type_ = nullptr;
 };
+
+// Whether an object is one of these values.
+inline bool is_value_object(py::handle object) {
+  return ValueType<AxisLayout>::is(object.ptr()) || ValueType<Layout>::is(object.ptr()) ||
+         ValueType<OptionsKey>::is(object.ptr());
+}
 
 }  // namespace meshverse::bindings
 

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -59,8 +61,9 @@ def test_several_entries_are_found_together_or_not_at_all():
     assert cache.find(axes, 1, 1, key) == ["second"]
     assert cache.find(axes, 0, 2, OptionsKey.of("nccl")) is None
     assert cache.find(Layout([]), 0, 0, key) == []
-    with pytest.raises(IndexError, match="axis 2 of layout"):
-        cache.find(axes, 1, 2, key)
+    for first, n in ((1, 2), (-1, 2), (0, -1), (2**63 - 1, 1)):
+        with pytest.raises(IndexError, match=f"{n} axes from axis {first} on of layout"):
+            cache.find(axes, first, n, key)
 
 
 def test_none_is_an_entry_like_any_other():
@@ -349,3 +352,40 @@ def test_a_cycle_through_the_cache_is_collected():
     del entry, cache
     gc.collect()
     assert alive() is None
+
+
+def test_what_makes_an_entry_is_called():
+    cache, key = GroupCache(), OptionsKey.of("gloo")
+    cache.get_or_create(AxisLayout(2), key, lambda: "made")
+    with pytest.raises(TypeError, match="make must be callable"):
+        cache.get_or_create(AxisLayout(2), key, "made")
+
+
+_ENDS_WHILE_A_THREAD_MAKES_ONE = """
+import threading, time
+from meshverse._core import AxisLayout, GroupCache, OptionsKey
+
+class EndsLate:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)  # the thread wakes up meanwhile, and is ended
+
+def make():
+    begun.set()
+    while True:
+        time.sleep(0.01)
+
+late, begun, cache = EndsLate(), threading.Event(), GroupCache()
+arguments = AxisLayout(4), OptionsKey.of("gloo"), make
+threading.Thread(target=cache.get_or_create, args=arguments, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_python_ends_while_a_thread_makes_an_entry():
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_WHILE_A_THREAD_MAKES_ONE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
+import operator
 import pickle
 import sys
 import weakref
@@ -12,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+from meshverse import _core
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankMap
 
 INT64_MAX = 2**63 - 1
@@ -65,7 +68,11 @@ def test_text(layout, text, representation):
         (lambda: Layout(4), TypeError, "'int' object is not iterable"),
         (lambda: AxisLayout(4)("a"), TypeError, "indices must be integers, got 'a' of type str"),
         (lambda: AxisLayout(4).complement(2**64), OverflowError, "arguments with 18446744073709"),
-        (lambda: AxisLayout(4).complement(), TypeError, "0 arguments given, where there are 1"),
+        (
+            lambda: AxisLayout(4).complement(),
+            TypeError,
+            "AxisLayout: 0 arguments given to a method that has 1",
+        ),
         (lambda: Layout([])[1:], TypeError, "indices must be integers, got slice"),
         (
             lambda: Layout([]).concatenate(AxisLayout(4)),
@@ -102,6 +109,38 @@ def test_values_have_no_order_and_no_subclasses():
     for kind in (AxisLayout, Layout, OptionsKey):
         with pytest.raises(TypeError, match="not an acceptable base type"):
             type("Derived", (kind,), {})
+
+
+def test_a_layout_is_a_sequence_of_its_axes():
+    layout = Layout.from_shape((2, 3))
+    axes = list(layout)
+    assert axes == [AxisLayout(2, 3), AxisLayout(3, 1)]
+    assert list(reversed(layout)) == axes[::-1]
+    assert (layout[-1], layout[numpy.int64(0)], len(layout)) == (axes[1], axes[0], 2)
+    assert axes[0] in layout
+    assert AxisLayout(7) not in layout
+    assert numpy.array(layout, dtype=object).shape == (2,)
+    assert operator.indexOf(layout, axes[1]) == 1
+    with pytest.raises(IndexError):
+        layout[-3]
+
+
+def test_nobody_changes_the_types():
+    for kind in (AxisLayout, Layout, OptionsKey):
+        with pytest.raises(TypeError, match="immutable type"):
+            kind.size = 3
+
+
+def test_a_module_that_is_loaded_once_more_shares_the_types():
+    # pybind11 refuses its own classes; what was there before must work on.
+    spec = importlib.util.spec_from_file_location("again._core", _core.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match="already registered"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    layout = Layout([AxisLayout(2)])
+    assert type(layout) is Layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
 
 
 def test_values_come_and_go_without_a_trace():

@@ -24,7 +24,7 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from meshverse._core import OptionsKey
+from meshverse._core import AxisLayout, Layout, OptionsKey
 
 
 class Color(enum.Enum):
@@ -264,6 +264,32 @@ def test_paths_count_by_what_they_say():
     str(one)  # which it keeps
     assert key(changed(value=one)) == key(changed(value=same)) != key(changed(value=other))
     assert key(changed(value=one)) != key(changed(value="/a/b"))
+
+
+def test_layouts_and_keys_count_by_what_they_are():
+    def key_with(value: object) -> OptionsKey:
+        return OptionsKey.of("gloo", types.SimpleNamespace(of=value))
+
+    def values() -> list[object]:
+        layouts = AxisLayout(4, 2), AxisLayout(4), Layout([AxisLayout(4)])
+        return [*layouts, OptionsKey.of("gloo"), OptionsKey.of("gloo", tag="x")]
+
+    keys = [key_with(value) for value in values()]
+    assert keys == [key_with(value) for value in values()]
+    assert len(set(keys)) == len({key.digest for key in keys}) == len(keys)
+    assert pickle.loads(pickle.dumps(keys)) == keys
+    assert key_with({AxisLayout(4): 1}) == key_with({AxisLayout(4): 1})
+
+
+def test_a_tag_is_a_string():
+    key = OptionsKey.of("gloo")
+    for wrong in (5, None, b"x"):
+        with pytest.raises(TypeError, match="not a string"):
+            key.with_tag(wrong)
+        with pytest.raises(TypeError, match="not a string"):
+            OptionsKey.of("gloo", tag=wrong)
+    with pytest.raises(UnicodeEncodeError):
+        key.with_tag("\ud800")
 
 
 def test_options_without_fields_count_by_identity():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from meshverse._core import AxisLayout, Layout
 from meshverse.groups.asleep import Asleep
@@ -18,6 +18,7 @@ from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
 from .parts import Divided
+from .sleep import GroupMemory, memory_stats, resume, suspend
 
 __all__ = ["Ending", "GroupOwner", "WorldUniverses", "ending_in_words"]
 
@@ -187,6 +188,45 @@ class GroupOwner(Divided):
         """Digest of the options key of the group with this name along an axis; None if unknown."""
         along = self._groups.along(axis) if self._groups is not None else ()
         return next((g.request.options.digest for g in along if g.name == group_name), None)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def suspend(self, axis_names: Collection[str] | None = None) -> None:
+        """Have process groups hold as little device memory as they can, until `resume`.
+
+        All ranks of the universe call this with the same names, when nothing is going on in the
+        groups. Use of a suspended group through a mesh raises RuntimeError. What holds the group
+        itself, such as FSDP2 or a compiled graph, gets what the backend says. Groups whose
+        backends cannot be suspended stay as they are, as do groups that are suspended already.
+
+        Args:
+            axis_names: of axes whose groups are meant, by any name they were asked for; by default
+                all that were made here: not the default group, nor groups the user gave.
+
+        Raises:
+            KeyError: no group was asked for by one of the names.
+            RuntimeError: no backend of these groups can be suspended.
+        """
+        suspend(self._all_groups(), axis_names, self._living_world)
+
+    def resume(self, axis_names: Collection[str] | None = None) -> None:
+        """Have suspended process groups ready for use again. Arguments and ranks as for `suspend`.
+
+        Groups that are not suspended stay as they are.
+        """
+        resume(self._all_groups(), axis_names, self._living_world)
+
+    def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
+        """What process groups hold in memory, as their backends say. Arguments as for `suspend`.
+
+        Groups whose backends do not tell are left out. No other rank is asked.
+        """
+        return memory_stats(self._all_groups(), axis_names, self._living_world)
+
+    @property
+    def _living_world(self) -> World:
+        assert self.world is not None  # or `groups` has raised
+        return self.world
 
     # --- the end --------------------------------------------------------------------------------
 
