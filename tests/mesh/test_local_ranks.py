@@ -16,6 +16,7 @@ from helpers.asking import AXES, DIMS, PERMUTED, lazy_cube
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Family, attempt
 from helpers.operations import operations
+from helpers.versions import needs_canonical_layouts
 from helpers.worlds import fake_world, groups_created, in_worlds
 from meshverse import DeviceMesh, Universe, init_device_mesh
 
@@ -39,6 +40,7 @@ def test_outside_of_a_lazy_mesh_it_raises_as_stock_does(spec: MeshSpec) -> None:
     assert all(outcome.error for outcome in told)
 
 
+@needs_canonical_layouts
 @given(mesh_specs(seen_by="a member"), st.data())
 def test_of_lazy_meshes_are_stocks(spec: MeshSpec, data: st.DataObject) -> None:
     with fake_world(spec.world_size, spec.rank):
