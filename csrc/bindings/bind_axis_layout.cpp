@@ -38,12 +38,7 @@ py::tuple reduced(const AxisLayout& layout) {
 
 PyObject* call_axis(PyObject* self, PyObject* positional, PyObject* keywords) {
   return or_error([&] {
-    static const char* names[] = {"index", nullptr};
-    PyObject* index = nullptr;
-    if (PyArg_ParseTupleAndKeywords(positional, keywords, "O:AxisLayout", const_cast<char**>(names),
-                                    &index) == 0) {
-      throw py::error_already_set();
-    }
+    PyObject* const index = to_argument(positional, keywords, "O:AxisLayout", "index");
     return to_python(ValueType<AxisLayout>::of(self)(to_integer(index, "indices")));
   });
 }

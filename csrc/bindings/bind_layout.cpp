@@ -12,12 +12,7 @@ namespace meshverse::bindings {
 namespace {
 
 Layout make_layout(PyObject* positional, PyObject* keywords) {
-  static const char* names[] = {"axes", nullptr};
-  PyObject* axes = nullptr;
-  if (PyArg_ParseTupleAndKeywords(positional, keywords, "O:Layout", const_cast<char**>(names),
-                                  &axes) == 0) {
-    throw py::error_already_set();
-  }
+  PyObject* const axes = to_argument(positional, keywords, "O:Layout", "axes");
   std::vector<AxisLayout> list;
   for (const py::handle axis : py::iter(axes)) {
     if (!ValueType<AxisLayout>::is(axis.ptr())) {

@@ -139,12 +139,7 @@ OptionsKey from_state(const py::tuple& state) {
 }
 
 OptionsKey key_of_state(PyObject* positional, PyObject* keywords) {
-  static const char* names[] = {"state", nullptr};
-  PyObject* state = Py_None;
-  if (PyArg_ParseTupleAndKeywords(positional, keywords, "|O:OptionsKey", const_cast<char**>(names),
-                                  &state) == 0) {
-    throw py::error_already_set();
-  }
+  PyObject* const state = to_argument(positional, keywords, "|O:OptionsKey", "state", Py_None);
   if (!PyTuple_Check(state)) throw py::type_error(kHowToMakeKey);
   return from_state(py::reinterpret_borrow<py::tuple>(state));
 }

@@ -66,6 +66,11 @@ struct SizesAndStrides {
 };
 SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, const char* format);
 
+// The only argument of a call, by place or by `name`; `otherwise`, or a TypeError, where it is not
+// given. `format` as above.
+PyObject* to_argument(PyObject* positional, PyObject* keywords, const char* format,
+                      const char* name, PyObject* otherwise = nullptr);
+
 // A tuple of Python integers.
 py::tuple to_tuple(const std::vector<std::int64_t>& values);
 

@@ -72,6 +72,17 @@ SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, c
   return given;
 }
 
+PyObject* to_argument(PyObject* positional, PyObject* keywords, const char* format,
+                      const char* name, PyObject* otherwise) {
+  const char* names[] = {name, nullptr};
+  PyObject* given = otherwise;
+  if (PyArg_ParseTupleAndKeywords(positional, keywords, format, const_cast<char**>(names),
+                                  &given) == 0) {
+    throw py::error_already_set();
+  }
+  return given;
+}
+
 py::tuple to_tuple(const std::vector<std::int64_t>& values) {
   py::tuple tuple(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) tuple[i] = py::int_(values[i]);
