@@ -160,6 +160,7 @@ def _run_in_world(
         world_size=world_size,
         timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS),
     )
+    dist.all_reduce(torch.zeros(1))  # a program may end the world while others still connect
     value = program(*arguments)
     dist.all_reduce(torch.zeros(1))  # nobody leaves while others still talk to them
     dist.destroy_process_group()

@@ -388,6 +388,37 @@ def test_a_move_of_an_earlier_world(four: Crew, tmp_path: Any) -> None:
     four.run(_of_an_earlier_world, 2, str(tmp_path))
 
 
+@contextlib.contextmanager
+def _on_one_cpu() -> Iterator[None]:
+    """All ranks share it, so that one of them is often far ahead of the others."""
+    if not hasattr(os, "sched_setaffinity"):  # on macOS
+        yield
+        return
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def _closed_at_once(n_moves: int) -> None:
+    """As a program does that only asks what would be sent."""
+    rank = dist.get_rank()
+    source = {"w": torch.ones(4)} if rank == 0 else None
+    target = {"w": torch.zeros(4)} if rank else None
+    with _on_one_cpu():
+        for _ in range(n_moves):
+            with Reshard(source, target) as move:
+                pass
+    assert move.explain().received == ({0: 16} if rank else {})
+
+
+def test_moves_that_are_closed_and_never_run(four: Crew) -> None:
+    """No rank ends the group of one while others still connect."""
+    four.run(_closed_at_once, 2, 100)
+
+
 def _alone() -> None:
     mesh = init_device_mesh("cpu", (1,))
     whole = torch.arange(12.0).view(3, 4)

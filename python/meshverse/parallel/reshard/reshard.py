@@ -9,11 +9,10 @@ from datetime import timedelta
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from meshverse import Topology, init_device_mesh
+from meshverse import Topology
 from meshverse import _torch_compat as compat
 from meshverse.options.group_options import check_timeout
 from meshverse.world.world import World
@@ -35,6 +34,7 @@ from .roster import (
 )
 from .runs import ReshardWork, start
 from .sides import Side, local_tensor, read_side
+from .together import Together
 
 __all__ = ["Reshard", "default_timeout"]
 
@@ -43,6 +43,7 @@ _FAKING = (
     "FakeTensorMode is active, under which tensors have no data to move. Call it outside, or "
     "compile what is around it."
 )
+_UNTOUCHED = "Nothing was sent, and the targets are as they were. Build the move again."
 _CONDITION = (
     "Each element of the targets has its old value or its new one. Build the move again, after "
     "init_process_group() if ranks have ended, and run it: that sets all of them."
@@ -111,7 +112,6 @@ class Reshard:
         self._last: ReshardWork | None = None
         self._runs = 0
         self._why_broken = ""
-        self._group: dist.ProcessGroup | None = None
         self._sides: dict[str, Side | None] = {"source": None, "target": None}
         self._settings = Settings(buffer_bytes)
         error: Exception | None = None
@@ -129,7 +129,9 @@ class Reshard:
         self._tensors = {side: self._held(side) for side in SIDES}
         self._plan_own(roster)
         self._layouts = KnownLayouts(self._named_tensors())
-        self._make_group(roster)
+        self._together = Together(
+            self._meeting, self.ranks, self._rank, self._device, self._timeout
+        )
 
     # --- building -------------------------------------------------------------------------------
 
@@ -184,19 +186,6 @@ class Reshard:
             if tensor is not None
         )
 
-    def _make_group(self, roster: Roster) -> None:
-        if self._rank not in roster.ranks or len(roster.ranks) < 2:
-            return
-        self._mesh = init_device_mesh(
-            self._device.type,
-            (len(roster.ranks),),
-            mesh_dim_names=("reshard",),
-            ranks=roster.ranks,
-            isolate=f"reshard {self._meeting.label}",
-            timeout=self._timeout,
-        )
-        self._group = self._mesh.get_group()
-
     def _held(self, side: str) -> list[Tensor | None]:
         """This rank's tensors, one a move; None where it is none of the move's ranks."""
         has = self._sides[side]
@@ -247,61 +236,30 @@ class Reshard:
             )
         self._runs += 1
         changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._layouts.what_changed()
-        if self._group is not None:
-            self._agree(changed)
-        elif changed:
-            raise RuntimeError(changed)
+        with self._breaking("did not begin", _UNTOUCHED):
+            why_not = self._together.begin(self._runs, changed)
+        if why_not:
+            raise RuntimeError(why_not)
         sources, targets = (
             [None if tensor is None else local_tensor(tensor) for tensor in self._tensors[side]]
             for side in SIDES
         )
+        with self._breaking(f"failed on rank {self._rank} while data was exchanged", _CONDITION):
+            Exchange(self._plan, self._together.group, self._device).run(sources, targets)
+
+    @contextlib.contextmanager
+    def _breaking(self, what: str, condition: str) -> Iterator[None]:
+        """After an error inside, no run can be told from what is left of this one: none begins."""
         try:
-            Exchange(self._plan, self._group, self._device).run(sources, targets)
+            yield
         except BaseException as error:
-            self._why_broken = (
-                f"Reshard: run {self._runs} failed on rank {self._rank} while data was exchanged"
-                f"{self._who_is_behind()}: {_said_by(error)}\n{_CONDITION}"
-            )
+            behind = self._together.who_is_behind(self._runs)
+            for_whom = f", for which {in_words(behind)} did not come" if behind else ""
+            said = str(error) or type(error).__name__
+            self._why_broken = f"Reshard: run {self._runs} {what}{for_whom}: {said}\n{condition}"
             if isinstance(error, RuntimeError):
                 raise RuntimeError(self._why_broken) from error
-            raise  # an interrupt stays one, but what is under way cannot be told from a new run
-
-    def _agree(self, changed: str) -> None:
-        """All ranks begin a run, or none: one all-reduce of a number."""
-        try:
-            self._meeting.note(f"at/{self._rank}", str(self._runs))
-            if changed:
-                self._meeting.note(f"changed/{self._runs}/{self._rank}", changed)
-            with compat.untraced():  # also where a mode is active that makes no real tensors
-                highest = torch.tensor(self._rank + 1 if changed else 0, device=self._device)
-                dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
-                culprit = int(highest) - 1
-        except BaseException as error:
-            self._why_broken = (
-                f"Reshard: run {self._runs} did not begin{self._who_is_behind()}: "
-                f"{_said_by(error)}\nNothing was sent, and the targets are as they were. Build "
-                "the move again."
-            )
-            if isinstance(error, RuntimeError):
-                raise RuntimeError(self._why_broken) from error
-            raise
-        if culprit >= 0:
-            why = changed or self._meeting.read(f"changed/{self._runs}/{culprit}")
-            raise RuntimeError(
-                f"{why} Nothing was sent, and the targets are as they were."
-                if changed
-                else f"Reshard: rank {culprit} cannot run: {why} Nothing was sent, and the targets "
-                "are as they were."
-            )
-
-    def _who_is_behind(self) -> str:
-        behind = []
-        with contextlib.suppress(RuntimeError):  # the store has ended, with the rank that has it
-            for rank in self.ranks:
-                at = self._runs if rank == self._rank else self._meeting.read(f"at/{rank}") or 0
-                if int(at) < self._runs:
-                    behind.append(rank)
-        return f", for which {in_words(behind)} did not come" if behind else ""
+            raise  # an interrupt stays one
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for side in SIDES:
@@ -321,10 +279,8 @@ class Reshard:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
         self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
-        if self._group is not None and not self._world.is_over:
-            self._group = None
-            self._meeting.remove(f"at/{self._rank}")
-            self._mesh.universe.destroy()
+        if not self._world.is_over:
+            self._together.close()
 
     def __enter__(self) -> Self:
         return self
@@ -347,10 +303,6 @@ def default_timeout(world: World) -> timedelta:
     """How long a rank waits for others where nothing else is said: as its default group does."""
     group = world.default_group
     return compat.default_timeout(compat.default_backend(group), group)
-
-
-def _said_by(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _message_device(device_types: set[str], sides: Mapping[str, Side | None]) -> torch.device:
