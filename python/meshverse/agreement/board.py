@@ -24,6 +24,9 @@ __all__ = ["Board", "Run"]
 # (benchmarks/results/store.md).
 _OPERATIONS_A_SECOND = 13_000
 
+# Of its own: Python's global one is the user's, and how often a rank pauses differs between ranks.
+_random = random.Random()
+
 # No key ever has this text. `compare_set` with it changes nothing and gives the text that the key
 # has: a read in one operation that does not wait. (`get` waits until the key is there; `check`
 # before it would be a second operation.)
@@ -175,7 +178,7 @@ class Board:
             at_least_seconds: a longer pause, where the caller wants one.
         """
         fair_share = self._run.world_size / _OPERATIONS_A_SECOND
-        time.sleep(max(at_least_seconds, fair_share * random.uniform(0.5, 1.5)))
+        time.sleep(max(at_least_seconds, fair_share * _random.uniform(0.5, 1.5)))
 
     def _exchange(self, key: str, seen: str, text: str) -> str:
         found: bytes = self._store.compare_set(f"{self._prefix}/{key}", seen, text)

@@ -31,6 +31,7 @@ __all__ = ["OwnWaits", "Wait", "find_cycle", "read_wait", "remove_members"]
 
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read to find one cycle
+_random = random.Random()  # Python's global one is the user's
 
 
 class Wait(NamedTuple):
@@ -151,7 +152,7 @@ def find_cycle(meeting: str, ranks: Sequence[int], read: Callable[[str], str]) -
 
 def _sample(ranks: Sequence[int]) -> Sequence[int]:
     """The ranks, or of many some at random."""
-    return random.sample(ranks, _SAMPLE) if len(ranks) > _SAMPLE else ranks
+    return _random.sample(ranks, _SAMPLE) if len(ranks) > _SAMPLE else ranks
 
 
 def _note_key(rank: int) -> str:
