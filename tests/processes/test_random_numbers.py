@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 def _drawn() -> list[float]:
-    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
 
 def _late(rank: int) -> None:
@@ -30,7 +30,7 @@ def _late(rank: int) -> None:
 
 def _drawn_after_each() -> list[Any]:
     random.seed(0)
-    numpy.random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
     drawn = [_drawn()]
     _late(1)

@@ -125,6 +125,36 @@ def test_all_sleep_and_may_be_destroyed_asleep(
         assert seen["again"] == seen["reached"]
 
 
+def _a_backend_refuses(library: str, folder: str) -> dict[str, Any]:
+    splitting.restart(library, folder, is_bound=False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    tp, before = mesh.get_group("tp"), reached_ranks(mesh)
+    backend = tp._get_backend(torch.device("cpu"))
+    backend.suspend()  # behind our back, so that it refuses
+    seen = {"told": _told(lambda: mesh.universe.suspend(["tp"]))}
+    seen["use"] = _told(lambda: reached_by(mesh.get_group("tp")))
+    mesh.universe.resume()  # there is nothing to do
+    backend.resume()
+    seen["after"] = reached_ranks(mesh) == before and mesh.get_group("tp") is tp
+    seen["known to compile"] = tp.group_name in mesh._pg_registry
+    mesh.universe.suspend(["tp"])
+    seen["asleep"] = _told(lambda: mesh.get_group("tp"))
+    mesh.universe.resume()
+    return {**seen, "awake": reached_ranks(mesh) == before}
+
+
+def test_a_group_that_could_not_be_suspended_is_as_it_was(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    for seen in bound_crew.run(_a_backend_refuses, 4, str(via_store_library), str(tmp_path)):
+        assert "sleeps already" in seen["told"]
+        assert "was used while it sleeps" in seen["use"]
+        assert seen["after"]
+        assert seen["known to compile"]
+        assert "is suspended, by universe.suspend()" in seen["asleep"]
+        assert seen["awake"]
+
+
 def _of_gloo() -> tuple[Any, Any, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), isolate="of its own")
     universe = mesh.universe

@@ -205,7 +205,8 @@ class GroupOwner(Divided):
 
         Raises:
             KeyError: no group was asked for by one of the names.
-            RuntimeError: no backend of these groups can be suspended.
+            RuntimeError: no backend of these groups can be suspended. Or one of them refused: the
+                groups before it are suspended then, it and those after it are not.
         """
         suspend(self._all_groups(), axis_names, self._living_world)
 

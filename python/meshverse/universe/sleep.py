@@ -66,7 +66,12 @@ def suspend(
             # Noted first, so that no other thread begins to use it.
             asleep.add(name)
             world.state(Holders).drop(name)
-            compat.suspend(compat.resolve_group(name))
+            try:
+                compat.suspend(compat.resolve_group(name))
+            except BaseException:
+                asleep.discard(name)
+                chosen[name].be_ready()  # its users hold the group object again
+                raise
             if chosen[name].is_first():
                 _log.info("suspended %s", chosen[name].axes)
 
