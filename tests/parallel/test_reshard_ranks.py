@@ -19,7 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers.crew import Crew
 from meshverse import init_device_mesh
-from meshverse.parallel import Reshard
+from meshverse.agreement import Board
+from meshverse.parallel import Reshard, redistribute
+from meshverse.parallel.reshard import exchange as exchange_module
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
@@ -222,6 +224,16 @@ def test_moves_of_different_ranks(four: Crew) -> None:
     four.run(_different_sets, 4)
 
 
+def _buffers_kept() -> int:
+    """Bytes in buffers that failed runs left to c10d."""
+    return sum(
+        tensor.numel() * tensor.itemsize
+        for under_way in exchange_module._abandoned
+        for _, _, buffers in under_way
+        for tensor in buffers
+    )
+
+
 def _interrupted() -> None:
     rank = dist.get_rank()
     source = {"w": torch.ones(4)} if rank == 0 else None
@@ -241,10 +253,159 @@ def _interrupted() -> None:
         dist.batch_isend_irecv = exchange
     # What it left under way must not be taken for a part of the next run.
     _raises(RuntimeError, "(?s)run 1 failed .*KeyboardInterrupt.*its old value or its new", move)
+    assert _buffers_kept() >= 16
+
+
+def _interrupted_while_it_waits() -> None:
+    rank = dist.get_rank()
+    source = {"w": torch.ones(4)} if rank == 0 else None
+    target = {"w": torch.zeros(4)} if rank else None
+    move = Reshard(source, target, timeout=_SOON)
+    exchange = dist.batch_isend_irecv
+
+    class Interrupted:
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+    dist.batch_isend_irecv = lambda operations: list(map(Interrupted, exchange(operations)))  # type: ignore[arg-type]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            move()
+    finally:
+        dist.batch_isend_irecv = exchange
+    assert _buffers_kept() >= 16
 
 
 def test_an_interrupted_run_is_the_last(four: Crew) -> None:
     four.run(_interrupted, 2)
+
+
+def test_buffers_outlive_a_run_that_is_interrupted_while_it_waits(four: Crew) -> None:
+    four.run(_interrupted_while_it_waits, 2)
+
+
+def _one_does_not_run() -> int:
+    rank = dist.get_rank()
+    source = {"w": torch.ones(4)} if rank == 0 else None
+    target = {"w": torch.zeros(4)} if rank else None
+    move = Reshard(source, target, timeout=_SOON)
+    reads, read = [], Board.read
+
+    def counted(self: Board, key: str) -> str:
+        reads.append(key)
+        return read(self, key)
+
+    Board.read = counted
+    try:
+        if rank != 2:
+            _raises(RuntimeError, "run 1 did not begin, for which rank 2 did not come", move)
+    finally:
+        Board.read = read
+    dist.barrier()
+    return sum("/at/" in key for key in reads)
+
+
+def test_one_rank_looks_who_is_behind(four: Crew) -> None:
+    """All of them would be ranks * ranks reads of the store."""
+    assert sorted(four.run(_one_does_not_run, 4)) == [0, 0, 0, 4]
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def _come_and_go() -> tuple[set[str], set[str]]:
+    """Keys of the store that this rank wrote, and those that it removed."""
+    rank = dist.get_rank()
+    written, removed = set[str](), set[str]()
+    first = init_device_mesh("cpu", (2,), ranks=[0, 1])
+    second = init_device_mesh("cpu", (3,), ranks=[1, 2, 3])
+    whole = torch.arange(12.0).view(6, 2)
+    tensor = distribute_tensor(whole, first, [Shard(0)], src_data_rank=None) if rank < 2 else None
+    with pytest.MonkeyPatch.context() as patch:
+        for name, keys in {"write": written, "count": written, "remove": removed}.items():
+            patch.setattr(Board, name, _noting(getattr(Board, name), keys))
+        for _ in range(2):
+            redistribute(tensor, second, [Shard(0)])
+            source = {"w": torch.ones(4)} if rank == 0 else None
+            with Reshard(source, {"w": torch.zeros(4)}):  # never run
+                pass
+            with Reshard(source, {"w": torch.zeros(4)} if rank == 1 else None) as move:
+                move()  # ranks 2 and 3 have no part in it
+        dist.barrier()
+    return written, removed
+
+
+def _noting(method: Callable[..., Any], keys: set[str]) -> Callable[..., Any]:
+    def noted(self: Board, key: str, *arguments: Any) -> Any:
+        if "reshard/" in key:
+            keys.add(key)
+        return method(self, key, *arguments)
+
+    return noted
+
+
+def test_moves_that_are_closed_leave_no_texts_in_the_store(four: Crew) -> None:
+    written, removed = (set.union(*keys) for keys in zip(*four.run(_come_and_go, 4), strict=True))
+    assert len(written) > 20
+    assert written <= removed
+
+
+def _late_once() -> None:
+    rank = dist.get_rank()
+    first = init_device_mesh("cpu", (1,), ranks=[0])
+    second = init_device_mesh("cpu", (1,), ranks=[1])
+    tensor = (
+        distribute_tensor(torch.ones(4), first, [Shard(0)], src_data_rank=None)
+        if not rank
+        else None
+    )
+    soon = timedelta(seconds=1)
+    if rank == 0:
+        time.sleep(2)
+    began = time.monotonic()
+    _raises(
+        RuntimeError,
+        "no rank of the tensor's mesh came",
+        lambda: redistribute(tensor, second, [Shard(0)], timeout=soon),
+    )
+    assert rank or time.monotonic() - began < 0.5  # who comes late is told at once
+    dist.barrier()
+    moved = redistribute(tensor, second, [Shard(0)], timeout=_SOON)
+    assert rank == 0 or torch.equal(moved.to_local(), torch.ones(4))
+
+
+def test_redistribute_after_a_rank_was_late(four: Crew) -> None:
+    four.run(_late_once, 2)
+
+
+def _one_argument_is_wrong(odd: int) -> None:
+    rank = dist.get_rank()
+    first = init_device_mesh("cpu", (2,), ranks=[0, 1])
+    second = init_device_mesh("cpu", (2,), ranks=[2, 3])
+    tensor = (
+        distribute_tensor(torch.ones(4), first, [Shard(0)], src_data_rank=None)
+        if rank < 2
+        else None
+    )
+    began = time.monotonic()
+    placements = [Shard(0), Shard(1)] if rank == odd else [Shard(0)]
+    _raises(
+        ValueError if rank == odd else RuntimeError,
+        "2 placements for a mesh of 1 axes",
+        lambda: redistribute(tensor, second, placements, timeout=timedelta(seconds=20)),
+    )
+    assert time.monotonic() - began < 5
+    dist.barrier()
+    moved = redistribute(tensor, second, [Shard(0)], timeout=_SOON)
+    assert rank < 2 or torch.equal(moved.full_tensor(), torch.ones(4))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_all_are_told_of_one_ranks_wrong_argument(four: Crew, odd: int) -> None:
+    four.run(_one_argument_is_wrong, 4, odd)
 
 
 # --- processes that end ---------------------------------------------------------------------------

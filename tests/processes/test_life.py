@@ -27,6 +27,7 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.worlds import group_names
 from meshverse import DeviceMesh, init_device_mesh
+from meshverse.parallel import Reshard
 
 _AXES = ("dp", "tp")
 
@@ -226,15 +227,18 @@ def _on_a_port(port_file: str) -> bool:
         del store
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="mine")
         reached_by(mesh.get_group())
+        source = {"w": torch.ones(4)} if rank == 0 else None
+        move = Reshard(source, {"w": torch.zeros(4)} if rank else None)
+        move()
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
     store = dist.FileStore(port_file, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    return mesh.shape == (2,)  # it was held all the while
+    return mesh.shape == (2,) and "1 runs" in repr(move)  # both were held all the while
 
 
-def test_a_mesh_that_is_held_keeps_no_store(crew: Crew, tmp_path: Path) -> None:
+def test_meshes_and_moves_that_are_held_keep_no_store(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_on_a_port, 2, str(tmp_path / "after")) == [True, True]
 
 

@@ -69,11 +69,12 @@ class Exchange:
         under_way: deque[tuple[list[dist.Work], Message | None, _Buffers]] = deque()
 
         def finish() -> None:
-            works, received, buffers = under_way.popleft()
+            works, received, buffers = under_way[0]
             for work in works:
                 work.wait()
             if received is not None:
                 self._unpack(received, buffers.received, wanted)
+            under_way.popleft()
             free.append(buffers)
 
         try:
@@ -88,8 +89,9 @@ class Exchange:
                 if step.received is not None:
                     operation = self._operation(dist.irecv, buffers.received, step.received)
                     operations.append(operation)
-                works = dist.batch_isend_irecv(operations)
+                works: list[dist.Work] = []
                 under_way.append((works, step.received, buffers))
+                works += dist.batch_isend_irecv(operations)
             while under_way:
                 finish()
         except BaseException:

@@ -56,20 +56,46 @@ class _Counts(WorldState):
 
 
 class Gathering:
-    """One move that is being built, as its ranks meet for it in the store.
+    """One move, as its ranks meet for it in the store.
 
     Args:
-        world: this rank's.
-        board: of the world.
+        function: what the user called, for messages.
         name: of the move. The ranks' first moves of a name meet each other, then their second.
+
+    Attributes:
+        world: this rank's.
+        label: the name and number of the move.
+
+    Raises:
+        RuntimeError: there is no default process group, or it has no store.
     """
 
-    def __init__(self, world: World, board: Board, name: str) -> None:
+    def __init__(self, function: str, name: str) -> None:
+        world = World.current()
+        if world is None:
+            raise RuntimeError(
+                f"{function} needs the default process group: call init_process_group() first."
+            )
+        if world.board is None:
+            raise RuntimeError(
+                f"{function} needs a store that all ranks reach; this world has none."
+            )
+        self.world = world
         self.label = f"{name}/{(number := world.state(_Counts).next(name))}"
-        if number == 1:  # texts stay in the store, which a later run may use too
+        if number == 1:  # texts may stay in the store, which a later run may use too
             world.run.add_user(object())
-        self._board = board
         self._prefix = f"reshard/{self.label}"
+        self._noted: set[str] = set()
+        self._n_came = 0  # 0 if the ranks have not met, or some did not come
+        self._digests: list[str] = []
+
+    @property
+    def _board(self) -> Board:
+        # Asked for each time: who holds a board keeps the port of the store open.
+        board = self.world.board
+        if board is None:
+            raise RuntimeError("Reshard: the store of the default process group is gone.")
+        return board
 
     def meet(
         self,
@@ -91,7 +117,7 @@ class Gathering:
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for digest, content in contents.items():
-            if self._board.count(self._key("writers", digest)) == 1:
+            if self.is_first(f"writers/{digest}"):
                 self._board.write(self._key("content", digest), _packed(content))
         arrival = self._board.count(self._key("arrivals"))
         if arrival == 1:
@@ -109,7 +135,21 @@ class Gathering:
                 )
             text = _unpacked(found)
         roster: dict[str, Any] = json.loads(text)
+        self._n_came, self._digests = roster.get("came", 0), list(roster.get("contents", ()))
         return roster
+
+    def leave(self) -> None:
+        """Take this rank's notes out of the store; the last rank to leave takes out the rest.
+
+        After a meeting that failed, what was told stays: ranks that come late are told it too.
+        """
+        if not self._n_came:
+            return
+        self.remove(*self._noted)
+        if self._board.count(self._key("left")) == self._n_came:
+            for digest in self._digests:
+                self.remove(f"writers/{digest}", f"content/{digest}")
+            self.remove("arrivals", "roster", "left")
 
     def _collect(self, collector: Collector, deadline: float) -> None:
         arrival = 1
@@ -131,6 +171,7 @@ class Gathering:
 
     def note(self, key: str, text: str) -> None:
         """Write something for the other ranks of this move."""
+        self._noted.add(key)
         self._board.write(self._key(key), text)
 
     def read(self, key: str) -> str:
@@ -141,16 +182,21 @@ class Gathering:
         """What a rank of this move writes; None if it does not come in time."""
         return self._wait_for(key, deadline=time.monotonic() + timeout.total_seconds())
 
+    def is_first(self, key: str) -> bool:
+        """Whether this rank is the first to ask that of a key."""
+        return self._board.count(self._key(key)) == 1
+
     def remove(self, *keys: str) -> None:
-        """Take what was written out of the store."""
+        """Take texts out of the store."""
         for key in keys:
             self._board.remove(self._key(key))
 
     def _wait_for(self, *parts: object, deadline: float) -> str | None:
-        while not (text := self._board.read(self._key(*parts))):
+        board, key = self._board, self._key(*parts)
+        while not (text := board.read(key)):
             if time.monotonic() > deadline:
                 return None
-            self._board.pause(_POLL_SECONDS)
+            board.pause(_POLL_SECONDS)
         return text
 
     def _key(self, *parts: object) -> str:

@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshverse._core import shard_shape
-from meshverse.world.world import World
 
 from .gathering import Gathering
-from .reshard import Reshard, default_timeout
+from .reshard import Given, Reshard, default_timeout
 
 __all__ = ["redistribute"]
 
@@ -35,7 +34,8 @@ def redistribute(
 ) -> DTensor:
     """A DTensor with the same values on any mesh. On its own mesh: DTensor's `redistribute`.
 
-    All ranks of both meshes call it. For several tensors, or more than once, build a `Reshard`.
+    All ranks of both meshes call it. For several tensors, or more than once, build a `Reshard`. A
+    rank that is given something wrong says what; the other ranks raise a RuntimeError that says it.
 
     Args:
         dtensor: the tensor; None on ranks that are not in its mesh.
@@ -48,18 +48,41 @@ def redistribute(
         A DTensor without a gradient's history, unless it stays on its mesh.
 
     Raises:
-        RuntimeError: the tensor needs a gradient, which does not pass between meshes: all ranks are
-            told; other ranks did not come.
-        TypeError: no DTensor, or no placements that can be moved to.
+        RuntimeError: the tensor needs a gradient, which does not pass between meshes; other ranks
+            did not come, or cannot take part.
+        TypeError: no DTensor, no mesh, or no placements that can be moved to.
         ValueError: another number of placements than axes, or a dimension that is not there.
     """
+    if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh:
+        return dtensor.redistribute(mesh, placements)
+    meeting = Gathering("redistribute", name)
+    made: list[DTensor] = []
+
+    def given() -> Given:
+        try:
+            _check(dtensor, mesh, placements)
+            shape, dtype = _shape_and_dtype(dtensor, meeting, timeout)
+            made.append(_empty(mesh, placements, shape, dtype))
+        except Exception as error:
+            if dtensor is not None:  # ranks without the tensor wait for its shape
+                meeting.note("shape", json.dumps(["", "", str(error)]))
+            raise
+        source = None if dtensor is None else {"tensor": dtensor.detach()}
+        return source, {"tensor": made[0]}
+
+    with Reshard._met(meeting, given, timeout) as move:
+        move()
+    return made[0]
+
+
+def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> None:
     if dtensor is not None and not isinstance(dtensor, DTensor):
         raise TypeError(
             f"redistribute({type(dtensor).__name__}, ...): give a DTensor, or None on ranks that "
             "are not in its mesh. distribute_tensor makes one of a tensor."
         )
-    if dtensor is not None and dtensor.device_mesh == mesh:
-        return dtensor.redistribute(mesh, placements)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"redistribute to {type(mesh).__name__}: give a DeviceMesh.")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
@@ -68,38 +91,27 @@ def redistribute(
     for placement in placements:
         if type(placement) not in (Replicate, Shard):
             raise TypeError(f"redistribute to {placement}: give Replicate() or Shard(dim).")
-    shape, dtype = _shape_and_dtype(dtensor, name, timeout)
-    target = _empty(mesh, placements, shape, dtype)
-    source = None if dtensor is None else {"tensor": dtensor.detach()}
-    with Reshard(source, {"tensor": target}, name=name, timeout=timeout) as move:
-        move()
-    return target
+    if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(_NO_GRADIENTS)
 
 
 def _shape_and_dtype(
-    dtensor: DTensor | None, name: str, timeout: timedelta | None
+    dtensor: DTensor | None, meeting: Gathering, timeout: timedelta | None
 ) -> tuple[torch.Size, torch.dtype]:
     """Those of the tensor, also on ranks that have none: they read what another one writes."""
-    world = World.current()
-    if world is None or world.board is None:
-        raise RuntimeError("redistribute needs the default process group and its store.")
-    meeting = Gathering(world, world.board, f"{name} shape")
     if dtensor is not None:
         dtype = str(dtensor.dtype).removeprefix("torch.")
-        why = _NO_GRADIENTS if dtensor.requires_grad and torch.is_grad_enabled() else ""
-        meeting.note("shape", json.dumps([list(dtensor.shape), dtype, why]))
-        if why:
-            raise RuntimeError(why)
+        meeting.note("shape", json.dumps([list(dtensor.shape), dtype, ""]))
         return dtensor.shape, dtensor.dtype
-    text = meeting.wait_for("shape", timeout or default_timeout(world))
+    text = meeting.wait_for("shape", timeout or default_timeout(meeting.world))
     if text is None:
         raise RuntimeError(
             "redistribute(None, ...): no rank of the tensor's mesh came. All ranks of both meshes "
             "call it, those of its mesh with the tensor."
         )
-    shape, dtype, why = json.loads(text)
-    if why:
-        raise RuntimeError(why)
+    shape, dtype, why_not = json.loads(text)
+    if why_not:
+        raise RuntimeError(why_not)
     return torch.Size(shape), getattr(torch, dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 
@@ -36,7 +36,9 @@ from .runs import ReshardWork, start
 from .sides import Side, local_tensor, read_side
 from .together import Together
 
-__all__ = ["Reshard", "default_timeout"]
+Given = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]  # source and target
+
+__all__ = ["Given", "Reshard", "default_timeout"]
 
 _MIB = 1 << 20
 _FAKING = (
@@ -101,12 +103,35 @@ class Reshard:
         topology: Topology | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        world = World.current()
-        if world is None:
-            raise RuntimeError(
-                "Reshard needs the default process group: call init_process_group() first."
-            )
-        self._world, self._rank = world, world.rank
+        def given() -> Given:
+            return source, target
+
+        meeting = Gathering("Reshard", name)
+        self._build(meeting, given, timeout, rename, ranks, buffer_bytes, topology)
+
+    @classmethod
+    def _met(
+        cls, meeting: Gathering, given: Callable[[], Given], timeout: timedelta | None
+    ) -> Self:
+        """A move whose ranks have begun to meet. If `given` raises, all of them are told."""
+        move = cls.__new__(cls)
+        move._build(meeting, given, timeout)
+        return move
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _build(
+        self,
+        meeting: Gathering,
+        given: Callable[[], Given],
+        timeout: timedelta | None,
+        rename: Rename | None = None,
+        ranks: list[int] | None = None,
+        buffer_bytes: int = 64 * _MIB,
+        topology: Topology | None = None,
+    ) -> None:
+        world = meeting.world
+        self._meeting, self._world, self._rank = meeting, world, world.rank
         self._timeout = default_timeout(world)
         self._lock = threading.Lock()  # one run at a time
         self._last: ReshardWork | None = None
@@ -116,14 +141,14 @@ class Reshard:
         self._settings = Settings(buffer_bytes)
         error: Exception | None = None
         try:
-            self._read(source, target, rename)
-            self._settings = read_settings(buffer_bytes, topology, ranks, world)
             if timeout is not None:
                 check_timeout(timeout)
                 self._timeout = timeout
+            self._read(*given(), rename)
+            self._settings = read_settings(buffer_bytes, topology, ranks, world)
         except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
             error = caught
-        roster = self._gather(name, error)
+        roster = self._gather(error)
         self.ranks = tuple(roster.ranks)
         self._moves = moves_of(roster, world.size)
         self._tensors = {side: self._held(side) for side in SIDES}
@@ -132,8 +157,6 @@ class Reshard:
         self._together = Together(
             self._meeting, self.ranks, self._rank, self._device, self._timeout
         )
-
-    # --- building -------------------------------------------------------------------------------
 
     def _read(
         self,
@@ -147,11 +170,7 @@ class Reshard:
         self._sides["target"] = read_side(target, "target")
         check_apart(self._sides["source"], self._sides["target"])
 
-    def _gather(self, name: str, error: Exception | None) -> Roster:
-        board = self._world.board
-        if board is None:
-            raise RuntimeError("Reshard needs a store that all ranks reach; this world has none.")
-        self._meeting = Gathering(self._world, board, name)
+    def _gather(self, error: Exception | None) -> Roster:
         why = f"{type(error).__name__}: {error}" if error else ""
         sides = {"source": None, "target": None} if error else self._sides
         settings = Settings(0) if error else self._settings

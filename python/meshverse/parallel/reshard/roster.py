@@ -153,6 +153,7 @@ class RosterCollector:
             return {"error": error}
         merged: dict[str, Any] = {
             "ranks": sorted(said["rank"] for said in self._with_a_part()),
+            "came": len(self._arrived),
             "contents": self._contents,
             "settings": self._settings(),
             "devices": sorted(

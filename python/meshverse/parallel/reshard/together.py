@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from .roster import in_words
 
 __all__ = ["Together"]
 
+_TELLING = timedelta(seconds=5)  # for the rank that looks who is behind to tell it
 _NOTHING_SENT = "Nothing was sent, and the targets are as they were."
 
 
@@ -46,7 +48,7 @@ class Together:
         timeout: timedelta,
     ) -> None:
         self._meeting, self._ranks, self._rank, self._device = meeting, ranks, rank, device
-        self.group: dist.ProcessGroup | None = None
+        self._is_open = True
         self._mesh: DeviceMesh | None = None
         if rank in ranks and len(ranks) > 1:
             self._mesh = init_device_mesh(
@@ -57,8 +59,15 @@ class Together:
                 isolate=f"reshard {meeting.label}",
                 timeout=timeout,
             )
-            self.group = self._mesh.get_group()
             self._wait_until_all_have_connected()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks' process group; None where there is none.
+
+        Who holds it keeps the port of the default group's store open, so nobody does.
+        """
+        return None if self._mesh is None else self._mesh.get_group()
 
     def _wait_until_all_have_connected(self) -> None:
         try:
@@ -82,7 +91,7 @@ class Together:
         Raises:
             RuntimeError: a rank has ended, or did not come in time.
         """
-        if self.group is None:
+        if self._mesh is None:
             return why_not
         self._meeting.note(f"at/{self._rank}", str(run))
         if why_not:
@@ -102,18 +111,30 @@ class Together:
             return int(highest)
 
     def who_is_behind(self, run: int) -> list[int]:
-        """The ranks that have not come to a run, as far as the store tells."""
-        behind = []
+        """The ranks that have not come to a run, as far as the store tells.
+
+        The first rank that asks reads the notes of all ranks, and tells the others.
+        """
+        if self._mesh is None:
+            return []
         with contextlib.suppress(RuntimeError):  # the store has ended, with the rank that has it
-            for rank in self._ranks:
-                at = run if rank == self._rank else self._meeting.read(f"at/{rank}") or 0
-                if int(at) < run:
-                    behind.append(rank)
-        return behind
+            if self._meeting.is_first(f"behind/{run}"):
+                behind = [rank for rank in self._ranks if self._at(rank) < run]
+                self._meeting.note(f"behind/{run}/told", json.dumps(behind))
+                return behind
+            told = self._meeting.wait_for(f"behind/{run}/told", _TELLING)
+            return [rank for rank in json.loads(told or "[]") if rank != self._rank]
+        return []
+
+    def _at(self, rank: int) -> int:
+        return int(self._meeting.read(f"at/{rank}") or 0)
 
     def close(self) -> None:
         """Free the group. All ranks call it; none runs the move afterwards."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._meeting.leave()
         if self._mesh is not None:
-            mesh, self._mesh, self.group = self._mesh, None, None
-            self._meeting.remove(f"at/{self._rank}")
+            mesh, self._mesh = self._mesh, None
             mesh.universe.destroy()
