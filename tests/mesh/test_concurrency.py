@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 import meshverse
-from helpers.worlds import fake_world, group_names
+from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
+from meshverse.groups.request import GroupRequest
+from meshverse.universe import making
 from meshverse.universe.owner import WorldUniverses
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
@@ -145,6 +147,43 @@ def switching_often() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(usual)
+
+
+def test_a_part_waits_for_a_group_that_another_thread_is_making(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would make the same group again, and only on ranks whose threads ran in this order."""
+    begun, go, made = threading.Event(), threading.Event(), making.make_group
+
+    def slow(request: GroupRequest, *arguments: Any) -> Any:
+        if request.axis_name == "slow":
+            begun.set()
+            assert go.wait(30)
+        return made(request, *arguments)
+
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES)
+        monkeypatch.setattr(making, "make_group", slow)
+        of_threads: dict[str, Any] = {}
+
+        def flatten() -> None:
+            of_threads["whole"] = mesh["dp", "tp"].flatten("slow")
+
+        def take_part() -> None:
+            of_threads["part"] = init_device_mesh(
+                "cpu", (4,), ranks=[0, 1, 2, 3], universe=mesh.universe
+            )
+
+        first, second = threading.Thread(target=flatten), threading.Thread(target=take_part)
+        with groups_created(1):
+            first.start()
+            assert begun.wait(30)
+            second.start()
+            second.join(0.3)
+            go.set()
+            first.join(30)
+            second.join(30)
+        assert of_threads["part"].get_group() is of_threads["whole"].get_group()
 
 
 @pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")

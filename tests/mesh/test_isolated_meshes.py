@@ -238,6 +238,26 @@ def test_the_groups_of_a_root_are_made_when_they_are_used(mesh) -> None:
         assert [root.get_group(axis) for axis in _AXES] == mesh[_AXES].get_all_groups()
 
 
+def test_what_a_root_says_of_its_groups_before_they_are_made_is_not_kept(mesh) -> None:
+    with isolate("x"):
+        root = mesh["tp"]._get_root_mesh()
+    assert root.key_digests == []  # nor are they made for it
+    before = pickle.dumps(root)
+    root.get_group("tp")
+    with isolate("x"):
+        used = mesh[_AXES]
+    assert root.key_digests == used.key_digests != []
+    assert len(pickle.dumps(root)) > len(before)
+
+
+def test_the_stable_hash_of_a_root_counts_its_groups_from_the_start(mesh) -> None:
+    with isolate("x"):
+        root = mesh["tp"]._get_root_mesh()
+    told = root._stable_hash()
+    root.get_group("tp")
+    assert root._stable_hash() == told
+
+
 def test_a_slice_of_a_partly_isolated_root_has_that_root() -> None:
     own = _mesh(isolate={"dp": "x"})
     for names in ("dp", "tp", ("dp", "tp"), ("cp", "tp")):

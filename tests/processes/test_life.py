@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -129,7 +130,10 @@ def _cycles_alone(backend: str, cycles: int) -> dict[str, Any]:
 def test_thousands_of_cycles_leave_nothing_behind(crew: Crew, backend: str, cycles: int) -> None:
     [seen] = crew.run(_cycles_alone, 1, backend, cycles, timeout=110)
     assert seen["after"] == seen["before"]
-    assert seen["grown"] < cycles * 1_000
+    # A free-threaded Python frees some of its memory later.
+    assert seen["grown"] < cycles * (
+        1_000 if getattr(sys, "_is_gil_enabled", lambda: True)() else 5_000
+    )
 
 
 def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:

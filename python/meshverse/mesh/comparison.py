@@ -68,8 +68,8 @@ class ComparedMesh(MeshBase):
         # all ranks contains neither.
         key = self._stable_key()
         if not compat.compiles_one_graph():
-            # Copying the list does not count as use of the groups, so lazy groups stay lazy.
-            key = *key, self._universe.rank, list.copy(self._dim_group_names)
+            # These names do not count as use of the groups, so lazy groups stay lazy.
+            key = *key, self._universe.rank, self.group_names
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @computed

@@ -69,6 +69,8 @@ class MemberMesh(RequestingMesh):
             def keep_promise() -> list[str]:
                 names = self._group_names_under(tags, self._description, self.group_names)
                 mesh._take_group_names(names)
+                with contextlib.suppress(AttributeError):
+                    del mesh.key_digests  # of no groups, if they were asked for before
                 return mesh._dim_group_names
 
             mesh._dim_group_names = PromisedGroups(self.ndim, keep_promise)

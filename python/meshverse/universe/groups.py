@@ -137,10 +137,7 @@ class UniverseGroups(GroupMaker):
     def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
         options = request.options
         self._keys[options.digest] = options.key
-        make = self._make_own if self._shared is None else self._share
-        group: Group = self._cache.get_or_create(
-            request.axis, options.key, partial(make, request, call)
-        )
+        group = self._make_in_cache(request, call)
         if group.name not in self.process_groups and self._is_gone(group):
             self._make_again(group)
         if not group.borrowed:

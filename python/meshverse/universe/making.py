@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -83,6 +84,9 @@ class GroupMaker:
         self._world = world
         self._lazy = lazy
         self._shared = shared if part_of is None else part_of.share()
+        self._has_shared_all = self._shared is not None
+        self._unshared = threading.Condition()
+        self._n_unshared = 0  # of groups that threads are making, and that no part will find
         self._board_user = object()
         self._calls = ConsistencyCheck(
             *(rank_map, position, world, self._board_user),
@@ -137,6 +141,23 @@ class GroupMaker:
         return next((one for one in given if one.request.options.digest == key_digest), None)
 
     # --- making them ----------------------------------------------------------------------------
+
+    def _make_in_cache(self, request: GroupRequest, call: Call | None) -> Group:
+        """The group of a request: the one in the cache, or a new one, which is put there."""
+        with self._unshared:
+            is_shared = self._shared is not None
+            self._n_unshared += not is_shared
+        make = self._share if is_shared else self._make_own
+        try:
+            group: Group = self._cache.get_or_create(
+                request.axis, request.options.key, partial(make, request, call)
+            )
+        finally:
+            if not is_shared:
+                with self._unshared:
+                    self._n_unshared -= 1
+                    self._unshared.notify_all()
+        return group
 
     def _make_own(self, request: GroupRequest, call: Call | None) -> Group:
         group = prepare_group(request, self._world) if self._lazy else None
@@ -230,15 +251,21 @@ class GroupMaker:
 
     def share(self) -> GroupCache:
         """The groups that parts of this universe find, by ranks and options; those it has, too."""
-        if self._shared is None:
-            self._shared = GroupCache()
+        with self._unshared:
+            if self._shared is None:
+                self._shared = GroupCache()  # from now on, threads share what they make
+            shared = self._shared
+            self._unshared.wait_for(lambda: not self._n_unshared)
+            if self._has_shared_all:
+                return shared
+            self._has_shared_all = True
             for group in list(self):
                 if group.name is None or group.borrowed or self._is_gone(group):
                     continue
                 # The others are made by all ranks: none of these may find one, and stay away.
                 if is_made_by_members(group.request, self._world):
-                    self._shared.get_or_create(*_shared_key(group.request), partial(_same, group))
-        return self._shared
+                    shared.get_or_create(*_shared_key(group.request), partial(_same, group))
+            return shared
 
     # --- keeping them ---------------------------------------------------------------------------
 
