@@ -6,6 +6,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -170,3 +171,23 @@ def test_options_of_an_unknown_type_are_compared_by_what_they_say(crew: Crew) ->
         assert seen["given"] == [1, 7, 1 << 20]
         assert "chunk_bytes=7" in seen["told"]
         assert seen["plain"]
+
+
+def _refused() -> str:
+    def refuse(common: Any, options: Any) -> Any:
+        raise RuntimeError("this machine has no ring")
+
+    _register(_options_class(), [])
+    plugins = dist.Backend._plugins
+    plugins["RING"] = plugins["RING"]._replace(creator_fn=refuse)
+    with pytest.raises(RuntimeError) as raised:
+        init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), backend_override={"dp": "ring"})
+    return str(raised.value)
+
+
+def test_what_a_backend_refuses_is_not_laid_to_other_ranks(crew: Crew) -> None:
+    for rank, told in enumerate(crew.run(_refused, 2)):
+        assert told == (
+            f"Rank {rank} could not make the process group of axis 'dp' with ranks [0, 1]: this "
+            "machine has no ring"
+        )

@@ -14,7 +14,7 @@ from .backends import (
     needs_own_world_group,
     split_options,
 )
-from .creation import create_by_all, create_by_members, create_by_split
+from .creation import create_by_all, create_by_members, create_by_split, is_of_other_ranks
 from .dtensors import is_strided_shard, root_of, waited
 from .groups import (
     abort_all,
@@ -117,6 +117,7 @@ __all__ = [
     "is_backend_options",
     "is_faking",
     "is_made_by_stock",
+    "is_of_other_ranks",
     "is_one_graph_compiled",
     "is_one_graph_traced",
     "is_shrunk_default",

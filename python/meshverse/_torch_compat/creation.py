@@ -198,3 +198,8 @@ def create_by_all(
         if isinstance(group, ProcessGroup):
             mine = group
     return mine
+
+
+def is_of_other_ranks(error: RuntimeError) -> bool:
+    """Whether c10d could not reach other ranks, or else refused what this rank asked for."""
+    return isinstance(error, dist.DistError) or "connectFullMesh failed" in str(error)

@@ -204,8 +204,10 @@ def _make_by_members(
         )
     except RuntimeError as error:
         group = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
-        raise type(error)(
-            f"Rank {world.rank} could not make {group}: {error}\nOne of them has died, was "
-            "interrupted, or has ended the group already: no rank ends a group while others still "
-            "make it."
-        ) from error
+        told = f"Rank {world.rank} could not make {group}: {error}"
+        if len(ranks) > 1 and compat.is_of_other_ranks(error):
+            told += (
+                "\nAnother of these ranks may have died, been interrupted, or ended the group "
+                "already. End a group only when all its ranks have made it."
+            )
+        raise type(error)(told) from error
