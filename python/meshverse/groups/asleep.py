@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshverse.agreement import shortened
 from meshverse.world.world import World, WorldState
 
 from .request import Group
@@ -25,12 +24,8 @@ def check_awake(name: str, group: Group | None, world: World) -> None:
     """Raise RuntimeError if the group of this c10d name, described by `group`, was suspended."""
     if name not in world.state(Asleep).names:
         return
-    what = f"The process group {name}"
-    if group is not None:
-        axes = " or ".join(map(repr, group.requests)) or repr(group.request.axis_name)
-        ranks = shortened(group.request.my_ranks())
-        what = f"The process group of axis {axes} with ranks {ranks}"
+    what = f"process group {name}" if group is None else group.in_words()
     raise RuntimeError(
-        f"{what} is suspended, by universe.suspend(). Call mesh.universe.resume() on all its ranks "
-        "before it is used."
+        f"The {what} is suspended, by universe.suspend(). Call mesh.universe.resume() on all its "
+        "ranks before it is used."
     )

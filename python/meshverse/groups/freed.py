@@ -106,7 +106,7 @@ def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
             "%s was destroyed by destroy_process_group(), and made again for the other axes that "
             "have it. To end what is a mesh's alone, call mesh.universe.destroy(). (This is said "
             "once.)",
-            _describe(group),
+            f"The {group.in_words()}",
         )
     again.is_said = True
 
@@ -115,21 +115,21 @@ def why_gone(group: Group | None, name: str, world: World) -> str:
     """What to say of a group that was destroyed, and how to have it again."""
     left = _shrunk_to(name)
     if left is not None:
-        what = f"The process group {name}" if group is None else _describe(group)
+        what = f"process group {name}" if group is None else group.in_words()
         return (
-            f"{what} was shrunk by shrink_group() to ranks {shortened(left)}, in a group of its "
-            "own, and no rank has its old place any more. Make a mesh of the ranks that are left: "
+            f"The {what} was shrunk by shrink_group() to ranks {shortened(left)}, in a group of "
+            "its own, and no rank has its old place any more. Make a mesh of the ranks that are left: "
             "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
         )
     if group is None or group.borrowed:
-        what = f"The process group {name}" if group is None else _describe(group)
+        what = f"process group {name}" if group is None else group.in_words()
         return (
-            f"{what} was destroyed, by destroy_process_group(group) or with another universe that "
-            "made it. Make the mesh again, on groups that are there."
+            f"The {what} was destroyed, by destroy_process_group(group) or with another universe "
+            "that made it. Make the mesh again, on groups that are there."
         )
     for_whom = "this mesh too" if can_be_made_again(group, world) else "the new mesh only"
     return (
-        f"{_describe(group)} was destroyed, by destroy_process_group(group). Make the mesh again "
+        f"The {group.in_words()} was destroyed, by destroy_process_group(group). Make the mesh again "
         "with universe=mesh.universe, on all its ranks: groups that are gone are made again, for "
         f"{for_whom}."
     )
@@ -139,8 +139,3 @@ def _shrunk_to(name: str) -> list[int] | None:
     """Global ranks that `shrink_group` has left of a group that it ended, or None."""
     shrunk = compat.shrunk_from(name)
     return None if shrunk is None else dist.get_process_group_ranks(shrunk)
-
-
-def _describe(group: Group) -> str:
-    axes = " or ".join(map(repr, group.requests)) or repr(group.request.axis_name)
-    return f"The process group of axis {axes} with ranks {shortened(group.request.my_ranks())}"

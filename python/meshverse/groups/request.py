@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse.agreement import shortened
 from meshverse.options.group_options import GroupOptions
 
 __all__ = ["Group", "GroupRequest", "Origin"]
@@ -84,6 +85,11 @@ class Group:
     def count_request(self, axis_name: str) -> None:
         """Note that an axis of this name asked for the group."""
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
+
+    def in_words(self) -> str:
+        """Its axes and ranks, for messages. O(group)."""
+        axes = " or ".join(map(repr, self.requests)) or repr(self.request.axis_name)
+        return f"process group of axis {axes} with ranks {shortened(self.request.my_ranks())}"
 
     def note_first_use(self, made_here: bool) -> None:
         """Note how a group that may be lazy came to be when this universe first used it."""

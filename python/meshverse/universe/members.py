@@ -102,7 +102,7 @@ class MeshOwner(GroupOwner):
         self._others.add(mesh)
 
     def forget_places(self) -> None:
-        """Have the meshes here check, each time they are asked, that this rank's place is its."""
+        """Have the meshes find this rank's coordinate at each read, and raise if it is another rank."""
         self.keeps_places = False
         for mesh in (*list(self._meshes.values()), *self._others.alive()):
             mesh.forget_place()

@@ -84,7 +84,7 @@ class GroupOwner(Divided):
         return self._groups
 
     def forget_places(self) -> None:
-        """Have the meshes here check, each time they are asked, that this rank's place is its."""
+        """See `MeshOwner`."""
         raise NotImplementedError
 
     def known_names(

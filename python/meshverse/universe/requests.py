@@ -78,7 +78,7 @@ class Requests:
         return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
 
     def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
-        """What a group that the user made would have been asked for as."""
+        """The request that stands for a process group that the user made."""
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
 
     def _options(self, override: Override) -> GroupOptions:

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as distribute
 from torch.nn.functional import one_hot
 
-from meshverse.parallel.styles.local_styles import CheckedStyle, sum_gradients
+from meshverse.parallel.styles.local_styles import (
+    CheckedStyle,
+    hidden_parameters,
+    split_parameters,
+    sum_gradients,
+)
 
 from .dispatch import dispatch
 from .exchange import exchange_rows, scale_gradient
@@ -61,12 +65,8 @@ class _WholeExperts(CheckedStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         experts = check_parameters(type(module).__name__, module, self)
-        for name in experts.names:
-            parameter = module.get_parameter(name)
-            split = distribute(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(
-                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
-            )
+        placements = dict.fromkeys(experts.names, Shard(0))
+        split_parameters(module, placements, device_mesh, self.src_data_rank)
         own: Any = module
         if isinstance(getattr(module, "num_experts", None), int):
             own.num_experts = experts.count // device_mesh.size()
@@ -164,16 +164,11 @@ def _forward(
 ) -> Any:
     values = arguments_of(module, arguments, keywords)
     local = {name: _own_experts(module, name, experts, mesh) for name in experts.names}
-    # An attribute of the instance hides the parameter, which stays registered all the while.
-    module.__dict__.update(local)
-    try:
+    with hidden_parameters(module, local):
         run = partial(_run, module, experts, style.gradient_scale)
         if len(values) == 1:
             return _combine_rows(style, read_routing(module, experts, values), experts, mesh, run)
         output = style.combine(read_routing(module, experts, values), experts, mesh, run)
-    finally:
-        for name in local:
-            module.__dict__.pop(name, None)
     # No view where it can be: FSDP2 loses its hold on a view that is changed in place.
     return output if output.shape == values[0].shape else output.view_as(values[0])
 
@@ -186,8 +181,8 @@ _untraced_forward = _untraced(_forward)
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
     """The rows of a parameter that are of this rank's experts.
 
-    Where experts that hand tokens on have rows of no use in a weight (LongCat), the rows that a
-    rank has of it are not those of its experts, and change ranks first.
+    LongCat's weights have rows for its identity experts too. An even split then gives a rank rows
+    of other ranks' experts, so ranks exchange rows first.
     """
     parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()

@@ -15,9 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as distribute
 
-from meshverse.parallel.styles.local_styles import CheckedStyle, sum_gradients
+from meshverse.parallel.styles.local_styles import (
+    CheckedStyle,
+    hidden_parameters,
+    split_parameters,
+    sum_gradients,
+)
 
 from .exchange import pair_features
 from .routing import arguments_of, read_routing
@@ -65,14 +69,7 @@ class ExpertFeaturesParallel(CheckedStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         experts = check_parameters(type(module).__name__, module, self)
-        for name, placement in _placements(experts).items():
-            parameter = module.get_parameter(name)
-            split = distribute(
-                parameter, device_mesh, [placement], src_data_rank=self.src_data_rank
-            )
-            module.register_parameter(
-                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
-            )
+        split_parameters(module, _placements(experts), device_mesh, self.src_data_rank)
         # Not closures: a copy of the module must run on its own parameters.
         module.forward = partial(_forward, module, experts, device_mesh)
         return module
@@ -103,12 +100,8 @@ def _forward(
     arguments = tuple(map(shared, arguments))
     keywords = {name: shared(value) for name, value in keywords.items()}
     hidden = _local_parameters(module, experts, mesh)
-    module.__dict__.update(hidden)
-    try:
+    with hidden_parameters(module, hidden):
         output = _run(module, experts, mesh, arguments, keywords)
-    finally:
-        for name in hidden:
-            module.__dict__.pop(name, None)
     whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
     return whole.redistribute(placements=[Replicate()]).to_local()
 

@@ -25,7 +25,8 @@ from .stacked import describe
 
 __all__ = ["take_experts"]
 
-# Of a rank's term of a sum: made by a layer, left alone by a module, and summed by one around it.
+# transformers' words for partial sums: a layer computes one, a module passes it on, and an outer
+# module adds them up over the ranks.
 _TERM, _LEFT_ALONE, _SUM = "local_rowwise", "local", "gather"
 _ROUTER = "ep_router"
 

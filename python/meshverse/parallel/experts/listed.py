@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor as distribute
 from torch.func import functional_call
+
+from meshverse.parallel.styles.local_styles import split_parameters
 
 from .exchange import exchange_rows, scale_gradient
 from .expert_parallel import ExpertParallel
@@ -168,12 +169,8 @@ def hand_out_list(name: str, block: nn.Module, mesh: DeviceMesh, style: ExpertPa
     """
     experts: Any = block.get_submodule(name)
     for expert in experts:
-        for own_name, parameter in list(expert.named_parameters()):
-            owner, _, last = own_name.rpartition(".")
-            split = distribute(parameter, mesh, [Shard(0)], src_data_rank=style.src_data_rank)
-            expert.get_submodule(owner).register_parameter(
-                last, nn.Parameter(split, requires_grad=parameter.requires_grad)
-            )
+        placements = dict.fromkeys([own for own, _ in expert.named_parameters()], Shard(0))
+        split_parameters(expert, placements, mesh, style.src_data_rank)
     block.add_module(name, ListedExperts(experts, mesh, style))
     # Not closures: a copy of the module must run on its own experts.
     told: Any = block

@@ -79,7 +79,7 @@ class Together:
             ) from error
 
     def begin(self, run: int, why_not: str) -> str:
-        """Begin a run on all ranks or on none: one all-reduce of a number.
+        """Begin a run on all ranks or on none: a write to the store and an all-reduce of a number.
 
         Args:
             run: its number, counted from 1.

@@ -15,8 +15,9 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -41,6 +42,41 @@ __all__ = [
     "ReplicatedWithGradAllreduce",
     "SharedKeyGradAllreduce",
 ]
+
+
+def split_parameters(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+) -> None:
+    """Make DTensors of a module's parameters, in place.
+
+    Args:
+        module: that has them.
+        placements: by name of the parameter, which may be one of a submodule.
+        mesh: 1-D.
+        src_data_rank: whose values all ranks take; None if each keeps its own.
+    """
+    for name, placement in placements.items():
+        owner, _, own_name = name.rpartition(".")
+        parameter = module.get_parameter(name)
+        split = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        module.get_submodule(owner).register_parameter(
+            own_name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+        )
+
+
+@contextlib.contextmanager
+def hidden_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """In the block, a module has these tensors in place of its parameters of the same names."""
+    # An attribute of the instance hides the parameter, which stays registered all the while.
+    module.__dict__.update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            module.__dict__.pop(name, None)
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -111,17 +147,9 @@ class LocalParameters(CheckedStyle):
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = []
-        for name, placement in self.placements_of(module).items():
-            parameter = module.get_parameter(name)
-            distributed = distribute_tensor(
-                parameter, device_mesh, [placement], src_data_rank=self.src_data_rank
-            )
-            module.register_parameter(
-                name, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-            )
-            names.append(name)
-        _forward_on(module, names, self._local)
+        placements = self.placements_of(module)
+        split_parameters(module, placements, device_mesh, self.src_data_rank)
+        _forward_on(module, list(placements), self._local)
         return module
 
     def _local(self, parameter: DTensor) -> Tensor:
