@@ -165,6 +165,7 @@ def test_meshes_of_ended_worlds_keep_nothing_alive(crew: Crew) -> None:
 
 def _fork() -> list[str]:
     mesh = _mesh()
+    lazy = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, lazy=True, isolate="lazy")
     reached_by(mesh.get_group("tp"))
     read, write = os.pipe()
     child = os.fork()
@@ -172,7 +173,10 @@ def _fork() -> list[str]:
         said = ["nothing"]
         try:
             uses = (lambda: mesh.get_group("tp"), lambda: mesh.flatten("all"))
-            said = [repr(mesh["dp"]), str(mesh == copy.deepcopy(mesh)), *map(_error_of, uses)]
+            places = [mesh.get_local_rank("tp"), mesh["dp"].get_local_rank(), mesh.get_rank()]
+            places.append(lazy.get_local_rank("dp"))
+            said = [repr(mesh["dp"]), str(mesh == copy.deepcopy(mesh)), str(places)]
+            said += map(_error_of, uses)
         finally:
             os.write(write, "\n".join(said).encode())
             os._exit(0)
@@ -209,7 +213,8 @@ def _error_of(use: Callable[[], object]) -> str:
 
 
 def test_a_forked_process_may_hold_a_mesh_but_not_use_its_groups(crew: Crew) -> None:
-    for printed, equal, *errors in crew.run(_fork, 4):
+    for rank, (printed, equal, places, *errors) in enumerate(crew.run(_fork, 4)):
+        assert places == str([rank % 2, rank // 2, rank, rank // 2])
         assert printed == "DeviceMesh((dp=2), 'cpu', stride=(2,))"
         assert equal == "True"
         assert len(errors) == 2

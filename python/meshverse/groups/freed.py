@@ -118,8 +118,8 @@ def why_gone(group: Group | None, name: str, world: World) -> str:
         what = f"process group {name}" if group is None else group.in_words()
         return (
             f"The {what} was shrunk by shrink_group() to ranks {shortened(left)}, in a group of "
-            "its own, and no rank has its old place any more. Make a mesh of the ranks that are left: "
-            "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
+            "its own, and no rank has its old place any more. Make a mesh of the ranks that are "
+            "left: init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
         )
     if group is None or group.borrowed:
         what = f"process group {name}" if group is None else group.in_words()
@@ -129,9 +129,9 @@ def why_gone(group: Group | None, name: str, world: World) -> str:
         )
     for_whom = "this mesh too" if can_be_made_again(group, world) else "the new mesh only"
     return (
-        f"The {group.in_words()} was destroyed, by destroy_process_group(group). Make the mesh again "
-        "with universe=mesh.universe, on all its ranks: groups that are gone are made again, for "
-        f"{for_whom}."
+        f"The {group.in_words()} was destroyed, by destroy_process_group(group). Make the mesh "
+        "again with universe=mesh.universe, on all its ranks: groups that are gone are made "
+        f"again, for {for_whom}."
     )
 
 

@@ -84,13 +84,23 @@ class PlacedMesh(MemberMesh):
         # answers for all of them. And torch.compile can trace stock's method, but not this one.
         if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
-        if self._universe.pending_groups:
-            place = self._place_in_lazy_group(mesh_dim, self._universe.pending_groups)
-            if place is not None:
-                return place
-        if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
-            return StockDeviceMesh.get_local_rank(self, mesh_dim)
-        return self.get_group(mesh_dim).rank()
+        try:
+            if self._universe.pending_groups:
+                place = self._place_in_lazy_group(mesh_dim, self._universe.pending_groups)
+                if place is not None:
+                    return place
+            if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
+                return StockDeviceMesh.get_local_rank(self, mesh_dim)
+            return self.get_group(mesh_dim).rank()
+        except RuntimeError:
+            world, name = self._universe.world, self._name_without_use(mesh_dim)
+            if world is None or not world.is_of_parent or name is None:
+                raise
+            # A worker of a data loader asks which part of the data is its parent's.
+            pending = self._universe.pending_groups.get(name)
+            return (
+                compat.resolve_group(name).rank() if pending is None else _place_of(pending.request)
+            )
 
     def _sym_get_coordinate(self, index: int) -> Any:
         # Into a graph that is compiled for all ranks, stock puts a table of the ranks to search.
@@ -110,6 +120,14 @@ class PlacedMesh(MemberMesh):
         self, mesh_dim: int | str | None, pending: Mapping[str, Group]
     ) -> int | None:
         """My rank in the group along an axis if that group is not made yet; else None."""
+        group = pending.get(self._name_without_use(mesh_dim) or "")
+        if group is None:
+            return None
+        _ = self._universe.groups  # raises where the group can no longer be made
+        return _place_of(group.request)
+
+    def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
+        """The c10d name of the group along an axis, which this does not make; None if unknown."""
         mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
             mesh_dim = 0
@@ -124,11 +142,7 @@ class PlacedMesh(MemberMesh):
         if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
             return None  # get_group says what is wrong
         # `names[mesh_dim]` would count as use of the group, and make it.
-        group = pending.get(list.__getitem__(names, mesh_dim))
-        if group is None:
-            return None
-        _ = self._universe.groups  # raises where the group can no longer be made
-        return _place_of(group.request)
+        return list.__getitem__(names, mesh_dim)
 
 
 def _place_of(request: GroupRequest) -> int:

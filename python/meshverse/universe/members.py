@@ -102,7 +102,7 @@ class MeshOwner(GroupOwner):
         self._others.add(mesh)
 
     def forget_places(self) -> None:
-        """Have the meshes find this rank's coordinate at each read, and raise if it is another rank."""
+        """Have the meshes find the coordinate at each read, and raise if this is another rank."""
         self.keeps_places = False
         for mesh in (*list(self._meshes.values()), *self._others.alive()):
             mesh.forget_place()

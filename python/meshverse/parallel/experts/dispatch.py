@@ -1,7 +1,7 @@
 """Tokens sent to the ranks that have their experts, and brought back.
 
 Example:
-    >>> outputs = dispatch(routing, 8, mesh["ep"], run)  # doctest: +SKIP
+    >>> outputs = dispatch(routing, 8, mesh["ep"], run, hands_on=False)  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ __all__ = ["dispatch"]
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
 
 
-def dispatch(routing: Routing, count: int, mesh: DeviceMesh, run: LocalExperts) -> Tensor:
+def dispatch(
+    routing: Routing, count: int, mesh: DeviceMesh, run: LocalExperts, *, hands_on: bool
+) -> Tensor:
     """What all ranks' experts make of this rank's tokens.
 
     Every choice of a token is a row that goes to the rank of its expert by an all-to-all, and comes
     back by another, whatever their numbers. The only thing the host waits for is how many go where.
 
     Args:
-        routing: of this rank's own tokens. Experts beyond `count` hand a token on as it is.
+        routing: of this rank's own tokens.
         count: number of experts in all; rank r has those from r * count / ranks on.
         mesh: 1-D; all of its ranks call this, those without tokens too.
         run: what this rank's experts make of rows, called as `run(rows, local expert ids)`, also
             without any rows.
+        hands_on: whether experts beyond `count` hand a token on as it is, and not give zeros.
 
     Returns:
         Shape (tokens, features).
@@ -51,6 +54,8 @@ def dispatch(routing: Routing, count: int, mesh: DeviceMesh, run: LocalExperts) 
     here = here.repeat_interleave(received_counts.flatten(), output_size=sum(received))
     outputs = exchange_rows(run(arrived, here), received, sent, mesh.get_group())
 
+    if not hands_on:
+        handed_on = torch.zeros_like(handed_on)
     outputs = torch.cat([outputs, handed_on.to(outputs.dtype)])
     return weigh(routing, outputs[order.argsort()])
 

@@ -42,6 +42,10 @@ class Counted(Protocol):
     def count(self) -> int:
         """Number of experts that have weights."""
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether experts beyond those hand tokens on as they are."""
+
 
 class _WholeExperts(CheckedStyle):
     """What both ways to hand out experts have in common: rank r has the r-th part of them."""
@@ -105,9 +109,10 @@ class ExpertParallel(_WholeExperts):
     def combine(self, routing: Routing, experts: Counted, mesh: DeviceMesh, run: Any) -> Tensor:
         """What the experts of all ranks make of this rank's tokens."""
         same = self.same_tokens
+        send = partial(dispatch, count=experts.count, mesh=mesh, run=run, hands_on=experts.hands_on)
         if same is None or same.size() == 1:
-            return dispatch(routing, experts.count, mesh, run)
-        outputs = dispatch(routing.share(partial(_slice, same)), experts.count, mesh, run)
+            return send(routing)
+        outputs = send(routing.share(partial(_slice, same)))
         shape = routing.hidden.shape
         sliced = DTensor.from_local(
             outputs.contiguous(), same, [Shard(0)], shape=shape, stride=(shape[1], 1)

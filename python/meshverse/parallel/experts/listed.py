@@ -54,6 +54,7 @@ class ListedExperts(nn.Module):
             self.add_module(str(number), expert)
         self.mesh, self.style = mesh, style
         self.count = len(_with_weights(experts))
+        self.hands_on = len(experts) > self.count
 
     def __len__(self) -> int:
         return len(self._modules)

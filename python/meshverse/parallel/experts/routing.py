@@ -59,16 +59,23 @@ def read_routing(module: nn.Module, experts: StackedExperts, values: tuple[Tenso
     These are hidden states, each token's experts, and their weights: as many as the experts, or (in
     GPT-OSS of transformers 4) one for every expert of the model. Or (in Llama 4) they are rows that
     have their weights already, as many for each expert, of which all but those routed are zeros.
+
+    An id below 0 or beyond the experts is of no expert: it becomes the number of experts that have
+    weights, with weight 0.
     """
     hidden = values[0].flatten(0, -2)
     if len(values) == 1:
         count = hidden.size(0) // experts.count
         ids = torch.arange(experts.count, device=hidden.device).repeat_interleave(count)
         return Routing(hidden, ids[:, None], None)
-    expert_ids, weights = values[1], values[2]
+    expert_ids, weights = values[1].long(), values[2]
+    is_none = expert_ids < 0
+    if not experts.hands_on:
+        is_none |= expert_ids >= experts.count
+    expert_ids = expert_ids.masked_fill(is_none, experts.count)
     if takes_all_weights(module):
-        weights = weights.gather(1, expert_ids)
-    return Routing(hidden, expert_ids, weights)
+        weights = weights.gather(1, expert_ids.clamp(max=weights.size(1) - 1))
+    return Routing(hidden, expert_ids, weights.masked_fill(is_none, 0))
 
 
 def weigh(routing: Routing, outputs: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def apply_experts(
         experts: its description, with the number of experts that are here.
         rows: shape (sum of counts, features), those of the first expert first.
         counts: number of rows of each expert. Those beyond the experts that have weights are of
-            experts that hand their rows on.
+            experts that hand their rows on, or of no expert, which gives zeros.
         gate: called once as `gate(module, features)` between the products.
         identity_share: the part of what is handed on that is this rank's to give.
     """
@@ -49,7 +49,9 @@ def apply_experts(
     outer = _products(module, gate(module, inner), counts[:count], experts.down, experts.transposed)
     if not handed_on.size(0):
         return outer
-    return torch.cat([outer, module.identity_expert(handed_on) * identity_share])
+    if experts.hands_on:
+        return torch.cat([outer, module.identity_expert(handed_on) * identity_share])
+    return torch.cat([outer, torch.zeros_like(handed_on)])
 
 
 def _products(

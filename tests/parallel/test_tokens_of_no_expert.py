@@ -1,0 +1,73 @@
+"""Choices that are of no expert: padding, or tokens beyond an expert's capacity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from helpers.crew import Crew
+from meshverse import init_device_mesh
+from meshverse.parallel import (
+    ExpertFeaturesParallel,
+    ExpertParallel,
+    SameTokensExpertParallel,
+)
+
+_STYLES = {
+    "tokens are sent": ExpertParallel,
+    "same tokens": SameTokensExpertParallel,
+    "features": ExpertFeaturesParallel,
+}
+
+
+class _Experts(nn.Module):
+    """Runs its 8 experts one by one, so that ids of none of them give nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(8, 12, 6, dtype=torch.double))
+        self.down_proj = nn.Parameter(torch.randn(8, 6, 6, dtype=torch.double))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden)
+        for expert in range(8):
+            tokens, choices = torch.where(expert_ids == expert)
+            gate, up = (hidden[tokens] @ self.gate_up_proj[expert].mT).chunk(2, dim=-1)
+            rows = (self.act_fn(gate) * up) @ self.down_proj[expert].mT
+            output = output.index_add(0, tokens, rows * weights[tokens, choices, None])
+        return output
+
+
+def _run(module: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the tokens and of the router's weights."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(4, 6, generator=generator, dtype=torch.double).requires_grad_()
+    weights = torch.rand(4, 2, generator=generator, dtype=torch.double).requires_grad_()
+    output = module(hidden, ids, weights)
+    output.square().sum().backward()
+    return [output.detach(), hidden.grad, weights.grad]  # type: ignore[list-item]
+
+
+def _differences(style: str, none: int, dtype: torch.dtype) -> list[float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    module: Any = parallelize_module(nn.Sequential(_Experts()), mesh, {"0": _STYLES[style]()})
+    ids = torch.tensor([[0, none], [2, 3], [none, 7], [none, none]]).to(dtype)
+    pairs = zip(_run(module[0], ids), _run(_Experts(), ids), strict=True)
+    return [(seen - expected).abs().max().item() for seen, expected in pairs]
+
+
+@pytest.mark.parametrize("style", _STYLES)
+@pytest.mark.parametrize(
+    ("none", "dtype"),
+    [(8, torch.int64), (9, torch.int32), (-1, torch.int64), (8, torch.uint8)],
+    ids=str,
+)
+def test_they_give_nothing(four: Crew, style: str, none: int, dtype: torch.dtype) -> None:
+    for differences in four.run(_differences, 2, style, none, dtype):
+        assert max(differences) < 1e-12, differences
