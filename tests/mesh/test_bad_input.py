@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import groups_created, in_worlds
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, Universe, init_device_mesh
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
 
@@ -190,6 +191,16 @@ def test_a_universe_of_other_ranks(build: Callable, message: str) -> None:
     universe = init_device_mesh("cpu", (8,)).universe
     with groups_created(0), pytest.raises(ValueError, match=message):
         build(universe)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [8 / 2, torch.tensor(4), True, "4", {1, 2}, {0: 1}, (rank for rank in range(2)), None],
+    ids=["float", "0-dim", "bool", "str", "set", "dict", "generator", "none"],
+)
+def test_what_is_no_list_of_ranks(ranks: Any) -> None:
+    with pytest.raises(TypeError, match="Ranks are a number of ranks, or a list"):
+        Universe(ranks)
 
 
 # --- derived meshes ------------------------------------------------------------------------------

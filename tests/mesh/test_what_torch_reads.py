@@ -75,6 +75,15 @@ def test_a_rank_in_the_mesh_knows_its_place(world) -> None:
     assert torch.equal(mesh._get_mesh_tensor_from_full_mesh(ranks), mesh.mesh)
 
 
+def test_the_name_of_a_flattened_axis_is_no_axis(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    mesh.flatten("dt")
+    with pytest.raises(KeyError, match=r"It is a flattened axis, of the mesh that mesh\['dt'\]"):
+        mesh._get_mesh_dim_by_name("dt")
+    with pytest.raises(KeyError, match="Did you mean 'dt'"):
+        mesh._get_mesh_dim_by_name("dtt")
+
+
 def test_stable_hashes_tell_meshes_apart_that_have_other_graphs(world) -> None:
     one = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), universe=one.universe)

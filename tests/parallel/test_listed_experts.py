@@ -27,6 +27,7 @@ from meshverse.parallel import (
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
     get_flat_mesh,
+    get_total_norm,
 )
 
 _SEQUENCES, _LENGTH, _EXPERTS, _INNER = 8, 3, 4, 12
@@ -140,6 +141,10 @@ def _shard(model: nn.Module, sizes: dict[str, int], **settings: Any) -> Any:
     return get_flat_mesh(mesh, "dp_cp")
 
 
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
 def _compare(name: str, sizes: dict[str, int], settings: dict[str, Any], same: bool) -> list[str]:
     """Two steps of a model and of one process; all tokens are the same in one case."""
     alone, model = Model(_BLOCKS[name]).double(), Model(_BLOCKS[name]).double()
@@ -156,6 +161,8 @@ def _compare(name: str, sizes: dict[str, int], settings: dict[str, Any], same: b
         torch.testing.assert_close(output, expected[share])
         objective(expected).backward()
         (objective(output) * data.size()).backward()
+        largest = torch.nn.utils.get_total_norm(_gradients(alone), float("inf"))
+        torch.testing.assert_close(get_total_norm(_gradients(model), "inf"), largest)  # type: ignore[arg-type]
         norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
         for optimizer in optimizers:

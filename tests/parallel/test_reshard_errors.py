@@ -253,6 +253,8 @@ def _memory_shared() -> None:
     for what, target in (
         ("'w'", torch.zeros(1).expand(8)),
         ("'w'", torch.zeros(2, 1).expand(2, 4)),
+        ("'w'", torch.zeros(8).unfold(0, 3, 1)),
+        ("'w'", torch.zeros(16).as_strided((3, 3), (2, 4))),
     ):
         _raises(
             ValueError,
@@ -274,6 +276,9 @@ def _memory_shared() -> None:
         {"a": halves[:, ::2], "b": halves[:, 1::2]},
     )()
     assert torch.equal(halves, torch.tensor([1.0, 2.0]).repeat(4, 3))
+    interlaced = torch.zeros(16).as_strided((2, 3), (3, 2))  # 0, 2, 4 and 3, 5, 7
+    Reshard(_one(torch.arange(6.0).view(2, 3)), _one(interlaced))()
+    assert torch.equal(interlaced, torch.arange(6.0).view(2, 3))
     tied = torch.zeros(8)
     Reshard({"a": torch.ones(8), "b": torch.ones(8)}, {"a": tied, "b": tied})()
     assert torch.equal(tied, torch.ones(8))

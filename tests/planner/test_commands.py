@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -90,6 +91,16 @@ def test_a_pipe_that_is_closed_is_no_error(arguments: tuple[str, ...]) -> None:
     with os.fdopen(write) as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
+
+
+@pytest.mark.parametrize("arguments", ["plan dp=4", "versions", "plan dp=x"])
+def test_a_standard_output_that_the_shell_has_closed_is_no_error(arguments: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m meshverse {arguments} >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.returncode == (2 if "=x" in arguments else 0)
+    assert "Traceback" not in done.stderr
 
 
 def test_files_are_written_where_nobody_reads_the_table(tmp_path) -> None:

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             status = _run(arguments)
         finally:
-            sys.stdout.flush()  # here, and not when the process ends: a closed pipe is told then
+            # Here, and not when the process ends: a closed pipe is told then.
+            if sys.stdout is not None:  # which it is where the shell has closed it
+                sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -46,16 +46,26 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
     Raises:
         ValueError: no ranks, repeated or negative ranks, or values that are no integers.
         RuntimeError: a tensor whose values cannot be read.
-        TypeError: a bool, or nothing that lists integers.
+        TypeError: a bool, a number that is no integer, or nothing that lists integers.
     """
-    if isinstance(ranks, bool):
-        raise TypeError(f"Ranks are a number of ranks or list global ranks, but got {ranks}.")
-    if not isinstance(ranks, numbers.Integral):
+    is_bool = isinstance(ranks, bool)
+    if is_bool or not isinstance(ranks, numbers.Integral):
+        if not _is_list(ranks):
+            raise TypeError(
+                "Ranks are a number of ranks, or a list, tensor or array of global ranks, but got "
+                f"{ranks!r} of type {type(ranks).__name__}."
+            )
         return rank_map_of(plain_ranks(ranks))
     size = int(ranks)
     if size > LARGEST_RANK + 1:
         raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
     return RankMap.identity(size)
+
+
+def _is_list(ranks: torch.Tensor | ArrayLike) -> bool:
+    if isinstance(ranks, (str, bytes, Mapping)) or getattr(ranks, "ndim", None) == 0:
+        return False
+    return hasattr(ranks, "__getitem__") or hasattr(ranks, "__array__")
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:

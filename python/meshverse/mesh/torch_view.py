@@ -66,8 +66,12 @@ class ViewedMesh(ComparedMesh):
         try:
             return StockDeviceMesh._get_mesh_dim_by_name(self, mesh_dim_name)
         except KeyError as error:
-            known = [*(self._mesh_dim_names or ()), *self._root().flattened]
-            hint = did_you_mean(mesh_dim_name, known)
+            flattened = self._root().flattened
+            if mesh_dim_name in flattened:
+                hint = f"It is a flattened axis, of the mesh that mesh[{mesh_dim_name!r}] gives."
+            else:
+                known = [*(self._mesh_dim_names or ()), *flattened]
+                hint = did_you_mean(mesh_dim_name, known)
             if not hint:
                 raise
             raise KeyError(*error.args, hint.strip()) from None

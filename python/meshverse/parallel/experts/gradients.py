@@ -10,11 +10,12 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as norm_on_one_mesh
 
@@ -41,12 +42,16 @@ def get_total_norm(
     Raises:
         RuntimeError: the norm is not finite, and that is an error.
     """
+    norm_type = float(norm_type)  # torch takes "inf" too
     by_mesh: dict[object, list[Tensor]] = {}
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         by_mesh.setdefault(key, []).append(tensor)
     norms = []
     for some in by_mesh.values():
+        if norm_type == math.inf and isinstance(some[0], DTensor) and _is_split(some[0]):
+            norms.append(_largest(some))
+            continue
         norm = norm_on_one_mesh(some, norm_type, False, foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
@@ -59,6 +64,23 @@ def get_total_norm(
             "error_if_nonfinite=False to scale by it all the same."
         )
     return total
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return all(each.is_shard() or each.is_replicate() for each in tensor.placements)
+
+
+def _largest(some: Sequence[Any]) -> Tensor:
+    """The largest size of an element of DTensors of one mesh and placements.
+
+    Some ranks may have no rows of a tensor; torch's norm raises there.
+    """
+    mesh, placements = some[0].device_mesh, some[0].placements
+    locals_ = [each.to_local().detach().abs() for each in some]
+    largest = [each.max() if each.numel() else each.new_zeros(()) for each in locals_]
+    over_ranks = [Partial("max") if placement.is_shard() else placement for placement in placements]
+    value = torch.stack(largest).max()
+    return DTensor.from_local(value, mesh, over_ranks, run_check=False).full_tensor()
 
 
 def clip_grad_norm_(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from meshverse import Topology
@@ -122,14 +123,12 @@ def check_apart(source: Side | None, target: Side | None) -> None:
     """
     for name, tensor in (target.tensors if target else {}).items():
         local = local_tensor(tensor)
-        if any(
-            stride == 0 and size > 1
-            for size, stride in zip(local.shape, local.stride(), strict=True)
-        ):
+        if _overlaps_itself(local):
             raise ValueError(
-                f"target {name!r} is expanded: several of its elements are one in memory, which "
-                f"cannot hold them (shape {tuple(local.shape)}, strides {local.stride()}). Give a "
-                "tensor with memory for each, as by clone(memory_format=torch.contiguous_format)."
+                f"target {name!r} is expanded or unfolded: several of its elements are one in "
+                f"memory, which cannot hold them (shape {tuple(local.shape)}, strides "
+                f"{local.stride()}). Give a tensor with memory for each, as by "
+                "clone(memory_format=torch.contiguous_format)."
             )
     used = sorted([*_memories(source, True), *_memories(target, False)], key=lambda m: m.first)
     for index, one in enumerate(used):
@@ -140,6 +139,25 @@ def check_apart(source: Side | None, target: Side | None) -> None:
                 continue
             if not _is_same(one, other, source, target) and _overlap(one.local, other.local):
                 _refuse_overlap(one, other)
+
+
+def _overlaps_itself(local: Tensor) -> bool:
+    """Whether several elements of a tensor are one in memory. O(dims) unless its rows interlace."""
+    strides = zip(local.stride(), local.shape, strict=True)
+    axes = sorted((stride, size) for stride, size in strides if size > 1)
+    reach = 0
+    for stride, size in axes:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    if not local.numel() or axes[0][0] == 0:
+        return local.numel() > 0
+    places = torch.zeros(1, dtype=torch.long)
+    for stride, size in axes:
+        places = (places[:, None] + stride * torch.arange(size)).flatten()
+    return len(set(places.tolist())) < places.numel()
 
 
 def _memories(side: Side | None, is_source: bool) -> list[_Memory]:
