@@ -13,7 +13,7 @@
 
 namespace meshverse {
 
-// The field of one side that the other side has and this one lacks.
+// Stands for a field that the defaults have and the options lack.
 struct Absent {
   friend bool operator==(const Absent&, const Absent&) { return true; }
 };
