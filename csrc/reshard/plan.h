@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "reshard/holders.h"
+#include "reshard/planned.h"
 #include "reshard/senders.h"
 
 namespace meshverse::reshard {
@@ -23,20 +24,6 @@ struct Move {
   std::int64_t itemsize;  // bytes of an element on its way
   Sharding source;
   Sharding target;
-};
-
-// Boxes of elements as flat lists of integers, by box:
-//   of messages: tensor, first byte in the message, dimensions n, n first elements of the local
-//                tensor, n extents
-//   kept: tensor, n, n first elements of the source's local tensor, n of the target's, n extents
-struct Plan {
-  // By message: step, round, peer, whether it is sent, bytes, first integer of its boxes, boxes.
-  // In the order of (step, round), in which all ranks exchange them. In step s a rank sends to
-  // rank + s and receives from rank - s, modulo the world; a message of more than `round_bytes` is
-  // exchanged in several rounds.
-  std::vector<std::int64_t> messages;
-  std::vector<std::int64_t> boxes;
-  std::vector<std::int64_t> kept;
 };
 
 // Throws std::invalid_argument where a sharding does not fit its shape or holders, round_bytes are
