@@ -27,11 +27,14 @@ struct Move {
 };
 
 // Throws std::invalid_argument where a sharding does not fit its shape or holders, round_bytes are
-// less than an element's, or this rank is outside the world.
+// less than an element's or far too few for a tensor, this rank or a holder is outside the world,
+// or the world is of more than 2**31 ranks; std::overflow_error where the bytes of a tensor need
+// more than 63 bits.
 Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, const Nodes& nodes,
           std::int64_t rank, std::int64_t round_bytes);
 
-// The shape of the local tensor at these coordinates of the holders.
+// The shape of the local tensor at these coordinates of the holders. Throws std::invalid_argument
+// where they or the sharding do not fit the axes or the shape.
 std::vector<std::int64_t> local_shape(const std::vector<std::int64_t>& shape,
                                       const Sharding& sharding,
                                       const std::vector<std::int64_t>& axis_sizes,
