@@ -81,8 +81,8 @@ std::int64_t AxisLayout::operator()(std::int64_t index) const {
 }
 
 Integers AxisLayout::positions() const {
-  Integers positions{0};
-  positions.reserve(static_cast<std::size_t>(size_));
+  Integers positions = with_room_for(size_);
+  positions.push_back(0);
   for (auto mode = modes_.rbegin(); mode != modes_.rend(); ++mode) {
     const std::size_t block = positions.size();
     for (std::int64_t i = 1; i < mode->size; ++i) {
