@@ -41,7 +41,7 @@ struct Tagged {
   }
 };
 
-// Something that cannot be looked into: equal only to itself, and kept alive.
+// Something that cannot be looked into: equal only to itself, and kept alive. Copies share it.
 struct Handle {
   std::shared_ptr<void> object;
   std::string type_name;
