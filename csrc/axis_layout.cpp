@@ -6,7 +6,6 @@
 
 #include "checked_math.h"
 #include "fingerprint.h"
-#include "layout.h"
 
 namespace meshverse {
 namespace {
@@ -51,68 +50,6 @@ std::vector<Mode> by_ascending_stride(std::vector<Mode> modes) {
   return modes;
 }
 
-void check_domain(const AxisLayout& outer, const Layout& inner) {
-  if (inner.cosize() <= outer.size()) return;
-  throw std::invalid_argument("compose " + outer.to_string() + " with " + inner.to_string() +
-                              ": the inner layout reaches index " +
-                              std::to_string(inner.cosize() - 1) + ", but the outer one has only " +
-                              std::to_string(outer.size()) +
-                              " indices; choose an inner layout that stays below that");
-}
-
-// Composes the modes of one or more inner layouts with one outer layout, digit by digit.
-class Composer {
- public:
-  explicit Composer(const AxisLayout& outer) : outer_(outer), used_(outer.modes().size(), 0) {}
-
-  AxisLayout compose(const AxisLayout& inner) {
-    std::vector<Mode> composed;
-    for (auto mode = inner.modes().rbegin(); mode != inner.modes().rend(); ++mode) {
-      append_mode(*mode, inner, composed);
-    }
-    std::reverse(composed.begin(), composed.end());
-    return AxisLayout(composed);
-  }
-
- private:
-  // Appends, rightmost first, the modes of outer_(i * mode.stride) for i in 0..mode.size-1.
-  void append_mode(const Mode& mode, const AxisLayout& inner, std::vector<Mode>& composed) {
-    if (mode.stride == 0) return composed.push_back(mode);
-    std::int64_t count = mode.size;
-    std::int64_t step = mode.stride;
-    for (std::size_t digit = outer_.modes().size(); digit-- > 0 && count > 1;) {
-      const auto [size, stride] = outer_.modes()[digit];
-      if (step >= size) {
-        if (step % size != 0) refuse(inner);
-        step /= size;
-        continue;
-      }
-      const std::int64_t taken = (count - 1) * step < size ? count : size / step;
-      if (taken < count && (size % step != 0 || count % taken != 0)) refuse(inner);
-      use(digit, (taken - 1) * step, inner);
-      composed.push_back({taken, step * stride});
-      count /= taken;
-      step = 1;
-    }
-  }
-
-  // Two modes may share a digit of outer_ as long as their sum never carries into the next one.
-  void use(std::size_t digit, std::int64_t largest, const AxisLayout& inner) {
-    used_[digit] = checked_add(used_[digit], largest, "a composition");
-    if (used_[digit] >= outer_.modes()[digit].size) refuse(inner);
-  }
-
-  [[noreturn]] void refuse(const AxisLayout& inner) const {
-    throw std::invalid_argument("compose " + outer_.to_string() + " with " + inner.to_string() +
-                                ": the result is not a layout, because the inner layout steps "
-                                "across digits of the outer one; each inner stride must divide, or "
-                                "be a multiple of, every outer size that it crosses");
-  }
-
-  const AxisLayout& outer_;
-  Integers used_;  // the largest value that every digit of outer_ can take, so far
-};
-
 }  // namespace
 
 AxisLayout::AxisLayout(const std::vector<Mode>& modes) : modes_(coalesce(modes)) {
@@ -144,8 +81,8 @@ std::int64_t AxisLayout::operator()(std::int64_t index) const {
 }
 
 Integers AxisLayout::positions() const {
-  Integers positions{0};
-  positions.reserve(static_cast<std::size_t>(size_));
+  Integers positions = with_room_for(size_);
+  positions.push_back(0);
   for (auto mode = modes_.rbegin(); mode != modes_.rend(); ++mode) {
     const std::size_t block = positions.size();
     for (std::int64_t i = 1; i < mode->size; ++i) {
@@ -153,15 +90,6 @@ Integers AxisLayout::positions() const {
     }
   }
   return positions;
-}
-
-Layout AxisLayout::compose(const Layout& inner) const {
-  check_domain(*this, inner);
-  Composer composer(*this);
-  std::vector<AxisLayout> axes;
-  axes.reserve(inner.axes().size());
-  for (const AxisLayout& axis : inner.axes()) axes.push_back(composer.compose(axis));
-  return Layout(std::move(axes));
 }
 
 AxisLayout AxisLayout::complement(std::int64_t n) const {

@@ -13,8 +13,6 @@
 
 namespace meshverse {
 
-class Layout;
-
 // An immutable map 0..size-1 -> positions, in canonical form: equal maps <=> equal objects.
 class AxisLayout {
  public:
@@ -43,12 +41,6 @@ class AxisLayout {
 
   // The position at every index, in order of index. O(size).
   std::vector<std::int64_t> positions() const;
-
-  // self after each axis of `inner`: compose(inner).axis(k)(i) == self(inner.axis(k)(i)), and
-  // compose(inner).collapse()(i) == self(inner.collapse()(i)).
-  // Throws std::invalid_argument where `inner` leaves the domain of self, or steps across digits
-  // of self in a way that no choice of modes expresses digit by digit.
-  Layout compose(const Layout& inner) const;
 
   // {self(i) + complement(n)(j)} is 0..n-1, each exactly once; the complement is ascending.
   // Throws std::invalid_argument where no such layout exists, std::overflow_error where the span

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace meshverse {
 
@@ -27,6 +29,15 @@ inline std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* what
   std::int64_t sum = 0;
   if (__builtin_add_overflow(a, b, &sum)) throw_overflow(a, " + ", b, what);
   return sum;
+}
+
+// An empty vector with room for n integers; std::bad_alloc where memory has none, also for any n
+// that no memory could have.
+inline std::vector<std::int64_t> with_room_for(std::int64_t n) {
+  std::vector<std::int64_t> values;
+  if (static_cast<std::uint64_t>(n) > values.max_size()) throw std::bad_alloc();
+  values.reserve(static_cast<std::size_t>(n));
+  return values;
 }
 
 }  // namespace meshverse

@@ -89,12 +89,15 @@ class GroupCache {
     return items;
   }
 
-  // Calls visit(entry) for every entry, under the lock: it must neither block nor call back.
+  // Calls visit(key, entry) for every entry, under the lock: it must neither block nor call back.
   template <class Visit>
-  void visit_entries(Visit&& visit) const {
+  void visit_items(Visit&& visit) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& slot : created_) visit(slot->entry);
+    for (const auto& slot : created_) visit(slot->key, slot->entry);
   }
+
+  // How many copies of an entry's key are here: one in `slots_`, one in the slot.
+  static constexpr long kCopiesOfKey = 2;
 
   std::size_t size() const {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -1,5 +1,6 @@
 #include "layout.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -10,6 +11,68 @@ namespace meshverse {
 namespace {
 
 using Integers = std::vector<std::int64_t>;
+
+void check_domain(const AxisLayout& outer, const Layout& inner) {
+  if (inner.cosize() <= outer.size()) return;
+  throw std::invalid_argument("compose " + outer.to_string() + " with " + inner.to_string() +
+                              ": the inner layout reaches index " +
+                              std::to_string(inner.cosize() - 1) + ", but the outer one has only " +
+                              std::to_string(outer.size()) +
+                              " indices; choose an inner layout that stays below that");
+}
+
+// Composes the modes of one or more inner layouts with one outer layout, digit by digit.
+class Composer {
+ public:
+  explicit Composer(const AxisLayout& outer) : outer_(outer), used_(outer.modes().size(), 0) {}
+
+  AxisLayout compose(const AxisLayout& inner) {
+    std::vector<Mode> composed;
+    for (auto mode = inner.modes().rbegin(); mode != inner.modes().rend(); ++mode) {
+      append_mode(*mode, inner, composed);
+    }
+    std::reverse(composed.begin(), composed.end());
+    return AxisLayout(composed);
+  }
+
+ private:
+  // Appends, rightmost first, the modes of outer_(i * mode.stride) for i in 0..mode.size-1.
+  void append_mode(const Mode& mode, const AxisLayout& inner, std::vector<Mode>& composed) {
+    if (mode.stride == 0) return composed.push_back(mode);
+    std::int64_t count = mode.size;
+    std::int64_t step = mode.stride;
+    for (std::size_t digit = outer_.modes().size(); digit-- > 0 && count > 1;) {
+      const auto [size, stride] = outer_.modes()[digit];
+      if (step >= size) {
+        if (step % size != 0) refuse(inner);
+        step /= size;
+        continue;
+      }
+      const std::int64_t taken = (count - 1) * step < size ? count : size / step;
+      if (taken < count && (size % step != 0 || count % taken != 0)) refuse(inner);
+      use(digit, (taken - 1) * step, inner);
+      composed.push_back({taken, step * stride});
+      count /= taken;
+      step = 1;
+    }
+  }
+
+  // Two modes may share a digit of outer_ as long as their sum never carries into the next one.
+  void use(std::size_t digit, std::int64_t largest, const AxisLayout& inner) {
+    used_[digit] = checked_add(used_[digit], largest, "a composition");
+    if (used_[digit] >= outer_.modes()[digit].size) refuse(inner);
+  }
+
+  [[noreturn]] void refuse(const AxisLayout& inner) const {
+    throw std::invalid_argument("compose " + outer_.to_string() + " with " + inner.to_string() +
+                                ": the result is not a layout, because the inner layout steps "
+                                "across digits of the outer one; each inner stride must divide, or "
+                                "be a multiple of, every outer size that it crosses");
+  }
+
+  const AxisLayout& outer_;
+  Integers used_;  // the largest value that every digit of outer_ can take, so far
+};
 
 }  // namespace
 
@@ -74,7 +137,7 @@ Layout Layout::unflatten(std::int64_t index, const std::vector<std::int64_t>& si
                                 " indices are not " + std::to_string(whole.size()));
   }
   const std::int64_t start = index < 0 ? index + static_cast<std::int64_t>(axes_.size()) : index;
-  return splice(start, start + 1, whole.compose(inner));
+  return splice(start, start + 1, compose(whole, inner));
 }
 
 Layout Layout::select(const Integers& indices) const {
@@ -145,6 +208,15 @@ std::uint64_t Layout::hash() const {
   std::uint64_t hash = axes_.size();
   for (const AxisLayout& axis : axes_) hash = hash_combine(hash, axis.hash());
   return hash;
+}
+
+Layout compose(const AxisLayout& outer, const Layout& inner) {
+  check_domain(outer, inner);
+  Composer composer(outer);
+  std::vector<AxisLayout> axes;
+  axes.reserve(inner.axes().size());
+  for (const AxisLayout& axis : inner.axes()) axes.push_back(composer.compose(axis));
+  return Layout(std::move(axes));
 }
 
 }  // namespace meshverse

@@ -81,4 +81,10 @@ class Layout {
   std::int64_t cosize_ = 1;
 };
 
+// `outer` after each axis of `inner`: compose(outer, inner).axis(k)(i) == outer(inner.axis(k)(i)),
+// and compose(outer, inner).collapse()(i) == outer(inner.collapse()(i)).
+// Throws std::invalid_argument where `inner` leaves the domain of `outer`, or steps across digits
+// of `outer` in a way that no choice of modes expresses digit by digit.
+Layout compose(const AxisLayout& outer, const Layout& inner);
+
 }  // namespace meshverse

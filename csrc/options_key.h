@@ -13,7 +13,7 @@
 
 namespace meshverse {
 
-// The field of one side that the other side has and this one lacks.
+// Stands for a field that the defaults have and the options lack.
 struct Absent {
   friend bool operator==(const Absent&, const Absent&) { return true; }
 };
@@ -41,7 +41,7 @@ struct Tagged {
   }
 };
 
-// Something that cannot be looked into: equal only to itself, and kept alive.
+// Something that cannot be looked into: equal only to itself, and kept alive. Copies share it.
 struct Handle {
   std::shared_ptr<void> object;
   std::string type_name;

@@ -3,7 +3,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checked_math.h"
+
 namespace meshverse {
+
 RankGroups::RankGroups(AxisLayout axis, RankMap::Ptr rank_map)
     : axis_(std::move(axis)),
       rank_map_(std::move(rank_map)),
@@ -40,8 +43,7 @@ Fingerprint RankGroups::fingerprint_of_ranks(const std::vector<std::int64_t>& ra
 
 RankArray RankGroups::all() const {
   const std::vector<std::int64_t> within = axis_.positions();
-  std::vector<std::int64_t> ranks;
-  ranks.reserve(static_cast<std::size_t>(rank_map_->size()));
+  std::vector<std::int64_t> ranks = with_room_for(rank_map_->size());
   for (const std::int64_t offset : offsets_.positions()) {
     for (const std::int64_t position : within)
       ranks.push_back(rank_map_->rank_at(offset + position));

@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "fast_calls.h"
 #include "group_cache.h"
+#include "handles.h"
 #include "layout.h"
 #include "value_types.h"
 
@@ -74,13 +75,17 @@ PyGroupCache* cache_if_constructed(PyObject* self) {
   return py::detail::is_holder_constructed(self) ? py::handle(self).cast<PyGroupCache*>() : nullptr;
 }
 
-// Entries may refer back to the owner of the cache: Python's garbage collector must see them.
+// Entries, and the handles of keys, may refer back to the owner of the cache: Python's garbage
+// collector must see them.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   int result = 0;
   if (PyGroupCache* cache = cache_if_constructed(self)) {
-    cache->visit_entries([&](const py::object& entry) {
+    cache->visit_items([&](const GroupKey& key, const py::object& entry) {
       if (result == 0) result = visit(entry.ptr(), arg);
+      if (result == 0) {
+        result = traverse_handles(key.options, PyGroupCache::kCopiesOfKey, visit, arg);
+      }
     });
   }
   return result;
@@ -94,7 +99,9 @@ int clear(PyObject* self) {
 py::object get_or_create(PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key,
                          py::handle make) {
   if (PyCallable_Check(make.ptr()) == 0) throw py::type_error("make must be callable");
-  return cache.get_or_create({axis, key}, [&] { return py::object(make()); });
+  GroupKey group{axis, key};
+  own_references(group.options);
+  return cache.get_or_create(group, [&] { return py::object(make()); });
 }
 
 py::object get(const PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key) {

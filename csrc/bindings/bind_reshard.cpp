@@ -38,6 +38,11 @@ struct PlanArrays {
 PlanArrays plan(const std::vector<Holders>& holders, const std::vector<MoveTuple>& tuples,
                 std::int64_t rank, std::int64_t world_size, std::int64_t round_bytes,
                 std::int64_t node_size, const std::optional<Integers>& node_of_rank) {
+  if (node_of_rank && static_cast<std::int64_t>(node_of_rank->size()) != world_size) {
+    throw py::value_error("node_of_rank for " + std::to_string(node_of_rank->size()) +
+                          " ranks in a world of " + std::to_string(world_size) +
+                          ": give the node of every rank");
+  }
   const py::gil_scoped_release release;
   std::vector<Move> moves;
   moves.reserve(tuples.size());
@@ -125,8 +130,11 @@ Returns:
     extents.
 
 Raises:
-    ValueError: A side that does not fit its tensor or holders, an element larger than a round, a
-        rank outside the world.
+    ValueError: A side that does not fit its tensor or holders, a negative size, a factor that is
+        not in ``1..2**24``, an element larger than a round, a tensor of more than ``2**24`` rounds,
+        a rank outside the world, a world of more than ``2**31`` ranks, ``node_of_rank`` for another
+        number of ranks.
+    OverflowError: The bytes of a tensor do not fit 64 bits.
 )");
 
   module.def(
@@ -148,7 +156,9 @@ Args:
     coordinates: Index of the shard along each axis.
 
 Raises:
-    ValueError: They are not equally many, or an axis splits a dimension that is not there.
+    ValueError: They are not equally many, an axis splits a dimension that is not there, an axis
+        has no rank, a coordinate is not on its axis, a size of the shape is negative, or a factor
+        is not in ``1..2**24``.
 
 >>> shard_shape([9, 4], [0, 0], [2, 1], False, [4, 2], [3, 0])
 (1, 4)

@@ -47,9 +47,10 @@ bool is_in_cpp(py::handle object, const std::string& name);
 //
 // An object is data if it consists of its fields and none of them, however deep, is a handle; so
 // what holds a lock or a connection is a handle as a whole. Dataclasses and namespaces are data
-// whatever they hold. So are objects of C++ extensions where there is reason to take them for
-// structs: they are in a field of a C++ object; or their fields can be set, and they can be copied,
-// or are options as those at the top are.
+// whatever they hold. So is an object of a C++ extension in two cases:
+// (a) It was read from a field of a C++ object.
+// (b) Fields of its C++ part can be set; and its type can be copied, or it shares the base that has
+//     these fields with the options object at the top.
 class DataCheck {
  public:
   explicit DataCheck(py::object options) : options_(std::move(options)) {}

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checked_math.h"
+#include "handles.h"
 #include "plain_data.h"
 #include "value_types.h"
 
@@ -42,15 +43,7 @@ std::string text_of(py::handle value) {
   return ValueType<OptionsKey>::of(value.ptr()).digest().hex();
 }
 
-Handle make_handle(py::handle value) {
-  const auto release = [](void* object) {
-    if (Py_IsInitialized() == 0) return;  // nothing left to give it back to
-    const py::gil_scoped_acquire gil;
-    Py_DECREF(static_cast<PyObject*>(object));
-  };
-  Py_INCREF(value.ptr());
-  return {std::shared_ptr<void>(value.ptr(), release), type_name_of(value)};
-}
+Handle make_handle(py::handle value) { return {refer_to(value), type_name_of(value)}; }
 
 // Flattens a value into fields: every part under its own dotted name.
 class Reader {

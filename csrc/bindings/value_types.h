@@ -16,6 +16,7 @@
 #endif
 
 #include "bindings.h"
+#include "handles.h"
 #include "layout.h"
 #include "options_key.h"
 
@@ -41,6 +42,10 @@ PyObject* or_error(Body&& body) {
 template <class Value>
 constexpr bool is_value = std::is_same_v<Value, AxisLayout> || std::is_same_v<Value, Layout> ||
                           std::is_same_v<Value, OptionsKey>;
+
+// Whether such a value may refer to Python objects, and so be in a cycle.
+template <class Value>
+constexpr bool has_references = std::is_same_v<Value, OptionsKey>;
 
 // A function as an entry of a type's slots.
 template <class Function>
@@ -74,9 +79,15 @@ class ValueType {
                                              {Py_tp_getset, properties},
                                              {Py_tp_members, members},
                                              {0, nullptr}};
+    unsigned int flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE;
+    if constexpr (has_references<Value>) {
+      flags |= Py_TPFLAGS_HAVE_GC;
+      // No tp_clear, as tuples have none. What a value refers to is older than the value. So some
+      // other object of a cycle was changed to close it, and Python clears that one.
+      slots.push_back({Py_tp_traverse, untyped(&traverse)});
+    }
     slots.insert(slots.end(), common.begin(), common.end());
-    PyType_Spec spec = {name, sizeof(Object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-                        slots.data()};
+    PyType_Spec spec = {name, sizeof(Object), 0, flags, slots.data()};
     auto made = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
     if (!made) throw py::error_already_set();
     type_ = reinterpret_cast<PyTypeObject*>(made.inc_ref().ptr());
@@ -90,9 +101,13 @@ class ValueType {
   // A new object.
   static py::object make(Value value) {
     static_assert(std::is_nothrow_move_constructible_v<Value>);
-    PyObject* self = type_->tp_alloc(type_, 0);
+    if constexpr (has_references<Value>) own_references(value);
+    PyObject* self = allocate();
     if (self == nullptr) throw py::error_already_set();
     new (&reinterpret_cast<Object*>(self)->value) Value(std::move(value));
+    if constexpr (has_references<Value>) {
+      if (has_handles(of(self))) PyObject_GC_Track(self);
+    }
     return py::reinterpret_steal<py::object>(self);
   }
 
@@ -125,8 +140,26 @@ class ValueType {
     return or_error([&] { return make(construct(positional, keywords)); });
   }
 
+  // An object without its value, which the collector does not know yet.
+  static PyObject* allocate() {
+    if constexpr (has_references<Value>) {
+      Object* const object = PyObject_GC_New(Object, type_);
+      if (object == nullptr) return nullptr;
+      object->head.weak_references = nullptr;
+      return reinterpret_cast<PyObject*>(object);
+    } else {
+      return type_->tp_alloc(type_, 0);
+    }
+  }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    return traverse_handles(of(self), 1, visit, arg);
+  }
+
   static void destroy(PyObject* self) {
     PyTypeObject* const type = Py_TYPE(self);
+    if constexpr (has_references<Value>) PyObject_GC_UnTrack(self);
     PyObject_ClearWeakRefs(self);
     reinterpret_cast<Object*>(self)->value.~Value();
     type->tp_free(self);

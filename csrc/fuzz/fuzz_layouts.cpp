@@ -134,7 +134,7 @@ void check_equality(const AxisLayout& one, const AxisLayout& other) {
 void check_composition(const AxisLayout& outer, const Layout& inner) {
   Layout composed;
   try {
-    composed = outer.compose(inner);
+    composed = compose(outer, inner);
   } catch (const std::invalid_argument&) {
     return;
   }

@@ -12,7 +12,7 @@ Holders::Holders(RankMap::Ptr rank_map, std::int64_t base, Layout axes)
     throw std::invalid_argument("The axes " + axes_.to_string() +
                                 " overlap or are not nested: give ranks in row-major order");
   }
-  if (base < 0 || checked_add(base, axes_.cosize(), "the last position") > rank_map_->size()) {
+  if (base < 0 || base > rank_map_->size() - axes_.cosize()) {
     throw std::invalid_argument("The axes " + axes_.to_string() + " from position " +
                                 std::to_string(base) + " leave " + rank_map_->to_string());
   }

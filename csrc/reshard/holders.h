@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "checked_math.h"
 #include "layout.h"
 #include "rank_map.h"
 

@@ -4,7 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "reshard/plan.h"
+#include "reshard/planned.h"
+#include "reshard/senders.h"
 
 namespace meshverse::reshard {
 

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "checked_math.h"
 #include "reshard/packing.h"
 #include "reshard/spans.h"
 
@@ -16,6 +17,31 @@ namespace meshverse::reshard {
 namespace {
 
 using Coordinates = std::vector<std::int64_t>;
+
+// Far more than any job has. Below them no number here needs more than 64 bits.
+constexpr std::int64_t kMostRanks = std::int64_t{1} << 31;
+constexpr std::int64_t kMostPieces = std::int64_t{1} << 24;
+constexpr std::int64_t kMostRounds = std::int64_t{1} << 24;
+
+void check_shape(const std::vector<std::int64_t>& shape) {
+  for (const std::int64_t size : shape) {
+    if (size >= 0) continue;
+    throw std::invalid_argument("a tensor with a dimension of size " + std::to_string(size) +
+                                ": sizes are at least 0; give the shape of the whole tensor");
+  }
+}
+
+// std::overflow_error unless the bytes of a tensor are counted in 64 bits.
+std::int64_t bytes_of(const Move& move) {
+  std::int64_t bytes = move.itemsize;
+  for (const std::int64_t size : move.shape) {
+    if (size == 0) return 0;
+  }
+  for (const std::int64_t size : move.shape) {
+    bytes = checked_multiply(bytes, size, "the bytes of a tensor");
+  }
+  return bytes;
+}
 
 std::vector<DimSharding> dim_shardings(const std::vector<std::int64_t>& shape,
                                        const Sharding& sharding,
@@ -28,16 +54,19 @@ std::vector<DimSharding> dim_shardings(const std::vector<std::int64_t>& shape,
   }
   std::vector<std::vector<Split>> splits(shape.size());
   for (std::size_t axis = 0; axis < n_axes; ++axis) {
-    const std::int64_t dim = sharding.dims[axis];
-    if (dim == -1) continue;
-    if (dim < -1 || dim >= static_cast<std::int64_t>(shape.size()) || sharding.factors[axis] < 1) {
-      throw std::invalid_argument(
-          "axis " + std::to_string(axis) + " splits dimension " + std::to_string(dim) +
-          " by factor " + std::to_string(sharding.factors[axis]) + " of a tensor of " +
-          std::to_string(shape.size()) + " dimensions: dimensions count from 0, factors from 1");
+    const std::int64_t dim = sharding.dims[axis], factor = sharding.factors[axis];
+    const auto n_dims = static_cast<std::int64_t>(shape.size());
+    if (dim < -1 || dim >= n_dims || factor < 1 || factor > kMostPieces) {
+      throw std::invalid_argument("axis " + std::to_string(axis) + " splits dimension " +
+                                  std::to_string(dim) + " by factor " + std::to_string(factor) +
+                                  " of a tensor of " + std::to_string(n_dims) +
+                                  " dimensions: dimensions count from 0, with -1 for none, and "
+                                  "factors from 1 to " +
+                                  std::to_string(kMostPieces));
     }
-    splits[static_cast<std::size_t>(dim)].push_back(
-        {axis, axis_sizes[axis], sharding.factors[axis]});
+    // An axis of one rank splits nothing. All others are few, however many axes there are.
+    if (dim == -1 || axis_sizes[axis] == 1) continue;
+    splits[static_cast<std::size_t>(dim)].push_back({axis, axis_sizes[axis], factor});
   }
   std::vector<DimSharding> dims;
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
@@ -103,18 +132,25 @@ std::vector<Option> options(const Spans& mine, const DimSharding& theirs, const 
   return found;
 }
 
-// Calls `visit(choice)` for every choice of one item of each list.
+// Calls `visit(choice)` for every choice of one item of each list, the last list's item changing
+// fastest. Not by recursion, as a tensor may have more dimensions than there is room on the stack.
 template <class Item, class Visit>
 void each_choice(const std::vector<const std::vector<Item>*>& lists, const Visit& visit) {
-  std::vector<const Item*> choice(lists.size());
-  const auto descend = [&](const auto& self, std::size_t depth) -> void {
-    if (depth == lists.size()) return visit(choice);
-    for (const Item& item : *lists[depth]) {
-      choice[depth] = &item;
-      self(self, depth + 1);
+  std::vector<const Item*> choice;
+  for (const std::vector<Item>* list : lists) {
+    if (list->empty()) return;
+    choice.push_back(list->data());
+  }
+  while (true) {
+    visit(choice);
+    std::size_t place = lists.size();
+    while (place > 0 && choice[place - 1] == &lists[place - 1]->back()) {
+      --place;
+      choice[place] = lists[place]->data();
     }
-  };
-  descend(descend, 0);
+    if (place == 0) return;
+    ++choice[place - 1];
+  }
 }
 
 class Planner {
@@ -272,9 +308,21 @@ class Planner {
 
 Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, const Nodes& nodes,
           std::int64_t rank, std::int64_t round_bytes) {
-  if (rank < 0 || rank >= nodes.world_size()) {
+  const std::int64_t world = nodes.world_size();
+  if (world > kMostRanks) {
+    throw std::invalid_argument("a world of " + std::to_string(world) +
+                                " ranks: plans are made for 2**31 ranks at most");
+  }
+  if (rank < 0 || rank >= world) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " is outside the world of " +
-                                std::to_string(nodes.world_size()));
+                                std::to_string(world));
+  }
+  for (const Holders& side : holders) {
+    const std::int64_t last = side.bounds().second;
+    if (last < world) continue;
+    throw std::invalid_argument("holders with rank " + std::to_string(last) +
+                                ", which is outside the world of " + std::to_string(world) +
+                                ": give the size of the whole job");
   }
   for (const Move& move : moves) {
     if (move.itemsize < 1 || move.itemsize > round_bytes) {
@@ -282,8 +330,12 @@ Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, c
                                   " bytes in rounds of " + std::to_string(round_bytes) +
                                   ": a round must have room for one");
     }
-    for (const std::int64_t size : move.shape) {
-      if (size < 0) throw std::invalid_argument("a dimension of size " + std::to_string(size));
+    check_shape(move.shape);
+    if (const std::int64_t bytes = bytes_of(move); bytes / round_bytes > kMostRounds) {
+      throw std::invalid_argument("a tensor of " + std::to_string(bytes) + " bytes in rounds of " +
+                                  std::to_string(round_bytes) + ": more than " +
+                                  std::to_string(kMostRounds) +
+                                  " rounds are too many; give longer ones");
     }
     for (const Sharding* side : {&move.source, &move.target}) {
       if (side->holders >= holders.size()) {
@@ -301,7 +353,20 @@ std::vector<std::int64_t> local_shape(const std::vector<std::int64_t>& shape,
                                       const std::vector<std::int64_t>& coordinates) {
   if (coordinates.size() != axis_sizes.size()) {
     throw std::invalid_argument(std::to_string(coordinates.size()) + " coordinates for " +
-                                std::to_string(axis_sizes.size()) + " axes");
+                                std::to_string(axis_sizes.size()) + " axes: give one an axis");
+  }
+  check_shape(shape);
+  for (std::size_t axis = 0; axis < axis_sizes.size(); ++axis) {
+    const std::int64_t size = axis_sizes[axis], coordinate = coordinates[axis];
+    const std::string name = "axis " + std::to_string(axis) + " of size " + std::to_string(size);
+    if (size < 1) {
+      throw std::invalid_argument(name + ": an axis has at least one rank; give the mesh's shape");
+    }
+    if (coordinate < 0 || coordinate >= size) {
+      throw std::invalid_argument("coordinate " + std::to_string(coordinate) + " on " + name +
+                                  ": coordinates run from 0 to " + std::to_string(size - 1) +
+                                  "; give the index of the shard along each axis");
+    }
   }
   std::vector<std::int64_t> sizes;
   for (const Spans& spans : spans_at(dim_shardings(shape, sharding, axis_sizes), coordinates)) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "reshard/holders.h"
+#include "reshard/planned.h"
 #include "reshard/senders.h"
 
 namespace meshverse::reshard {
@@ -25,26 +26,15 @@ struct Move {
   Sharding target;
 };
 
-// Boxes of elements as flat lists of integers, by box:
-//   of messages: tensor, first byte in the message, dimensions n, n first elements of the local
-//                tensor, n extents
-//   kept: tensor, n, n first elements of the source's local tensor, n of the target's, n extents
-struct Plan {
-  // By message: step, round, peer, whether it is sent, bytes, first integer of its boxes, boxes.
-  // In the order of (step, round), in which all ranks exchange them. In step s a rank sends to
-  // rank + s and receives from rank - s, modulo the world; a message of more than `round_bytes` is
-  // exchanged in several rounds.
-  std::vector<std::int64_t> messages;
-  std::vector<std::int64_t> boxes;
-  std::vector<std::int64_t> kept;
-};
-
 // Throws std::invalid_argument where a sharding does not fit its shape or holders, round_bytes are
-// less than an element's, or this rank is outside the world.
+// less than an element's or far too few for a tensor, this rank or a holder is outside the world,
+// or the world is of more than 2**31 ranks; std::overflow_error where the bytes of a tensor need
+// more than 63 bits.
 Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, const Nodes& nodes,
           std::int64_t rank, std::int64_t round_bytes);
 
-// The shape of the local tensor at these coordinates of the holders.
+// The shape of the local tensor at these coordinates of the holders. Throws std::invalid_argument
+// where they or the sharding do not fit the axes or the shape.
 std::vector<std::int64_t> local_shape(const std::vector<std::int64_t>& shape,
                                       const Sharding& sharding,
                                       const std::vector<std::int64_t>& axis_sizes,

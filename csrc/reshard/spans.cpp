@@ -6,7 +6,13 @@
 namespace meshverse::reshard {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+// Not (a + b - 1) / b, which may need more than 64 bits.
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
+
+// min(index * step, end), whatever the index: the product may need more than 64 bits.
+std::int64_t reached(std::int64_t index, std::int64_t step, std::int64_t end) {
+  return index > end / step ? end : index * step;
+}
 
 // Appends what stands at local indices start..stop-1.
 void append_slice(Spans& to, const Spans& from, std::int64_t start, std::int64_t stop) {
@@ -33,7 +39,7 @@ struct Pieces {
   Pieces(std::int64_t n, std::int64_t factor)
       : length(n), piece(std::max<std::int64_t>(ceil_div(n, factor), 1)) {}
 
-  std::int64_t start(std::int64_t index) const { return std::min(index * piece, length); }
+  std::int64_t start(std::int64_t index) const { return reached(index, piece, length); }
   std::int64_t stop(std::int64_t index) const { return start(index + 1); }
   std::int64_t chunk(std::int64_t index, std::int64_t parts) const {
     return std::max<std::int64_t>(ceil_div(stop(index) - start(index), parts), 1);
@@ -47,8 +53,8 @@ Spans take(const Spans& current, const Split& split, std::int64_t coordinate) {
     const std::int64_t start = pieces.start(index), stop = pieces.stop(index);
     if (start == stop) break;
     const std::int64_t chunk = pieces.chunk(index, split.parts);
-    append_slice(taken, current, std::min(start + coordinate * chunk, stop),
-                 std::min(start + (coordinate + 1) * chunk, stop));
+    append_slice(taken, current, start + reached(coordinate, chunk, stop - start),
+                 start + reached(coordinate + 1, chunk, stop - start));
   }
   return taken;
 }

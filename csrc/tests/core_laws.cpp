@@ -144,7 +144,7 @@ void complement_tiles_or_throws(const std::vector<AxisLayout>& layouts) {
   }
 }
 
-// compose(inner)(i) == self(inner(i)), or it throws.
+// compose(outer, inner)(i) == outer(inner(i)), or it throws.
 void composition_is_application(const std::vector<AxisLayout>& layouts) {
   std::size_t composed = 0;
   for (std::size_t i = 0; i < layouts.size(); i += 37) {
@@ -152,7 +152,7 @@ void composition_is_application(const std::vector<AxisLayout>& layouts) {
       const AxisLayout& outer = layouts[i];
       const Layout inner({layouts[j]});
       const auto expect_refusal = [&] {
-        return throws<std::invalid_argument>([&] { outer.compose(inner); });
+        return throws<std::invalid_argument>([&] { compose(outer, inner); });
       };
       if (inner.cosize() > outer.size()) {
         CHECK(expect_refusal());
@@ -161,15 +161,15 @@ void composition_is_application(const std::vector<AxisLayout>& layouts) {
       if (expect_refusal()) continue;
       Integers applied = layouts[j].positions();
       for (std::int64_t& position : applied) position = outer(position);
-      CHECK(outer.compose(inner).axis(0).positions() == applied);
+      CHECK(compose(outer, inner).axis(0).positions() == applied);
       ++composed;
     }
   }
   CHECK(composed > 1000);
 }
 
-// Several axes compose each by itself, and together: compose(inner).collapse() is
-// self(inner.collapse()). An axis may not take the digits that another one has.
+// Several axes compose each by itself, and together: compose(outer, inner).collapse() is
+// outer(inner.collapse()). An axis may not take the digits that another one has.
 void composition_goes_axis_by_axis(const std::vector<AxisLayout>& layouts) {
   std::size_t composed = 0;
   for (std::size_t i = 0; i < layouts.size(); i += 23) {
@@ -177,10 +177,10 @@ void composition_goes_axis_by_axis(const std::vector<AxisLayout>& layouts) {
       const AxisLayout& outer = layouts[i];
       const Layout inner({layouts[j], layouts[j + 5]});
       Layout both;
-      if (throws<std::invalid_argument>([&] { both = outer.compose(inner); })) continue;
+      if (throws<std::invalid_argument>([&] { both = compose(outer, inner); })) continue;
       CHECK(both.shape() == inner.shape());
       for (const std::int64_t axis : {0, 1}) {
-        CHECK(both.axis(axis) == outer.compose(inner.select({axis})).axis(0));
+        CHECK(both.axis(axis) == compose(outer, inner.select({axis})).axis(0));
       }
       Integers applied = inner.collapse().positions();
       for (std::int64_t& position : applied) position = outer(position);
@@ -191,15 +191,15 @@ void composition_goes_axis_by_axis(const std::vector<AxisLayout>& layouts) {
   CHECK(composed > 100);
 
   // Within one digit nothing needs to divide: 3 steps of 2 stay below 5, and 3 + 1 below 6.
-  CHECK(AxisLayout({2, 5}, {8, 1}).compose(Layout({AxisLayout({3}, {2})})).axis(0) ==
+  CHECK(compose(AxisLayout({2, 5}, {8, 1}), Layout({AxisLayout({3}, {2})})).axis(0) ==
         AxisLayout({3}, {2}));
-  CHECK(AxisLayout({4, 6}, {16, 1}).compose(Layout({AxisLayout({2, 2}, {3, 1})})).axis(0) ==
+  CHECK(compose(AxisLayout({4, 6}, {16, 1}), Layout({AxisLayout({2, 2}, {3, 1})})).axis(0) ==
         AxisLayout({2, 2}, {3, 1}));
   // 3 + 2 carries out of a digit of size 4, from one axis or from two.
   const AxisLayout outer({2, 4}, {8, 1});
   for (const Layout& inner :
        {Layout({AxisLayout({2, 2}, {3, 2})}), Layout::from_shape({2, 2}, {3, 2})}) {
-    CHECK(throws<std::invalid_argument>([&] { outer.compose(inner); }));
+    CHECK(throws<std::invalid_argument>([&] { compose(outer, inner); }));
   }
 }
 

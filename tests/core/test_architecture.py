@@ -93,3 +93,36 @@ def test_no_import_is_left_out_of_the_check() -> None:
     for contract in _CONTRACTS.values():
         assert contract["exhaustive"]
         assert set(contract) == {"id", "name", "type", "containers", "exhaustive", "layers"}
+
+
+_CORE = _TOP / "csrc"
+_CORE_ROOMS = re.findall(r"^csrc/(\w*)/? +(.+)$", _PAGE, flags=re.MULTILINE)
+
+
+def _core_places() -> dict[Path, tuple[int, int]]:
+    """Where each file of the core is drawn: its room, and its place from the left."""
+    places = {}
+    for room, (folder, drawn) in enumerate(_CORE_ROOMS):
+        for level, names in enumerate(drawn.split(" > ")):
+            for name in names.split(", "):
+                for path in (_CORE / folder).glob(f"{name}.*"):
+                    places[path] = room, level
+    return places
+
+
+def test_every_file_of_the_core_is_drawn() -> None:
+    files = {path for folder, _ in _CORE_ROOMS for path in (_CORE / folder).glob("*.*")}
+    assert _core_places().keys() == files
+    not_drawn = {"fuzz", "tests"}  # which are no part of it
+    folders = {path.name for path in _CORE.iterdir() if path.is_dir()}
+    assert folders - not_drawn == {folder for folder, _ in _CORE_ROOMS if folder}
+
+
+def test_files_of_the_core_include_files_to_their_right_or_in_rooms_below() -> None:
+    places = _core_places()
+    for path, place in places.items():
+        for name in re.findall(r'^#include "(.+)"$', path.read_text("utf-8"), flags=re.MULTILINE):
+            beside = path.parent / name
+            included = beside if beside in places else _CORE / name
+            is_own = included.with_suffix("") == path.with_suffix("")
+            assert is_own or place < places[included], f"{path.name} includes {name}"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 
 import pytest
@@ -350,6 +351,65 @@ def test_a_cycle_through_the_cache_is_collected():
     alive = weakref.ref(entry)
     assert cache in gc.get_referrers(entry)
     del entry, cache
+    gc.collect()
+    assert alive() is None
+
+
+class Handle:
+    """Not all in its fields, as objects of C++ extensions are."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def key_with(handle):
+    return OptionsKey.of("gloo", types.SimpleNamespace(handle=handle))
+
+
+def test_a_cycle_through_a_key_of_the_cache_is_collected():
+    cache, handle = GroupCache(), Handle()
+    handle.cache = cache
+    for axis in (AXIS, OTHER_AXIS):
+        cache.get_or_create(axis, key_with(handle), Entry)
+    alive = weakref.ref(handle)
+    del cache, handle
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_handle_of_a_live_cache_outlives_its_keys():
+    """Whichever of those that have it go in a cycle."""
+    cache, ends, handle = GroupCache(), GroupCache(), Handle()
+    handle.owners = [key_with(handle), ends]
+    ends.get_or_create(AXIS, handle.owners[0], Entry)
+    cache.get_or_create(AXIS, handle.owners[0], Entry)
+    alive = weakref.ref(handle)
+    del handle, ends
+    for _ in range(3):
+        gc.collect()
+    assert len(alive().owners[1]) == 1
+    (entry,) = cache.entries()
+    assert entry[1] == alive().owners[0]
+    cache.clear()
+    del entry
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_handle_in_a_cycle_lives_while_its_entry_is_made():
+    cache, handle = GroupCache(), Handle()
+    handle.cache = cache
+    alive = weakref.ref(handle)
+
+    def collect():
+        gc.collect()
+        assert alive().cache is not None
+        return Entry()
+
+    key = key_with(handle)
+    del handle
+    cache.get_or_create(AXIS, key, collect)
+    del key, cache
     gc.collect()
     assert alive() is None
 

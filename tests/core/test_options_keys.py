@@ -467,3 +467,64 @@ def test_a_key_of_what_is_known_by_identity_is_not_pickled() -> None:
 def test_a_damaged_pickle_of_a_key_is_refused(state: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match="a pickled OptionsKey"):
         OptionsKey(state)
+
+
+def locked_key():
+    """A handle, and the key of options that have it."""
+    handle = Locked()
+    return handle, key(changed(devices=[handle]))
+
+
+def test_a_key_in_a_cycle_is_collected():
+    handle, kept = locked_key()
+    handle.key = kept
+    alive = weakref.ref(handle)
+    del handle, kept
+    gc.collect()
+    assert alive() is None
+
+
+def test_keys_with_the_same_handle_in_a_cycle_are_collected():
+    handle, kept = locked_key()
+    handle.keys = [kept, kept.with_tag("x"), kept.with_tag("y").with_tag("z")]
+    handle.twice = key(changed(devices=[handle, handle]))
+    alive = weakref.ref(handle)
+    del handle, kept
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("first_dies", [False, True])
+def test_the_handle_of_a_live_key_outlives_another_key_in_a_cycle(first_dies):
+    handle, first = locked_key()
+    second = first.with_tag("x")
+    cyclic, kept = (first, second) if first_dies else (second, first)
+    handle.owner = [cyclic]
+    handle.owner.append(handle.owner)
+    alive = weakref.ref(handle)
+    del handle, first, second, cyclic
+    for _ in range(3):
+        gc.collect()
+    survivor = alive()
+    assert survivor.name == "eth0"
+    assert survivor.owner[1] is survivor.owner
+    assert kept.with_tag("") == key(changed(devices=[survivor]))
+    del survivor, kept
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_key_without_handles_is_nothing_to_the_garbage_collector():
+    assert not gc.is_tracked(key(changed(level=2)))
+    assert gc.is_tracked(locked_key()[1])
+
+
+def test_a_long_chain_of_keys_and_handles_is_freed():
+    handle = None
+    for _ in range(50_000):
+        outer = Locked()
+        outer.key = handle and key(changed(devices=[handle]))
+        handle = outer
+    alive = weakref.ref(handle)
+    del outer, handle
+    assert alive() is None

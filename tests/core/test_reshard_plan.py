@@ -188,6 +188,10 @@ def test_a_job_of_ten_thousand_ranks_and_one_of_a_million(replicas: int) -> None
         ),
         ({"moves": [([-4], 4, (0, [0], [1], False), (0, [0], [1], False))]}, "size -4"),
         ({"node_size": 0}, "must be at least 1"),
+        ({"world_size": 4}, "rank 7, which is outside the world of 4"),
+        ({"world_size": 2**31 + 1}, "2147483649 ranks: plans are made for 2\\*\\*31"),
+        ({"node_of_rank": [0] * 4}, "node_of_rank for 4 ranks in a world of 8"),
+        ({"moves": [([2**40], 4, *[(0, [0], [1], False)] * 2)]}, "give longer ones"),
     ],
 )
 def test_what_cannot_be_planned(change: dict[str, Any], said: str) -> None:
@@ -198,7 +202,55 @@ def test_what_cannot_be_planned(change: dict[str, Any], said: str) -> None:
         plan_reshard(**{**given_, "round_bytes": 64, **change})
 
 
+def test_a_tensor_whose_bytes_need_more_than_64_bits() -> None:
+    side = (0, [0], [1], False)
+    holders = [Holders(RankMap.identity(8), 0, Layout([AxisLayout(8)]))]
+    with pytest.raises(OverflowError, match="the bytes of a tensor"):
+        plan_reshard(holders, [([2**62, 2**62], 4, side, side)], 0, 8, 64)
+    plan_reshard(holders, [([2**62, 2**62, 0], 4, side, side)], 0, 8, 64)  # has none
+
+
+def test_more_dimensions_and_axes_than_the_stack_has_room_for() -> None:
+    n = 200_000
+    axes = Layout([AxisLayout(2), *[AxisLayout(1)] * (n - 1)])
+    holders = [Holders(RankMap.identity(2), 0, axes)]
+    split, whole = ((0, [dim] * n, [1] * n, False) for dim in (0, -1))
+    plan = plan_reshard(holders, [([4] + [1] * n, 1, split, whole)], 0, 2, 64)
+    assert plan[0].tolist() == [[1, 0, 1, 0, 2, 0, 1], [1, 0, 1, 1, 2, 2 * n + 5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"axis_sizes": [0, 2]}, "axis 0 of size 0: an axis has at least one rank; give"),
+        ({"axis_sizes": [2, -2]}, "axis 1 of size -2: an axis has at least one rank; give"),
+        ({"shape": [9, -4]}, "size -4: sizes are at least 0; give the shape of the whole"),
+        ({"coordinates": [-1, 0]}, "coordinate -1 on axis 0 of size 2: .* from 0 to 1; give"),
+        ({"coordinates": [0, 7]}, "coordinate 7 on axis 1 of size 2: .* from 0 to 1; give"),
+        ({"coordinates": [0]}, "1 coordinates for 2 axes: give one an axis"),
+        ({"dims": [0, 2]}, "axis 1 splits dimension 2"),
+        ({"factors": [1, 0]}, "by factor 0 .* factors from 1 to 16777216"),
+        ({"factors": [2**62, 1]}, "by factor 4611686018427387904 .* from 1 to 16777216"),
+    ],
+)
+def test_shards_that_are_none(change: dict[str, Any], said: str) -> None:
+    given_: dict[str, Any] = {"shape": [9, 4], "dims": [0, -1], "factors": [1, 1]}
+    given_ |= {"right_to_left": False, "axis_sizes": [2, 2], "coordinates": [0, 0]}
+    with pytest.raises(ValueError, match=said):
+        shard_shape(**{**given_, **change})
+
+
+def test_shards_of_the_longest_dimensions() -> None:
+    longest = 2**63 - 1
+    assert shard_shape([longest], [0], [2], False, [1], [0]) == (longest,)
+    assert shard_shape([longest], [0], [1], False, [2], [1]) == (longest // 2,)
+    assert shard_shape([longest], [0], [1], False, [2**62 + 1], [2**62]) == (0,)
+    assert shard_shape([9], [0], [1], False, [longest], [8]) == (1,)
+
+
 def test_holders_that_leave_their_ranks() -> None:
+    with pytest.raises(ValueError, match="leave identity of 8"):
+        Holders(RankMap.identity(8), 2**63 - 1, Layout([AxisLayout(8)]))
     with pytest.raises(ValueError, match="leave identity of 8"):
         Holders(RankMap.identity(8), 4, Layout([AxisLayout(8)]))
     with pytest.raises(ValueError, match="overlap or are not nested"):

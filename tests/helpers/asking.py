@@ -143,6 +143,7 @@ OF_UNIVERSE: dict[str, Question] = {
     "find": lambda mesh: Universe.find(mesh.universe.rank_map, mesh.universe.serial),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
     "groups": lambda mesh: list(mesh.universe.groups),
+    "stand_for": lambda mesh: mesh.universe.stand_for(mesh.universe.serial),
     "forget_places": lambda mesh: (mesh.universe.forget_places(), mesh.get_coordinate()),
     "intern": lambda mesh: mesh.universe.intern(mesh),
     "note": lambda mesh: mesh.universe.note(mesh),

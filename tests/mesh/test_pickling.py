@@ -183,6 +183,28 @@ def test_a_process_without_process_groups_loads_it(tmp_path: Path, world) -> Non
     ]
 
 
+_HELPER = """
+import pickle, sys
+loaded = [pickle.load(open(name, "rb")) for name in sys.argv[1:]]
+for name, mesh in zip(sys.argv[1:], loaded):
+    pickle.dump(pickle.loads(pickle.dumps(mesh)), open(name, "wb"))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_meshes_come_back_from_a_process_without_process_groups(tmp_path: Path, world) -> None:
+    """As through the queues of a data loader or a checkpointer."""
+    root = _MESHES["root"]()
+    apart = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), isolate="x")
+    meshes = [root, root["tp"], root["dp", "tp"].flatten("all"), apart, apart["tp"]]
+    files = [tmp_path / str(number) for number in range(len(meshes))]
+    for file, mesh in zip(files, meshes, strict=True):
+        file.write_bytes(pickle.dumps(mesh))
+    subprocess.run([sys.executable, "-c", _HELPER, *map(str, files)], check=True)
+    for file, mesh in zip(files, meshes, strict=True):
+        assert pickle.loads(file.read_bytes()) is mesh
+
+
 def test_what_several_ranks_saved_is_told_apart_by_one_process() -> None:
     saved = []
     for rank in (5, 3):

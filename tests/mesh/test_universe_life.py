@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from helpers.worlds import fake_world, group_names, groups_created
@@ -142,6 +145,33 @@ def test_a_universe_that_made_no_group_is_collected(world) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))  # on the default group
     universe = weakref.ref(mesh.universe)
     del mesh
+    gc.collect()
+    assert universe() is None
+
+
+class _DeviceOptions(FakeProcessGroup.Options):
+    """With a device, as options of out-of-tree backends have."""
+
+    device: Any = None
+
+
+class _Device:
+    """A handle, which knows for which mesh it is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.mesh: Any = None
+
+
+def test_a_universe_is_collected_whose_options_refer_to_a_mesh(world) -> None:
+    options = _DeviceOptions()
+    options.device = _Device()
+    override = {"dp": ("fake", options)}
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), backend_override=override)
+    options.device.mesh = mesh
+    mesh.universe.destroy()
+    universe = weakref.ref(mesh.universe)
+    del mesh, options, override
     gc.collect()
     assert universe() is None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .state import MeshState, SavedMesh, SavedState, read_state
 __all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
 
 _NO_RANK = -1  # as in c10d
+_Mesh = TypeVar("_Mesh", bound=DeviceMesh)
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
@@ -56,10 +58,7 @@ def load_mesh(state: MeshState) -> DeviceMesh:
         ValueError: a state that `save_mesh` could not have written; nothing is changed then.
     """
     saved = read_state(state)
-    universe = universe_of(saved)
-    return DeviceMesh._in_universe(
-        universe, saved.mesh.description, _known_names(saved.mesh, universe)
-    )
+    return _loaded(DeviceMesh._in_universe, saved.mesh, universe_of(saved))
 
 
 def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
@@ -75,8 +74,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
         raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
     saved = read_state(state)
     universe = universe_of(saved)
-    names = _known_names(saved.mesh, universe)
-    mesh = mesh_class._made(universe, saved.mesh.description, names)
+    mesh = _loaded(mesh_class._made, saved.mesh, universe)
     if universe.root is None or not mesh.has_groups:  # so that bind() finds it
         universe.intern(mesh)
     return mesh
@@ -90,9 +88,16 @@ def universe_of(saved: SavedState) -> Universe:
     """The universe that a saved mesh comes into: a live one, or one without process groups."""
     universe = _live_universe_of(saved) or _universe_apart_of(saved)
     if universe.root is None and saved.root is not None:
-        names = _known_names(saved.root, universe)
-        DeviceMesh._in_universe(universe, saved.root.description, names)
+        _loaded(DeviceMesh._in_universe, saved.root, universe)
     return universe
+
+
+def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) -> _Mesh:
+    """A saved mesh in a universe, on the groups that it had, if they are there."""
+    mesh = make(universe, saved.description, _known_names(saved, universe))
+    if not mesh.has_groups:  # saved once more, it tells which groups it had
+        mesh.key_digests = list(saved.keys)
+    return mesh
 
 
 def _live_universe_of(saved: SavedState) -> Universe | None:
@@ -114,6 +119,7 @@ def _universe_apart_of(saved: SavedState) -> Universe:
     universe = _apart.get(key)
     if universe is None:
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
+        universe.stand_for(saved.serial)
         _apart[key] = universe
     return universe
 

@@ -168,6 +168,10 @@ class Universe(MeshOwner):
             self._own_serial = _next_own_serial(self.rank_map)
         return self._own_serial
 
+    def stand_for(self, serial: int) -> None:
+        """Be saved as the universe of this serial, of which a mesh was loaded."""
+        self._own_serial = serial
+
     # --- ranks ----------------------------------------------------------------------------------
 
     @computed
