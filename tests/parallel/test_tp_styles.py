@@ -225,6 +225,26 @@ def test_head_counts_are_local_and_ties_stay(four: Crew) -> None:
     assert four.run(attributes_and_ties, 2) == [(2, True, True)] * 2
 
 
+def used_twice() -> tuple[float, bool, bool]:
+    """A block that the model goes through twice, as ALBERT's."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    model = nn.Sequential(block, nn.ReLU(), block)
+    given = torch.ones(2, 6)
+    expected = model(given)
+    plan = {"0.0": ColwiseParallel(), "*.1": RowwiseParallel()}
+    apply_tp_plan(model, mesh_of_two(), plan)
+    is_split = isinstance(model.get_parameter("2.0.weight"), DTensor)
+    return (model(given) - expected).abs().max().item(), is_split, model[0] is model[2]
+
+
+def test_a_block_that_is_used_twice_is_split_once(four: Crew) -> None:
+    for difference, is_split, is_one in four.run(used_twice, 2):
+        assert difference < 1e-6
+        assert is_split
+        assert is_one
+
+
 def odd_heads() -> nn.Module:
     model = make(Attention)
     model.num_heads = 3

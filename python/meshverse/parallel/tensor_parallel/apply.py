@@ -200,11 +200,13 @@ def _local_width(module: nn.Module, size: int) -> Iterator[tuple[nn.Module, str,
 
 
 def _shared_parameters(model: nn.Module) -> Iterator[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
+    """The names of each parameter that several modules have, one for each module."""
+    names: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    yield from (each for each in names.values() if len(each) > 1)
+        owner, _, own_name = name.rpartition(".")
+        place = id(model.get_submodule(owner)), own_name
+        names.setdefault(id(parameter), {}).setdefault(place, name)
+    yield from (list(each.values()) for each in names.values() if len(each) > 1)
 
 
 def _check_shared(model: nn.Module, names: list[str], styles: Mapping[str, ParallelStyle]) -> None:
