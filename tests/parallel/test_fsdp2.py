@@ -306,6 +306,52 @@ def test_a_world_of_one_is_only_checkpointed(with_mesh, mode, runs) -> None:
     assert len(calls) == runs
 
 
+def _scalar(model: _Toy) -> None:
+    model.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _sparse(model: _Toy) -> None:
+    model.layers[1][0].weight = nn.Parameter(torch.eye(4).to_sparse())
+
+
+def _transposed(model: _Toy) -> None:
+    model.layers[1][0].weight = nn.Parameter(torch.arange(16.0).view(4, 4).T)
+
+
+def _tied(model: _Toy) -> None:
+    model.layers[1][0].weight = model.layers[0][0].weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_scalar, "'scale', which is a scalar"),
+        (_sparse, r"'layers.1.0.weight', which has the layout torch.sparse_coo"),
+        (_transposed, r"'layers.1.0.weight', which has strides \(1, 4\)"),
+        (_tied, r"Layers 'layers.0' and 'layers.1' share the parameter '0.weight'"),
+    ],
+)
+def test_a_model_that_fsdp2_cannot_shard_is_as_it_was(world, change, message) -> None:
+    config = FSDP2Config()
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    model = _Toy()
+    change(model)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        FSDP2Manager(config, mesh).parallelize(model)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert all(model.get_parameter(name) is each for name, each in before.items())
+
+
+def test_a_layer_that_is_used_twice_is_sharded(world) -> None:
+    config = FSDP2Config()
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    model = _Toy()
+    model.layers[1] = model.layers[0]
+    FSDP2Manager(config, mesh).parallelize(model)
+    assert isinstance(model.layers[0], FSDPModule)
+
+
 def test_meshes_of_two_universes_are_refused(world) -> None:
     config = FSDP2Config()
     mesh, moe_mesh = create_device_meshes(config, ParallelismSizes(ep_size=2), world_size=8)

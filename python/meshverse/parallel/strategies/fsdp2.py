@@ -41,7 +41,11 @@ from meshverse.parallel.models.checkpointing import apply_activation_checkpointi
 from meshverse.parallel.models.compiling import compile_layers, warn_of_async_tensor_parallel
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
 
-from .fsdp2_sharding import apply_fsdp_sharding_recursively, check_not_sharded
+from .fsdp2_sharding import (
+    apply_fsdp_sharding_recursively,
+    check_not_sharded,
+    check_parameters,
+)
 from .other_degrees import (
     mesh_of_stage,
     refuse_split_sequences,
@@ -126,9 +130,9 @@ def fsdp2_strategy_parallelize(
         ValueError: the mesh has several pipeline stages and the model is none, or another axis over
             which nothing is split; the experts' mesh does not go with it; heads do not divide by
             the size of tensor parallelism, there are no experts to hand out or their number does
-            not divide, the plan does not fit the model, the model is sharded already, a setting of
-            activation checkpointing is unknown, or both cpu_offload and another offload_policy are
-            asked for. The model is as it was after any of these.
+            not divide, the plan does not fit the model, the model is sharded already, FSDP2 cannot
+            shard one of its parameters, a setting of activation checkpointing is unknown, or both
+            cpu_offload and another offload_policy are asked for. The model is as it was after any of these.
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
@@ -149,6 +153,8 @@ def fsdp2_strategy_parallelize(
         moe_mesh = ep_mesh = None
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
+    check_parameters(model, are_split=tp_mesh.size() > 1)
+    if tp_mesh.size() > 1:
         apply_tensor_parallelism(
             model,
             tp_mesh,

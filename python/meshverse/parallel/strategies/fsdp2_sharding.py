@@ -9,13 +9,14 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshverse.parallel.models.layers import layer_lists
 
-__all__ = ["apply_fsdp_sharding_recursively", "check_not_sharded"]
+__all__ = ["apply_fsdp_sharding_recursively", "check_not_sharded", "check_parameters"]
 
 
 def apply_fsdp_sharding_recursively(
@@ -65,6 +66,38 @@ def check_not_sharded(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} is sharded already: {sharded}. Parallelize a model once."
         )
+
+
+def check_parameters(model: nn.Module, *, are_split: bool) -> None:
+    """Check that FSDP2 takes a model's parameters, which it would only say in the middle of it.
+
+    Args:
+        model: not sharded yet.
+        are_split: whether tensor parallelism comes first, which lays parameters in memory anew.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.layout != torch.strided:
+            what = f"has the layout {parameter.layout}: give it a dense one"
+        elif parameter.ndim == 0:
+            what = "is a scalar: give it the shape (1,)"
+        elif not (are_split or parameter.is_contiguous()):
+            strides, shape = parameter.stride(), tuple(parameter.shape)
+            what = f"has strides {strides} for shape {shape}: call contiguous()"
+        else:
+            continue
+        raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
+    layers_of: dict[int, tuple[str, nn.Module]] = {}
+    for layer_name, layer in chain.from_iterable(layer_lists(model)):
+        for name, parameter in layer.named_parameters():
+            first_name, first = layers_of.setdefault(id(parameter), (layer_name, layer))
+            if first is not layer:
+                raise ValueError(
+                    f"Layers {first_name!r} and {layer_name!r} share the parameter {name!r}, and "
+                    "FSDP2 shards each layer on its own. Give each its own, or use one layer twice."
+                )
 
 
 def _chain_prefetches(items: list[FSDPModule], backward_depth: int, forward_depth: int) -> None:
