@@ -132,7 +132,8 @@ def fsdp2_strategy_parallelize(
             the size of tensor parallelism, there are no experts to hand out or their number does
             not divide, the plan does not fit the model, the model is sharded already, FSDP2 cannot
             shard one of its parameters, a setting of activation checkpointing is unknown, or both
-            cpu_offload and another offload_policy are asked for. The model is as it was after any of these.
+            cpu_offload and another offload_policy are asked for. The model is as it was after any
+            of these.
     """
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
