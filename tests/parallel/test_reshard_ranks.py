@@ -433,6 +433,7 @@ def _dies(rank: int, folder: str, dying: int) -> None:
         _die_later()
     began = time.monotonic()
     errors = [_error_of(move) for _ in range(2)]
+    move.close()  # also where the store has ended
     is_told = all("run 2 failed" in e and "its old value or its new one" in e for e in errors)
     values = set(target["w"].tolist()) if target else set()
     is_good = is_told and values <= {0.0, 3.0}

@@ -134,7 +134,8 @@ class Together:
         if not self._is_open:
             return
         self._is_open = False
-        self._meeting.leave()
+        with contextlib.suppress(dist.DistError):  # the store has ended, and its texts with it
+            self._meeting.leave()
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.universe.destroy()
