@@ -186,6 +186,25 @@ def test_a_part_waits_for_a_group_that_another_thread_is_making(
         assert of_threads["part"].get_group() is of_threads["whole"].get_group()
 
 
+def test_a_part_may_be_made_in_the_middle_of_making_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a signal handler does: the thread does not wait for itself."""
+    made, parts = making.make_group, list[DeviceMesh]()
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES)
+
+        def interrupted(request: GroupRequest, *arguments: Any) -> Any:
+            if request.axis_name == "slow":
+                part = init_device_mesh("cpu", (3,), ranks=[0, 1, 2], universe=mesh.universe)
+                parts.append(part)
+            return made(request, *arguments)
+
+        monkeypatch.setattr(making, "make_group", interrupted)
+        flat = mesh["dp", "tp"].flatten("slow")
+        assert [flat.get_group().size(), parts[0].get_group().size()] == [4, 3]
+
+
 @pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")
 @pytest.mark.skipif(
     getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this Python runs with its global lock"

@@ -103,10 +103,10 @@ def make_again(group: Group, world: World, meetings: GroupMeetings) -> None:
     group.origin = Origin.AGAIN
     if not again.is_said and group.request.position == 0:
         _logger.warning(
-            "%s was destroyed by destroy_process_group(), and made again for the other axes that "
-            "have it. To end what is a mesh's alone, call mesh.universe.destroy(). (This is said "
-            "once.)",
-            f"The {group.in_words()}",
+            "The %s was destroyed by destroy_process_group(), and made again for the other axes "
+            "that have it. To end what is a mesh's alone, call mesh.universe.destroy(). (This is "
+            "said once.)",
+            group.in_words(),
         )
     again.is_said = True
 

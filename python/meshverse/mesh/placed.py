@@ -93,14 +93,11 @@ class PlacedMesh(MemberMesh):
                 return StockDeviceMesh.get_local_rank(self, mesh_dim)
             return self.get_group(mesh_dim).rank()
         except RuntimeError:
-            world, name = self._universe.world, self._name_without_use(mesh_dim)
-            if world is None or not world.is_of_parent or name is None:
+            world = self._universe.world
+            place = self._place_in_parent(mesh_dim) if world and world.is_of_parent else None
+            if place is None:
                 raise
-            # A worker of a data loader asks which part of the data is its parent's.
-            pending = self._universe.pending_groups.get(name)
-            return (
-                compat.resolve_group(name).rank() if pending is None else _place_of(pending.request)
-            )
+            return place
 
     def _sym_get_coordinate(self, index: int) -> Any:
         # Into a graph that is compiled for all ranks, stock puts a table of the ranks to search.
@@ -125,6 +122,14 @@ class PlacedMesh(MemberMesh):
             return None
         _ = self._universe.groups  # raises where the group can no longer be made
         return _place_of(group.request)
+
+    def _place_in_parent(self, mesh_dim: int | str | None) -> int | None:
+        """In a fork, such as a data loader's worker: the parent's rank in its group, if known."""
+        name = self._name_without_use(mesh_dim)
+        if name is None:
+            return None
+        pending = self._universe.pending_groups.get(name)
+        return compat.resolve_group(name).rank() if pending is None else _place_of(pending.request)
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
         """The c10d name of the group along an axis, which this does not make; None if unknown."""

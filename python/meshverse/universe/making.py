@@ -86,7 +86,7 @@ class GroupMaker:
         self._shared = shared if part_of is None else part_of.share()
         self._has_shared_all = self._shared is not None
         self._unshared = threading.Condition()
-        self._n_unshared = 0  # of groups that threads are making, and that no part will find
+        self._makers: list[int] = []  # threads that are making a group that no part will find
         self._board_user = object()
         self._calls = ConsistencyCheck(
             *(rank_map, position, world, self._board_user),
@@ -144,9 +144,11 @@ class GroupMaker:
 
     def _make_in_cache(self, request: GroupRequest, call: Call | None) -> Group:
         """The group of a request: the one in the cache, or a new one, which is put there."""
+        thread = threading.get_ident()
         with self._unshared:
             is_shared = self._shared is not None
-            self._n_unshared += not is_shared
+            if not is_shared:
+                self._makers.append(thread)
         make = self._share if is_shared else self._make_own
         try:
             group: Group = self._cache.get_or_create(
@@ -155,7 +157,7 @@ class GroupMaker:
         finally:
             if not is_shared:
                 with self._unshared:
-                    self._n_unshared -= 1
+                    self._makers.remove(thread)
                     self._unshared.notify_all()
         return group
 
@@ -255,7 +257,8 @@ class GroupMaker:
             if self._shared is None:
                 self._shared = GroupCache()  # from now on, threads share what they make
             shared = self._shared
-            self._unshared.wait_for(lambda: not self._n_unshared)
+            # Not for this thread: a signal handler may have interrupted it in the middle of making.
+            self._unshared.wait_for(lambda: not set(self._makers) - {threading.get_ident()})
             if self._has_shared_all:
                 return shared
             self._has_shared_all = True

@@ -109,7 +109,6 @@ def _forward(
 def _local_parameters(
     module: nn.Module, experts: StackedExperts, mesh: DeviceMesh
 ) -> dict[str, Tensor]:
-    # An attribute of the instance hides the parameter, which stays registered all the while.
     local: dict[str, Tensor] = {}
     for name in experts.names:
         parameter: Any = module._parameters[name]  # a DTensor

@@ -58,7 +58,7 @@ class Reshard:
     All ranks of both sides build it together and call it together. The ranks of the two sides may
     be the same, others, or overlap, in one default process group. Shapes and placements are
     exchanged once, when it is built. A run begins with one write to the store by each rank and one
-    all-reduce of a number; then only data is exchanged. It has a process group of its own, so
+    all-reduce of a number; then only data is exchanged. The move has a process group of its own, so
     that it never queues behind a model's collectives. A rank receives every element of its targets
     once, and not at all what it has already; among ranks that have the same, senders are on the
     receiver's node if possible, and send equally much.

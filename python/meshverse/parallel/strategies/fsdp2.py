@@ -43,8 +43,8 @@ from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, 
 
 from .fsdp2_sharding import (
     apply_fsdp_sharding_recursively,
+    check_can_be_sharded,
     check_not_sharded,
-    check_parameters,
 )
 from .other_degrees import (
     mesh_of_stage,
@@ -152,10 +152,9 @@ def fsdp2_strategy_parallelize(
     experts = [] if ep_mesh is None else check_experts(model, ep_mesh.size())
     if not experts:  # of a model with experts, this stage has layers without
         moe_mesh = ep_mesh = None
+    check_can_be_sharded(model, are_split=tp_mesh.size() > 1)
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
-    check_parameters(model, are_split=tp_mesh.size() > 1)
-    if tp_mesh.size() > 1:
         apply_tensor_parallelism(
             model,
             tp_mesh,

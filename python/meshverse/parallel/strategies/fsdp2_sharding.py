@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from meshverse.parallel.models.layers import layer_lists
 
-__all__ = ["apply_fsdp_sharding_recursively", "check_not_sharded", "check_parameters"]
+__all__ = ["apply_fsdp_sharding_recursively", "check_can_be_sharded", "check_not_sharded"]
 
 
 def apply_fsdp_sharding_recursively(
@@ -68,7 +68,7 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def check_parameters(model: nn.Module, *, are_split: bool) -> None:
+def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
     """Check that FSDP2 takes a model's parameters, which it would only say in the middle of it.
 
     Args:
