@@ -22,19 +22,35 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
+.PHONY: help test test-all test-long coverage families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
-test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Whole files to one worker, so that what costs seconds to set up is set up once. Three workers keep
+# two cores busy: ranks that wait for each other, or for a timeout, leave a core to other tests.
+PYTEST_ARGS := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV)/bin/python $(PYTEST_ARGS)
 
-families: export MESHVERSE_ALL_FAMILIES := 1
+test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel, in minutes
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.wheel $(VENV)/.test ## run these and the long ones
+	$(PYTEST) -m 'not sweep' $(ARGS)
+
+test-long: $(VENV)/.wheel $(VENV)/.test ## run the long ones only: what test-all adds to test
+	$(PYTEST) -m 'long and not sweep' $(ARGS)
+
+coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the short tier runs; ARGS="-m 'not sweep'" for both tiers
+	@rm -rf build/coverage && mkdir -p build/coverage
+	$(VENV)/bin/python -m coverage run $(PYTEST_ARGS) $(ARGS)
+	$(VENV)/bin/python -m coverage combine --quiet
+	$(VENV)/bin/python -m coverage report
+
 families: export MESHVERSE_WRITE_TABLES := 1
 families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
-	$(VENV)/bin/python -m pytest tests/parallel/test_hf_families.py tests/parallel/test_hf_experts.py tests/parallel/test_pipeline_families.py tests/parallel/test_train_example.py tests/dropin/test_one_graph_caches.py $(ARGS)
+	$(VENV)/bin/python -m pytest -m sweep $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -83,7 +99,7 @@ gpubench: ## measure NCCL communicators in the same way; results in benchmarks/r
 
 fuzz: $(VENV)/.wheel $(VENV)/.test $(TOOLS)/.tools ## search for inputs that break a law, FUZZ_SECONDS=300 for the core and as long for meshes
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" tools/fuzz_core $(FUZZ_SECONDS)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(VENV)/bin/python -m pytest tests/mesh/test_programs.py --timeout=0 -p no:cacheprovider $(ARGS)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(VENV)/bin/python -m pytest tests/device_mesh/test_programs.py -m '' --timeout=0 -p no:cacheprovider $(ARGS)
 
 wheel: dist/.wheel ## build the wheel into dist/
 	@ls dist/*.whl
@@ -128,7 +144,7 @@ ifneq ($(TORCH_$(TORCH)),)
 .PHONY: $(VENV)/.torch
 endif
 
-$(VENV)/.demo $(VENV)/.docs $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.coverage $(VENV)/.demo $(VENV)/.docs $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*
 	@touch $@
 

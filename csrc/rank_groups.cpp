@@ -34,9 +34,9 @@ Fingerprint RankGroups::fingerprint_of(std::int64_t position, std::string_view s
 }
 
 Fingerprint RankGroups::fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
-                                             std::string_view salt) const {
+                                             std::string_view salt) {
   FingerprintBuilder builder;
-  builder.add(salt).add(axis_.to_string());
+  builder.add(salt);
   for (const std::int64_t rank : ranks) builder.add(rank);
   return builder.finish();
 }

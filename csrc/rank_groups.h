@@ -35,13 +35,13 @@ class RankGroups {
   // The global ranks of the group of `position`, in the order of the axis. O(group_size).
   std::vector<std::int64_t> ranks_of(std::int64_t position) const;
 
-  // What tells the group of `position` from any other, and its members agree on: its ranks, its
-  // axis and `salt`. The same in every process. Throws as ranks_of() does. O(group_size).
+  // Identifies the group of `position`: its ranks in the order of the axis, and `salt`. Its members
+  // agree on it, along whichever axis they come. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
   // The same for the group with these ranks.
-  Fingerprint fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
-                                   std::string_view salt) const;
+  static Fingerprint fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
+                                          std::string_view salt);
 
   // The global ranks of every group, as int64 of shape (n_groups, group_size). O(world).
   RankArray all() const;

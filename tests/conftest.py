@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,37 +32,37 @@ def world(request: pytest.FixtureRequest) -> Iterator[FakeWorld]:
         yield started
 
 
-_CREWS = {"four": 4, "eight": 8, "crew": 16}
+_CREWS = {"crew", "bound_crew"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     for item in items:
-        if not _CREWS.keys().isdisjoint(getattr(item, "fixturenames", ())):
+        if not _CREWS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
-
-
-def _processes(name: str) -> Iterator[Crew]:
-    crew = Crew(_CREWS[name])
-    yield crew
-    crew.stop()
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[Crew]:
-    """Four processes, which form a world for each program they are given."""
-    yield from _processes("four")
-
-
-@pytest.fixture(scope="session")
-def eight() -> Iterator[Crew]:
-    """Eight processes, of which a program uses as many as it wants."""
-    yield from _processes("eight")
+    yield
+    if hasattr(config, "workerinput"):  # one of several workers, each with a file at a time
+        # Long files first, so that no worker runs one at the end, alone. Real processes take long.
+        lengths = Counter(item.path for item in items if item.get_closest_marker("processes"))
+        items.sort(key=lambda item: -lengths[item.path])
 
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
-    """Sixteen processes, of which a program uses as many as it wants."""
-    yield from _processes("crew")
+    """Processes that form a world for each program they are given."""
+    started = Crew()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
+def bound_crew() -> Iterator[Crew]:
+    """Processes with an accelerator of the tests' own, which they keep: `helpers.splitting`."""
+    started = Crew()
+    yield started
+    started.stop()
 
 
 @pytest.fixture
@@ -78,8 +79,13 @@ def shared(uninstalled_afterwards: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def via_store_library(request: pytest.FixtureRequest) -> Path:
-    """The compiled backend of `helpers.via_store`, from this checkout's cache if it is there."""
+def via_store_library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The compiled backend of `helpers.via_store`, one for all workers and for later runs."""
     if via_store.compiler() is None:
         pytest.skip("a backend in C++ needs a compiler: there is no c++, and CXX names none")
-    return via_store.build(request.config.cache.mkdir("backends"))
+    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
+    if cache is not None:
+        return via_store.build(cache.mkdir("backends"))
+    return via_store.build(tmp_path_factory.getbasetemp().parent)  # which workers share

@@ -10,8 +10,7 @@ import torch
 
 from harness import OURS, Check, Measurement, Outcome, Run
 from meshverse._core import Holders, Layout, RankMap, plan_reshard
-from meshverse.parallel.reshard.messages import plan_of
-from meshverse.parallel.reshard.moves import Layouted, Move, Moves
+from meshverse.parallel.reshard.plan import Sharding, Transfer, Transfers, plan_of
 
 __all__ = ["check_plans", "measure_plans"]
 
@@ -28,7 +27,7 @@ _LIMIT_NS = 1e9
 class _LargeJob(NamedTuple):
     """pp 8 x dp 160 x tp 8 of FSDP2 and TP, in replicas -> tp 8 in 512 replicas."""
 
-    moves: Moves
+    transfers: Transfers
     trainers: int
     world: int
 
@@ -68,34 +67,34 @@ def _large_job(replicas: int) -> _LargeJob:
     laid_out = Layout.from_shape((replicas, _DP, _TP))
     holders = [Holders(ranks, index * stage, laid_out) for index in range(_PP)]
     holders.append(Holders(ranks, trainers, Layout.from_shape((_GENERATORS, _TP))))
-    moves = []
+    transfers = []
     for number in range(_TENSORS):
         dim = number % 2  # split by rows over TP, or by columns; by rows over FSDP2
         factors = (1, 1 if dim else _TP, 1)
-        source = Layouted(number * _PP // _TENSORS, (-1, 0, dim), factors, True)
-        target = Layouted(_PP, (-1, dim), (1, 1), False)
-        moves.append(Move(f"{number}", _SHAPES[number % 4], _DTYPE, source, target))
-    return _LargeJob(Moves(holders, moves), trainers, world)
+        source = Sharding(number * _PP // _TENSORS, (-1, 0, dim), factors, True)
+        target = Sharding(_PP, (-1, dim), (1, 1), False)
+        transfers.append(Transfer(f"{number}", _SHAPES[number % 4], _DTYPE, source, target))
+    return _LargeJob(Transfers(holders, transfers), trainers, world)
 
 
 def _check(job: _LargeJob, rank: int, operation: str) -> None:
     """A generator receives its share of every tensor, and a trainer nothing."""
-    plan = plan_of(job.moves, rank, job.world, _BUFFER_BYTES, _NODE)
+    plan = plan_of(job.transfers, rank, job.world, _BUFFER_BYTES, _NODE)
     received = sum(step.received.n_bytes for step in plan.steps if step.received)
     sent = sum(step.sent.n_bytes for step in plan.steps if step.sent)
     if operation == _RECEIVING:
-        elements = sum(math.prod(move.shape) for move in job.moves.moves)
+        elements = sum(math.prod(move.shape) for move in job.transfers.all)
         assert (sent, received) == (0, elements * _DTYPE.itemsize // _TP)
     else:
         assert received == 0 < sent
 
 
 def _measure(job: _LargeJob, rank: int, measurement: Measurement) -> None:
-    planned = [move.planned() for move in job.moves.moves]
+    planned = [(one.shape, one.dtype.itemsize, one.source, one.target) for one in job.transfers.all]
     start = time.thread_time_ns()
-    plan_of(job.moves, rank, job.world, _BUFFER_BYTES, _NODE)
+    plan_of(job.transfers, rank, job.world, _BUFFER_BYTES, _NODE)
     middle = time.thread_time_ns()
-    plan_reshard(job.moves.holders, planned, rank, job.world, _BUFFER_BYTES // 4, _NODE)
+    plan_reshard(job.transfers.holders, planned, rank, job.world, _BUFFER_BYTES // 4, _NODE)
     end = time.thread_time_ns()
     measurement.add(OURS, middle - start)
     measurement.add(_CORE, end - middle)

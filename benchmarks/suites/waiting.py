@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from harness import OURS, Check, Outcome, Run
-from meshverse.agreement import Board, OwnWaits, meet
-from meshverse.agreement import Run as GroupRun
+from meshverse.agreement import Rendezvous
+from meshverse.world.run_store import Run as GroupRun
+from meshverse.world.run_store import RunStore
 
 __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 
@@ -48,11 +49,19 @@ class _Counting:
         return ask
 
 
-class _MainThread(OwnWaits):
+class _MainThread(Rendezvous):
     """Of a rank that waits in its main thread, as each of these threads stands for."""
 
-    def note_thread(self) -> None:
-        pass
+    def may_note(self) -> bool:
+        return True
+
+
+class _World(NamedTuple):
+    """What a rendezvous asks of a world."""
+
+    run_store: RunStore
+    rank: int
+    is_over: bool = False
 
 
 def run(run: Run) -> Outcome:
@@ -95,7 +104,8 @@ def _wait(size: int, seconds: int) -> tuple[Counter[int], float]:
         first = rank - rank % _SIZE
         ranks = list(range(first, first + _SIZE))
         try:
-            meet(Board(store, runs[rank]), _MainThread(), f"g{first}", "group", ranks, None)
+            world: Any = _World(RunStore(store, runs[rank]), rank)
+            _MainThread().join(world, f"g{first}", "group", ranks, None)
         except RuntimeError as error:
             failed.append(error)
 

@@ -68,7 +68,7 @@ Raises:
             return self.fingerprint_of(position, salt).hex();
           },
           "position"_a, "salt"_a = "",
-          R"(32 hexadecimal digits for the group of ``position``: its ranks, its axis and ``salt``.
+          R"(32 hexadecimal digits for the group of ``position``: its ranks in order, and ``salt``.
 
 All members of the group get the same, in every process; no other group does.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from helpers.forked import SECONDS
+
 # In a process of its own, so that a crash is seen. Every integer parameter of every callable takes
 # every hostile value, alone and in pairs, with plain values elsewhere. Then whatever an object has
 # that needs no arguments is read.
@@ -137,7 +139,7 @@ print("not tried:", sorted(callables - tried))
 
 def test_every_callable_answers_or_raises() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _CALLS], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _CALLS], capture_output=True, text=True, timeout=SECONDS
     )
     *_, last = done.stdout.splitlines()
     assert (done.returncode, last) == (0, "not tried: []"), f"{last}\n{done.stderr}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copyreg
-import subprocess
-import sys
 
 import pytest
 
+from helpers.forked import Forked
 from meshverse import _core
 
 _CLASSES = [
@@ -46,7 +45,5 @@ else:  # one that is as good as any other
 @pytest.mark.parametrize("name", _CLASSES)
 def test_an_object_is_made_whole_or_not_at_all(name: str, way: str) -> None:
     assert copyreg.__newobj__ is not None
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, name, way], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout.strip()) in [(0, "refused"), (0, "True")], done.stderr
+    status, out, err = Forked(["-c", _READ, name, way]).communicate()
+    assert (status, out.strip()) in [(0, "refused"), (0, "True")], err

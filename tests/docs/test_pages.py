@@ -6,20 +6,32 @@ torchrun. A block that says nothing fails here.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import os
 import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from helpers.page_programs import (
-    TORCHRUN_SECONDS,
-    Ended,
-    is_shown,
-    run_alone,
-    run_here,
-    run_script,
-)
+import meshverse
+from helpers.crew import Crew
+from helpers.forked import Forked
 from helpers.pages import ROOT, Program, blocks_of, pages, programs_of
+from helpers.worlds import fake_world
+
+_SCRIPT_SECONDS = 500  # of a script in all its processes, which import torch under torchrun
+_FAKE = re.compile(r"fake (\d+)(?:, rank (\d+))?")
 
 _PROGRAMS = [program for page in pages() for program in programs_of(page)]
 _BLOCKS = [block for page in pages() for block in blocks_of(page)]
@@ -28,6 +40,159 @@ _KINDS = {
     "ranks": r"(\d+) ranks",
     "torchrun": r"torchrun (\d+)",
 }
+
+Ended = tuple[str, list[str], str]
+"""What a program printed; what it raised and logged; the traceback, or "" if it ended well."""
+
+# --- how programs are run ------------------------------------------------------------------------
+
+
+def run_here(source: str, file: str) -> Ended:
+    """Run a program, which is that file to tracebacks, in the world that is there.
+
+    Pages write "cuda" where a job has GPUs: here it is read as "cpu".
+    """
+    code = compile(source.replace('"cuda"', '"cpu"'), file, "exec")
+    said: list[str] = []
+    failed = ""
+    with _logged(said), contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            exec(code, _names(source))
+        except Exception as error:  # noqa: BLE001  (whatever the page's program raises)
+            said.append("".join(traceback.format_exception_only(error)))
+            failed = traceback.format_exc()
+        finally:
+            meshverse.uninstall()
+    return printed.getvalue(), said, failed
+
+
+def run_alone(program: Program) -> Ended:
+    """Run a program in this process: in a fake world, or in one that it makes itself."""
+    fake = _FAKE.fullmatch(program.how)
+    with contextlib.ExitStack() as stack:
+        if fake is not None:
+            stack.enter_context(fake_world(int(fake[1]), int(fake[2] or 0)))
+        else:
+            stack.callback(_end_world, sys.excepthook)
+        return run_here(program.source, program.file)
+
+
+def run_under_torchrun(program: Program, processes: int, folder: Path) -> Ended:
+    """Run a program under torchrun, as a script of its own; of what it prints, rank 0's."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "--local-ranks-filter=0"]
+    run = subprocess.run(
+        [*command, str(_script_of(program, folder))],
+        capture_output=True,
+        text=True,
+        timeout=_SCRIPT_SECONDS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        check=False,
+    )
+    return run.stdout, [run.stderr], run.stderr if run.returncode else ""
+
+
+def run_as_under_torchrun(program: Program, processes: int, folder: Path) -> Ended:
+    """The same in forks of a process that has imported torch, with the variables of torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = str(_script_of(program, folder))
+    shared = {
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    ranks = []
+    for rank in range(processes):
+        own = {"RANK": rank, "LOCAL_RANK": rank, **shared}
+        variables = {name: str(value) for name, value in own.items()}
+        ranks.append(Forked([script], env={**os.environ, **variables}, cwd=folder))
+    ended = [rank.communicate(_SCRIPT_SECONDS) for rank in ranks]
+    said = [err for _, _, err in ended]
+    codes = [code for code, _, _ in ended]
+    failed = f"exit codes {codes}\n" + "\n".join(said) if any(codes) else ""
+    return ended[0][1], said, failed
+
+
+def _script_of(program: Program, folder: Path) -> Path:
+    script = folder / "page.py"
+    script.write_text(program.source, encoding="utf-8")
+    return script
+
+
+def _names(source: str) -> dict[str, Any]:
+    """What the pages' short examples use without importing it."""
+    init = meshverse.init_device_mesh
+    return {
+        "__name__": "page",
+        "DeviceMesh": meshverse.DeviceMesh,
+        "Universe": meshverse.Universe,
+        "dist": dist,
+        "init_device_mesh": _filled_in(init) if "init_device_mesh(..." in source else init,
+        "meshverse": meshverse,
+        "rank_0_first": _rank_0_first,
+        "timedelta": timedelta,
+        "torch": torch,
+    }
+
+
+def _rank_0_first() -> None:
+    """Return on rank 0, and on the others once rank 0 has come to its next call."""
+    # Its groups are compared: so the ranks have agreed on the number of the run.
+    meshverse.init_device_mesh("cpu", (dist.get_world_size(), 1))
+    dist.barrier()  # from here on, only what a call tells the other ranks is new in the store
+    store = dist.distributed_c10d._get_default_store()
+    known = store.num_keys()
+    dist.barrier()
+    while dist.get_rank() != 0 and store.num_keys() == known:
+        time.sleep(0.01)
+
+
+def _filled_in(init: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_device_mesh(..., lazy=True)`: the dots are for a mesh of all ranks, 2 x the rest."""
+
+    def init_device_mesh(*given: Any, **keywords: Any) -> Any:
+        if given[:1] == (...,):
+            shape = (2, dist.get_world_size() // 2)
+            return init("cpu", shape, **{"mesh_dim_names": ("dp", "tp"), **keywords})
+        return init(*given, **keywords)
+
+    return init_device_mesh
+
+
+@contextlib.contextmanager
+def _logged(said: list[str]) -> Iterator[None]:
+    """Collect what Meshverse logs."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshverse")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _end_world(hook: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.excepthook = hook  # torch wraps it once more in every world
+
+
+# --- what they give ------------------------------------------------------------------------------
+
+
+def is_shown(text: str, said: str) -> bool:
+    """Whether a text is what was said: "..." is for anything, and lines may break anywhere."""
+    any_words, any_letters = r"\s(?:.*?\s)?", ".*?"
+    pattern = r"\s+".join(re.escape(word) for word in text.split())
+    pattern = pattern.replace(r"\s+\.\.\.\s+", any_words).replace(r"\.\.\.", any_letters)
+    return re.fullmatch(pattern, said.strip(), re.DOTALL) is not None
 
 
 def _of_kind(kind: str) -> pytest.MarkDecorator:
@@ -58,24 +223,41 @@ def test_a_program_of_one_process(program: Program, tmp_path: Path, monkeypatch)
     _check(program, [run_alone(program)])
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(120)
 @_of_kind("ranks")
-def test_a_program_on_real_ranks(program: Program, request: pytest.FixtureRequest) -> None:
-    ranks = _number_of("ranks", program)
-    crew = request.getfixturevalue("four" if ranks <= 4 else "eight" if ranks <= 8 else "crew")
-    _check(program, crew.run(run_here, ranks, program.source, program.file, timeout=100))
+def test_a_program_on_real_ranks(
+    program: Program, crew: Crew, endings: dict[tuple[str, ...], list[Ended]]
+) -> None:
+    key = program.how, program.source, program.file
+    if key not in endings:  # several pages show one error
+        ranks, (_, source, file) = _number_of("ranks", program), key
+        endings[key] = crew.run(run_here, ranks, source, file)
+    _check(program, endings[key])
 
 
+@pytest.fixture(scope="module")
+def endings() -> dict[tuple[str, ...], list[Ended]]:
+    """How the programs on real ranks ended that have been run."""
+    return {}
+
+
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(TORCHRUN_SECONDS + 60)
+@pytest.mark.timeout(_SCRIPT_SECONDS + 60)
 @_of_kind("torchrun")
-def test_a_program_under_torchrun(program: Program, tmp_path: Path) -> None:
+def test_a_script_for_torchrun(program: Program, tmp_path: Path) -> None:
     if "transformers" in program.source:
         pytest.importorskip("transformers", reason="transformers is not installed")
-    _check(program, [run_script(program, _number_of("torchrun", program), tmp_path)])
+    run = run_under_torchrun if program.page == "docs/start.md" else run_as_under_torchrun
+    _check(program, [run(program, _number_of("torchrun", program), tmp_path)])
     if program.printed:
         assert program.source.count("print(") == len(program.printed), "say what each prints"
+
+
+def test_a_script_that_fails_on_one_rank_fails(tmp_path: Path) -> None:
+    source = "import os\nif os.environ['RANK'] == '1':\n    1 / 0\n"
+    program = Program("page.md", 1, "torchrun 2", {1: source})
+    with pytest.raises(AssertionError, match=r"exit codes[\s\S]*ZeroDivisionError"):
+        _check(program, [run_as_under_torchrun(program, 2, tmp_path)])
 
 
 def _check(program: Program, endings: list[Ended]) -> None:

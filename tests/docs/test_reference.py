@@ -10,11 +10,10 @@ from helpers.pages import ROOT
 _MODULES = ["", ".doctor", ".parallel", ".pictures", ".planner"]
 # What configuration files name, and what public functions give.
 _BY_PATH = {
-    "meshverse.parallel.tp_choice.llama_tp_plan",
     "meshverse.planner.crossings.Crossing",
     "meshverse.planner.planned.Mine",
     "meshverse.topology.levels.Level",
-    "meshverse.universe.sleep.GroupMemory",
+    "meshverse.universe.suspension.GroupMemory",
     "meshverse.universe.warm_up.WarmedUp",
 }
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @pytest.fixture(autouse=True)
-def _torch_as_found(uninstalled_afterwards: None) -> None:
-    """Every test of this tier may install Meshverse."""
+def _torch_as_found(uninstalled_afterwards: None) -> Iterator[None]:
+    """Every test of this tier may install Meshverse, and leave stock meshes to DTensor's caches."""
+    yield
+    _clear_sharding_prop_cache()
 
 
 @pytest.fixture

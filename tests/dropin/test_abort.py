@@ -45,9 +45,9 @@ def _abort_one_of_two(side_name: str) -> list[float]:
         return [_sum_of_ranks(kept.get_group("tp")) for kept in (other, _mesh(family))]
 
 
-def test_abort_ends_the_groups_of_one_mesh_and_no_others(four: Crew) -> None:
+def test_abort_ends_the_groups_of_one_mesh_and_no_others(crew: Crew) -> None:
     for name in _SIDES:
-        sums = four.run(_abort_one_of_two, 4, name)
+        sums = crew.run(_abort_one_of_two, 4, name)
         assert sums == [[1, 1], [1, 1], [5, 5], [5, 5]], name
 
 
@@ -63,5 +63,5 @@ def _abort_over_the_world(folder: str) -> bool:
     return gone
 
 
-def test_abort_ends_the_default_group_where_the_mesh_is_on_it(four: Crew, tmp_path: Path) -> None:
-    assert four.run(_abort_over_the_world, 4, str(tmp_path)) == [True] * 4
+def test_abort_ends_the_default_group_where_the_mesh_is_on_it(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_abort_over_the_world, 4, str(tmp_path)) == [True] * 4

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from helpers.compiling import COMPILES
 from helpers.observation import Family
 from helpers.sides import SIDES, side
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 
@@ -64,14 +65,14 @@ def _shape_of(way: str) -> tuple[int, int]:
     return (8, 3) if way == "redistribution" else (2, 3)
 
 
-@pytest.mark.parametrize("which", SIDES)
+@pytest.mark.parametrize("which", in_tiers(SIDES, ["ours", "installed"]))
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_group_can_be_looked_up_in_a_graph(way: str, which: str) -> None:
     with fake_world(8, 5), side(which) as family:
         assert _compiled(way, _mesh(family)) == _shape_of(way)
 
 
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", in_tiers(_WAYS, ["mesh and axis", "group by name"]))
 def test_lazy_groups_that_were_warmed_up_can_too(way: str) -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn import functional as F
 
 from helpers.crew import Crew
-from helpers.observation import Family
 from helpers.sides import SIDES, mesh_class, side
+from helpers.tiers import in_tiers
 
 Answers = dict[str, Any]
 
@@ -41,9 +41,9 @@ def _matrix(rows: int, columns: int) -> Tensor:
     return torch.arange(float(rows * columns)).reshape(rows, columns)
 
 
-def _on_every_side(four: Crew, program: Callable[..., Answers], *arguments: Any) -> list[Answers]:
+def _on_every_side(crew: Crew, program: Callable[..., Answers], *arguments: Any) -> list[Answers]:
     """The answers of each rank, after checking that they are the same whatever mesh is used."""
-    answers = {name: four.run(program, 4, name, *arguments) for name in SIDES}
+    answers = {name: crew.run(program, 4, name, *arguments) for name in SIDES}
     assert all(answers["stock"])  # it answered something
     for name in SIDES:
         assert answers[name] == answers["stock"], name
@@ -53,7 +53,6 @@ def _on_every_side(four: Crew, program: Callable[..., Answers], *arguments: Any)
 # --- shards and redistributions ------------------------------------------------------------------
 
 _SHAPES = [(8, 4), (7, 5), (1, 3), (2, 9), (0, 4)]
-_MESH_SHAPES = [(4,), (2, 2), (1, 4), (2, 1, 2)]
 _CHOICES: list[Placement] = [Shard(0), Shard(1), Replicate()]
 
 
@@ -71,9 +70,17 @@ def _shards(side_name: str, mesh_shape: tuple[int, ...]) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("mesh_shape", _MESH_SHAPES)
-def test_even_and_uneven_shards(four: Crew, mesh_shape: tuple[int, ...]) -> None:
-    answers = _on_every_side(four, _shards, mesh_shape)
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        (4,),
+        (2, 2),
+        pytest.param((1, 4), marks=pytest.mark.long),
+        pytest.param((2, 1, 2), marks=pytest.mark.long),
+    ],
+)
+def test_even_and_uneven_shards(crew: Crew, mesh_shape: tuple[int, ...]) -> None:
+    answers = _on_every_side(crew, _shards, mesh_shape)
     assert len(answers[0]) == len(_SHAPES) * 3 ** len(mesh_shape)
 
 
@@ -102,11 +109,14 @@ def _redistributions(side_name: str, shape: tuple[int, int], flattened: bool) ->
 
 
 # With a flattened mesh at hand, torch gathers rows that are unevenly sharded twice wrongly.
-@pytest.mark.parametrize(("shape", "flattened"), [((8, 8), True), ((8, 8), False), ((5, 3), False)])
+@pytest.mark.parametrize(
+    ("shape", "flattened"),
+    in_tiers([((8, 8), True), ((8, 8), False), ((5, 3), False)], [((8, 8), True)]),
+)
 def test_redistribution_from_all_to_all_placements(
-    four: Crew, shape: tuple[int, int], flattened: bool
+    crew: Crew, shape: tuple[int, int], flattened: bool
 ) -> None:
-    answers = _on_every_side(four, _redistributions, shape, flattened)
+    answers = _on_every_side(crew, _redistributions, shape, flattened)
     assert len(answers[0]) == 12 * 9
 
 
@@ -134,18 +144,27 @@ def _strided_shards(side_name: str, rows: int) -> Answers:
             "moved": moved.to_local().tolist(),
             "norm": torch.linalg.vector_norm(weight).full_tensor().item(),
             "row sums": weight.sum(1).full_tensor().tolist(),
-            "is it": torch.allclose(weight.sum(1).full_tensor(), whole.sum(1)),
+            "is it": torch.allclose(weight.sum(1).full_tensor(), whole.sum(1), atol=1e-5),
         }
 
 
-@pytest.mark.parametrize("rows", [8, 6])
-def test_strided_shards(four: Crew, rows: int) -> None:
-    assert all(answers["is it"] for answers in _on_every_side(four, _strided_shards, rows))
+@pytest.mark.parametrize("rows", in_tiers([8, 6], [6]))
+def test_strided_shards(crew: Crew, rows: int) -> None:
+    assert all(answers["is it"] for answers in _on_every_side(crew, _strided_shards, rows))
 
 
 # --- operations ----------------------------------------------------------------------------------
 
 _LEFT, _RIGHT = _matrix(8, 4) / 7, torch.cos(_matrix(4, 8))
+
+
+def _assert_close(seen: Tensor, expected: Tensor) -> None:
+    """Check that they differ by the order of their sums at most.
+
+    Those are of up to 32 float32 terms, each up to 20 in size: off by 32 * 20 * eps = 8e-5.
+    """
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-4)
+
 
 _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda a, b: a + b.T,
@@ -165,38 +184,37 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _views(family: Family) -> dict[str, StockDeviceMesh]:
-    mesh = family.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def _concatenated(mesh: StockDeviceMesh) -> StockDeviceMesh:
     split = mesh._unflatten(1, (1, 2), ("cp", "ep"))
-    return {
-        "whole": mesh,
-        "slice": mesh["dp"],
-        "flattened": mesh._flatten("world"),
-        "concatenated": family.DeviceMesh._concatenate([split["dp"], split["ep"]]),
-    }
+    return type(mesh)._concatenate([split["dp"], split["ep"]])
 
 
-def _operations(side_name: str) -> Answers:
+_VIEWS: dict[str, Callable[[StockDeviceMesh], StockDeviceMesh]] = {
+    "whole": lambda mesh: mesh,
+    "slice": lambda mesh: mesh["dp"],
+    "flattened": lambda mesh: mesh._flatten("world"),
+    "concatenated": _concatenated,
+}
+
+
+def _operations(side_name: str, view: str) -> Answers:
     answers: Answers = {}
     with side(side_name) as family, implicit_replication():
-        for view_name, mesh in _views(family).items():
-            placements = [Shard(0), Shard(1)][: mesh.ndim]
-            a = distribute_tensor(_LEFT, mesh, placements)
-            b = distribute_tensor(_RIGHT, mesh, list(reversed(placements)))
-            for name, operation in _OPERATIONS.items():
-                result = operation(a, b)
-                assert type(result.device_mesh) is mesh_class(side_name)
-                expected = operation(_LEFT, _RIGHT)
-                torch.testing.assert_close(result.full_tensor(), expected)
-                answers[f"{name} over {view_name}"] = (
-                    str(result.placements),
-                    result.to_local().tolist(),
-                )
+        mesh = _VIEWS[view](family.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+        placements = [Shard(0), Shard(1)][: mesh.ndim]
+        a = distribute_tensor(_LEFT, mesh, placements)
+        b = distribute_tensor(_RIGHT, mesh, list(reversed(placements)))
+        for name, operation in _OPERATIONS.items():
+            result = operation(a, b)
+            assert type(result.device_mesh) is mesh_class(side_name)
+            _assert_close(result.full_tensor(), operation(_LEFT, _RIGHT))
+            answers[name] = str(result.placements), result.to_local().tolist()
     return answers
 
 
-def test_operations_over_meshes_and_submeshes(four: Crew) -> None:
-    assert len(_on_every_side(four, _operations)[0]) == 4 * len(_OPERATIONS)
+@pytest.mark.parametrize("view", in_tiers(_VIEWS, ["whole", "flattened"]))
+def test_operations_over_meshes_and_submeshes(crew: Crew, view: str) -> None:
+    assert len(_on_every_side(crew, _operations, view)[0]) == len(_OPERATIONS)
 
 
 def _gradients(mesh: StockDeviceMesh) -> Answers:
@@ -205,8 +223,8 @@ def _gradients(mesh: StockDeviceMesh) -> Answers:
     ((a @ b).sin() ** 2).sum().backward()
     left, right = (_LEFT.clone().requires_grad_(), _RIGHT.clone().requires_grad_())
     ((left @ right).sin() ** 2).sum().backward()
-    torch.testing.assert_close(a.grad.full_tensor(), left.grad)
-    torch.testing.assert_close(b.grad.full_tensor(), right.grad)
+    _assert_close(a.grad.full_tensor(), left.grad)
+    _assert_close(b.grad.full_tensor(), right.grad)
     return {"a": a.grad.full_tensor().tolist(), "b": b.grad.full_tensor().tolist()}
 
 
@@ -219,8 +237,8 @@ def _cross_entropy(mesh: StockDeviceMesh) -> Answers:
     with loss_parallel(), CommDebugMode() as counted:
         loss = F.cross_entropy(mine, targets)
         loss.backward()
-    torch.testing.assert_close(loss.full_tensor(), wanted)
-    torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+    _assert_close(loss.full_tensor(), wanted)
+    _assert_close(mine.grad.full_tensor(), expected.grad)
     counts = {str(name): count for name, count in counted.get_comm_counts().items()}
     assert not any("all_gather" in name for name in counts)  # the point of it
     return {"placements": str(mine.grad.placements), "counts": counts}
@@ -259,8 +277,8 @@ def _on_a_mesh(side_name: str, program: str) -> Answers:
 
 
 @pytest.mark.parametrize("program", _PROGRAMS)
-def test_gradients_losses_and_own_functions(four: Crew, program: str) -> None:
-    _on_every_side(four, _on_a_mesh, program)
+def test_gradients_losses_and_own_functions(crew: Crew, program: str) -> None:
+    _on_every_side(crew, _on_a_mesh, program)
 
 
 # --- ranks outside the mesh ----------------------------------------------------------------------
@@ -296,8 +314,8 @@ def _outside(side_name: str) -> Answers:
     return answers
 
 
-def test_ranks_outside_the_mesh(four: Crew) -> None:
-    for rank, answers in enumerate(_on_every_side(four, _outside)):
+def test_ranks_outside_the_mesh(crew: Crew) -> None:
+    for rank, answers in enumerate(_on_every_side(crew, _outside)):
         assert answers["two of four"]["outside"] == (rank in (1, 3))
         if rank in (1, 3):
             assert answers["two of four"]["whole"] == [[3.0] * 3] * 2 + [[9.0] * 3] * 2

@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.compiling import COMPILES
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh, isolate
 
@@ -131,7 +132,7 @@ def test_collectives_are_on_the_groups_of_the_tag(mesh, program, axes, flattened
     assert _tags_used(mesh, lambda: run(mesh[names], torch.ones(8, 8))) == {""}
 
 
-@pytest.mark.parametrize("axes", ["one axis", "two axes"])
+@pytest.mark.parametrize("axes", in_tiers(["one axis", "two axes"], ["two axes"]))
 @pytest.mark.parametrize("program", _PROGRAMS)
 def test_so_they_are_in_a_compiled_graph(mesh, program: str, axes: str) -> None:
     run, names = _PROGRAMS[program], _MESHES[axes]

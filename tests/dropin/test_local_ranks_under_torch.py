@@ -38,10 +38,13 @@ def test_simulated_ranks_have_a_place_each(world) -> None:
     for which in SIDES:
         with side(which) as family:
             meshes[which] = _eager(family)
+    kept = []  # the mode knows a mesh by its address, which is free for the next once it ends
     with module.LocalTensorMode(4):
         for which, mesh in meshes.items():
+            slices = [mesh[axis] for axis in _AXES]
+            kept += slices
             told[which] = [_of_each_rank(mesh.get_local_rank(dim)) for dim in _DIMS]
-            told[which] += [_of_each_rank(mesh[axis].get_local_rank()) for axis in _AXES]
+            told[which] += [_of_each_rank(each.get_local_rank()) for each in slices]
     assert told["stock"][0] == {0: 0, 1: 0, 2: 1, 3: 1}
     assert told["lazy"] == told["ours"] == told["installed"] == told["stock"]
     # And again by itself, when the mode is over.

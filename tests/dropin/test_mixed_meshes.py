@@ -20,6 +20,7 @@ from helpers.crew import Crew
 from helpers.meshes import MeshSpec, mesh_specs
 from helpers.observation import OURS, STOCK, Family, attempt
 from helpers.operations import operations
+from helpers.sides import side
 from helpers.versions import HAS_CANONICAL_LAYOUTS
 from helpers.worlds import fake_world, in_worlds
 
@@ -182,10 +183,18 @@ def test_before_2_13_axes_of_size_1_may_tell_stock_apart(world: object) -> None:
 
 # --- used together -------------------------------------------------------------------------------
 
-_MATRIX = torch.arange(64.0).reshape(8, 8) / 8
+_MATRIX = torch.arange(64.0).reshape(8, 8) / 8  # of which float32 has all sums and products
+
+
+# In `side("stock")`, so that nothing is remembered of the stock meshes of other programs.
 
 
 def _together(stock_first: bool) -> dict[str, Any]:
+    with side("stock"):
+        return _computed_together(stock_first)
+
+
+def _computed_together(stock_first: bool) -> dict[str, Any]:
     families = (STOCK, OURS) if stock_first else (OURS, STOCK)
     left, right = (
         family.init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES) for family in families
@@ -221,8 +230,8 @@ def _together(stock_first: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stock_first", [True, False], ids=["stock first", "ours first"])
-def test_tensors_on_equal_meshes_work_together(four: Crew, stock_first: bool) -> None:
-    for told in four.run(_together, 4, stock_first):
+def test_tensors_on_equal_meshes_work_together(crew: Crew, stock_first: bool) -> None:
+    for told in crew.run(_together, 4, stock_first):
         assert told == {"copied": True, "gradient": True, "gradient's mesh": True}
 
 
@@ -233,6 +242,11 @@ def _refusal(action: Callable[[], Any]) -> str:
 
 
 def _unequal() -> list[str]:
+    with side("stock"):
+        return _refusals()
+
+
+def _refusals() -> list[str]:
     stock = STOCK.init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     ours = OURS.init_device_mesh("cpu", (4, 1), mesh_dim_names=_AXES)
     a, b = (DTensor.from_local(_MATRIX, mesh, [Replicate()] * 2) for mesh in (stock, ours))
@@ -244,13 +258,18 @@ def _unequal() -> list[str]:
     ]
 
 
-def test_tensors_on_unequal_meshes_are_refused(four: Crew) -> None:
-    for told in four.run(_unequal, 4):
+def test_tensors_on_unequal_meshes_are_refused(crew: Crew) -> None:
+    for told in crew.run(_unequal, 4):
         assert len(told) == 4
         assert all("mesh" in text for text in told)
 
 
 def _stock_then_installed() -> list[bool]:
+    with side("stock"):
+        return _seen_around_install()
+
+
+def _seen_around_install() -> list[bool]:
     before = STOCK.init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     kept = distribute_tensor(_MATRIX, before, [Shard(0), Shard(1)])
     with meshverse.installed():
@@ -268,5 +287,5 @@ def _stock_then_installed() -> list[bool]:
     ]
 
 
-def test_tensors_from_before_during_and_after_install(four: Crew) -> None:
-    assert four.run(_stock_then_installed, 4) == [[True] * 5] * 4
+def test_tensors_from_before_during_and_after_install(crew: Crew) -> None:
+    assert crew.run(_stock_then_installed, 4) == [[True] * 5] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,14 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+from helpers.forked import CONTEXT, SECONDS
 from helpers.observation import Family, observe
 from helpers.sides import SIDES, mesh_class, side
+from helpers.tiers import in_tiers
 from helpers.training import batch, make_model, tensor_parallel
 from helpers.worlds import in_worlds
 
 _AXES = ("dp", "tp")
 _RANKS = [[0, 1], [2, 3]]
-_WAIT_SECONDS = 60
 on_each_side = pytest.mark.parametrize("which", SIDES)
 of_four = in_worlds((4, 1))
 
@@ -93,11 +93,11 @@ def _threads_of(which: str) -> list[dict[str, Any]]:
     return [{key: told[key] for key in told.keys() - {"meshes"}} for told in answers]
 
 
-@on_each_side
+@pytest.mark.parametrize("which", in_tiers(SIDES, ["ours"]))
 def test_ranks_as_threads(which: str) -> None:
     # In a process of its own, because 2.11 allows for no other world after one of threads.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
-        answers = pool.submit(_threads_of, which).result(_WAIT_SECONDS)
+    with ProcessPoolExecutor(1, CONTEXT) as pool:
+        answers = pool.submit(_threads_of, which).result(SECONDS)
     whole = torch.arange(30.0).reshape(5, 6)
     for rank, told in enumerate(answers):
         dp, tp = divmod(rank, 2)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from helpers.crew import Crew
+from helpers.forked import SECONDS
 from helpers.places import PLACES, World
 
 _HERE = Path(__file__).parent
-_SECONDS = 60  # of one program on the CPU
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,22 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def gpu_crew() -> Iterator[Crew]:
-    """Eight processes that share one GPU."""
-    crew = Crew(8)
-    yield crew
-    crew.stop()
-
-
-@pytest.fixture(scope="session")
-def splitting_crew() -> Iterator[Crew]:
-    """Four processes with the tests' own device type, which they keep."""
-    crew = Crew(4)
-    yield crew
-    crew.stop()
-
-
-_CREWS = {"gloo": "eight", "splitting": "splitting_crew", "nccl": "gpu_crew"}
+def crews(crew: Crew, bound_crew: Crew) -> Iterator[dict[str, Crew]]:
+    """Crews by place: a process keeps what it has set up for a device."""
+    on_gpu = Crew()
+    yield {"gloo": crew, "splitting": bound_crew, "nccl": on_gpu}
+    on_gpu.stop()
 
 
 @pytest.fixture
@@ -49,8 +38,7 @@ def world(way: str, tmp_path: Path, request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
-def run(world: World, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+def run(world: World, crews: dict[str, Crew]) -> Callable[..., list[Any]]:
     """Runs a program on so many ranks of this place; gives what it returned, by rank."""
-    crew: Crew = request.getfixturevalue(_CREWS[world.place])
-    seconds = _SECONDS * PLACES[world.place].slowness
+    crew, seconds = crews[world.place], SECONDS * PLACES[world.place].slowness
     return lambda program, size, *given: crew.run(program, size, *given, timeout=seconds)

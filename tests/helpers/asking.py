@@ -97,6 +97,7 @@ OF_MESH: dict[str, Question] = {
     "get_rank": lambda mesh: mesh.get_rank(),
     "group_names": lambda mesh: mesh.group_names,
     "has_groups": lambda mesh: mesh.has_groups,
+    "renew_group_names": lambda mesh: mesh.renew_group_names(),
     "intern_key": lambda mesh: hash(mesh.intern_key),
     "key_digests": lambda mesh: mesh.key_digests,
     "layout": lambda mesh: mesh.layout,
@@ -139,6 +140,10 @@ OF_UNIVERSE: dict[str, Question] = {
     "draw": lambda mesh: attempt(lambda: str(mesh.universe.draw(node_size=4))),
     "all_over": lambda mesh: Universe.all_over(mesh.universe.rank_map),
     "has_made": lambda mesh: [mesh.universe.has_made(name) for name in mesh.group_names or ()],
+    "set_plain_names": lambda mesh: mesh.universe.set_plain_names(False),
+    "planned_group": lambda mesh: [
+        mesh.universe.planned_group(name) for name in mesh.group_names or ()
+    ],
     "likeliest_group": lambda mesh: [mesh.universe.likeliest_group(a, "tp") for a in mesh.layout],
     "find": lambda mesh: Universe.find(mesh.universe.rank_map, mesh.universe.serial),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
@@ -167,6 +172,7 @@ OF_UNIVERSE: dict[str, Question] = {
 }
 USES_GROUPS_OF_UNIVERSE = {
     "add_flattened": "takes a mesh that is there",
+    "keep": "takes a mesh that is there",
     "warm_up": "makes groups",
     "suspend": "talks to groups",
     "resume": "talks to groups",

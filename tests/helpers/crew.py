@@ -1,12 +1,12 @@
 """Real processes that form one small world after another.
 
-The processes are started once, because importing torch takes seconds, and kept for the session.
+The processes are kept for the session.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
+import multiprocessing.process
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["pytest", "numpy", "torch", "torch.distributed.tensor", "meshverse"]
+from helpers.forked import CONTEXT, SECONDS
+
 WORLD_TIMEOUT_SECONDS = 40  # of the default group's operations; unlike c10d's default
-_START_SECONDS = 90
+_START_SECONDS = 180
 _LEAVE_SECONDS = 10
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has
 
@@ -33,17 +34,17 @@ class RankError(AssertionError):
 
 
 class Crew:
-    """Processes waiting for work. A world that fails or hangs is ended by ending them all."""
+    """Processes waiting for work, as many as the largest world so far had ranks.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+    A world that fails or hangs is ended by ending them all.
+    """
+
+    def __init__(self) -> None:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def run(
-        self, program: Program, world_size: int, *arguments: Any, timeout: float = 60
+        self, program: Program, world_size: int, *arguments: Any, timeout: float = SECONDS
     ) -> list[Any]:
         """Run a program on every rank of a fresh gloo world.
 
@@ -59,7 +60,7 @@ class Crew:
         Raises:
             RankError: a rank raised or did not finish in time.
         """
-        self._start()
+        self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((program, arguments, rank, world_size, folder, timeout))
@@ -91,18 +92,18 @@ class Crew:
         self._processes[rank].join(1)
         return self._processes[rank].exitcode
 
-    def _start(self) -> None:
-        if self._processes:
-            return
-        for _ in range(self._size):
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+    def _start(self, world_size: int) -> None:
+        """Start the processes that a world of this size lacks."""
+        there = len(self._processes)
+        for _ in range(there, world_size):
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
         deadline = monotonic() + _START_SECONDS
-        for pipe in self._pipes:
+        for pipe in self._pipes[there:]:
             if not pipe.poll(max(0, deadline - monotonic())):
                 self._kill()
                 raise RuntimeError(f"the processes did not start in {_START_SECONDS} s")

@@ -22,11 +22,15 @@ def side(name: str) -> Iterator[Family]:
     """The names to build meshes with, for one of `SIDES`.
 
     DTensor remembers meshes of earlier worlds and takes them for equal ones of this world. Stock's
-    know their groups by names that are of that world only, so what it remembers is cleared.
+    know their groups by names that are of that world only, so what it remembers is cleared: before
+    the block for this program, and after it for the programs of other tests in this process.
     """
     _clear_sharding_prop_cache()
-    with meshverse.installed() if name == "installed" else contextlib.nullcontext():
-        yield OURS if name == "ours" else STOCK
+    try:
+        with meshverse.installed() if name == "installed" else contextlib.nullcontext():
+            yield OURS if name == "ours" else STOCK
+    finally:
+        _clear_sharding_prop_cache()
 
 
 def mesh_class(name: str) -> type:

@@ -22,6 +22,12 @@ from torch.nn import functional as F
 WIDTH = 12
 BATCH = 8
 STEPS = 3
+# How far losses, norms and weights may be from those of one process. They are float32, and a loss
+# is a mean of 384 squares behind sums of 36 products: another order of both, as on another
+# processor, changes it by (384 + 36) * eps = 5e-5. Ranks that do not communicate differ by more.
+TOLERANCE = 1e-4
+# Of gradients: the terms of their sums cancel in part, which leaves a larger share of the errors.
+GRADIENT_TOLERANCE = 10 * TOLERANCE
 LARGEST_NORM = 0.5  # of the clipped gradients: below what they are, so that clipping matters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -22,6 +23,7 @@ NAME = "via_store"
 
 _FOLDER = Path(__file__).parent.parent / "backends"
 _SOURCE = _FOLDER / "store_backend.cpp"
+_FLAGS = ("-std=c++20", "-O0", "-fPIC", "-shared")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
@@ -31,7 +33,9 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compile the backend into a folder, unless it is there already; some 15 seconds.
+    """Compile the backend into a folder, unless it is there already; some 25 seconds.
+
+    Of several processes that call this at once, one compiles and the others wait for it.
 
     Returns:
         The compiled module, for `load`.
@@ -39,18 +43,29 @@ def build(folder: Path) -> Path:
     Raises:
         RuntimeError: the compiler refused it.
     """
-    sources = b"".join(file.read_bytes() for file in sorted(_FOLDER.glob("*.[ch]pp")))
-    source = hashlib.sha256(sources).hexdigest()[:16]
+    library = folder / _file_name()
+    with (folder / f"{library.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _file_name() -> str:
+    """The name of the module that these sources and flags give with this torch and this Python."""
+    sources = [file.read_bytes() for file in sorted(_FOLDER.glob("*.[ch]pp"))]
+    digest = hashlib.sha256(repr((sources, _FLAGS, _LIBRARIES)).encode()).hexdigest()[:16]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    library = folder / f"store_backend-{torch.__version__}-{source}{suffix}"
-    if library.exists():
-        return library
-    half_done = library.with_name(f"{os.getpid()}-{library.name}")
+    return f"store_backend-{torch.__version__}-{digest}{suffix}"
+
+
+def _compile(library: Path) -> None:
+    half_done = library.with_name(f"half-done-{library.name}")
     torch_folder = Path(torch.__file__).parent
     includes = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
     command = [
         str(compiler()),
-        *("-std=c++20", "-O0", "-fPIC", "-shared", str(_SOURCE), "-o", str(half_done)),
+        *(*_FLAGS, str(_SOURCE), "-o", str(half_done)),
         *(f"-isystem{place}" for place in (*includes, sysconfig.get_path("include"))),
         f"-L{torch_folder / 'lib'}",
         *(f"-l{name}" for name in _LIBRARIES),
@@ -58,8 +73,7 @@ def build(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    half_done.replace(library)  # at once, so that nobody loads half of it
-    return library
+    half_done.replace(library)  # at once, so that what is there under this name is whole
 
 
 def load(library: Path) -> ModuleType:

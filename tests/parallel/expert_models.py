@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rounding import rounding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 8, 12, 6, 2, 10
+
+# Gradients sum over up to 48 tokens. Two layers, of less than a dozen operations each, are gone
+# through forward and backward.
+BOUND = rounding(torch.float64, terms=48, steps=2 * 12 * 2)  # about 5e-13
 
 
 class Experts(nn.Module):

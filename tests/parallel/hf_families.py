@@ -6,16 +6,19 @@ Tiny random ones, on which tensor parallelism is compared with one process.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import transformers
+from rounding import largest_error, rounding
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -28,6 +31,12 @@ VOCABULARY = 96
 _TOKENS = (2, 48)  # sequences, and tokens of each: the whole vocabulary
 _SEED = 20
 _PADDING = 3  # in the first rank's part of the vocabulary
+
+# A gradient of a weight sums over all tokens. Up to four layers, of about a dozen operations each,
+# are gone through forward and backward.
+_TERMS, _STEPS_OF_SUMS = _TOKENS[0] * _TOKENS[1], 4 * 12 * 2
+BOUND = rounding(torch.float32, terms=_TERMS, steps=_STEPS_OF_SUMS)  # about 1e-3
+_PRECISE_BOUND = rounding(torch.float64, terms=_TERMS, steps=_STEPS_OF_SUMS)  # about 2e-12
 
 # By the names that config classes give to sizes; those that a class does not have are not set.
 _TINY = {
@@ -138,7 +147,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a family, tied or untied.
+    """Comparison of a family, tied or untied, with one process.
 
     Attributes:
         refusal: why it cannot be split, or nothing.
@@ -146,8 +155,9 @@ class Outcome:
             float32.
         worst: of which tensor.
         precise_error: the same in float64, where no rounding hides a small gradient that is wrong.
-            Many models compute norms and decays in float32 even then.
         precise_worst: of which tensor.
+        precise_bound: of `precise_error`. Many models compute norms and decays in float32 even
+            then, so theirs is that of float32.
         was_tied: whether the head's weight was the embedding's, in one process.
         tied: whether it is, after the split.
         split: number of parameters that became DTensors.
@@ -159,10 +169,21 @@ class Outcome:
     worst: str = ""
     precise_error: float = 0.0
     precise_worst: str = ""
+    precise_bound: float = BOUND
     was_tied: bool = False
     tied: bool = False
     split: int = 0
     parameters: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it was split, and gave what one process gives."""
+        return (
+            not self.refusal
+            and self.error < BOUND
+            and self.precise_error < self.precise_bound
+            and self.tied == self.was_tied
+        )
 
 
 @cache
@@ -242,60 +263,87 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def largest_error(
-    seen: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], floor: float
-) -> tuple[float, str]:
-    """The largest relative difference by Euclidean norm, and of which tensor.
-
-    Args:
-        seen: by name; None where there is no gradient.
-        expected: likewise.
-        floor: what a difference is relative to at least, as a part of the largest gradient: the
-            gradient of a key's bias is nothing but rounding.
-    """
-    assert seen.keys() == expected.keys()
-    size = {name: 0.0 if each is None else each.norm().item() for name, each in expected.items()}
-    least = floor * max(length for name, length in size.items() if name != "logits")
-    errors = {}
-    for name, tensor in expected.items():
-        other = seen[name]
-        if tensor is None or other is None:
-            assert tensor is other, f"{name}: a gradient on one side only"
-            continue
-        errors[name] = (other - tensor).norm().item() / max(size[name], least)
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    return errors[worst], worst
-
-
-def compare(family: str, tied: bool, **changes: Any) -> Outcome:
+def compare(
+    family: str,
+    tied: bool,
+    shard: Callable[[nn.Module], object] | None = None,
+    *,
+    is_split: Callable[[Tensor], bool] | None = None,
+    error_of: Callable[..., tuple[float, str]] | None = None,
+    **changes: Any,
+) -> Outcome:
     """Split a family's tiny model over the world, and compare it with one process.
 
     Args:
         family: the model type.
         tied: whether the head is to have the embedding's weight.
+        shard: splits a model in place, or raises; by default by tensor parallelism.
+        is_split: whether it counts as one of the parameters that are split.
+        error_of: what the split model, the whole one and `floor` give: the largest error, and of
+            which tensor.
         changes: to the tiny config.
     """
+    shard, error_of, is_split = shard or _split, error_of or _error, is_split or _is_dtensor
+
     whole = tiny_model(family, tied=tied, **changes)
     split = copy.deepcopy(whole)
     try:
-        _split(split)
+        shard(split)
     except ValueError as error:
         return Outcome(str(error))
     outcome = Outcome(
         was_tied=is_tied(whole),
         tied=is_tied(split),
-        split=sum(isinstance(each, DTensor) for each in split.parameters()),
+        split=sum(is_split(each) for each in split.parameters()),
         parameters=len(list(split.parameters())),
     )
-    error, worst = largest_error(run(split), run(whole), floor=1e-2)
+    error, worst = error_of(split, whole, 1e-2)
     outcome = replace(outcome, error=error, worst=worst)
     if family in FLOAT32_ONLY:
         return outcome
     whole = in_float64(tiny_model(family, tied=tied, **changes))
     split = copy.deepcopy(whole)
-    _split(split)
-    error, worst = largest_error(run(split), run(whole), floor=1e-4)
-    return replace(outcome, precise_error=error, precise_worst=worst)
+    shard(split)
+    error, worst = error_of(split, whole, 1e-4)
+    bound = BOUND if _computes_in_float32(whole) else _PRECISE_BOUND
+    return replace(outcome, precise_error=error, precise_worst=worst, precise_bound=bound)
+
+
+def compare_both(family: str) -> tuple[Outcome, Outcome]:
+    """Compare a family untied, and tied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, of tiny sizes
+        return compare(family, False), compare(family, True)
+
+
+def _error(split: nn.Module, whole: nn.Module, floor: float) -> tuple[float, str]:
+    return largest_error(run(split), run(whole), floor)
+
+
+def _is_dtensor(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+class _DtypesSeen(TorchDispatchMode):
+    """Notes the dtypes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        result = operator(*arguments, **(keywords or {}))
+        self.seen |= {each.dtype for each in tree_leaves(result) if isinstance(each, Tensor)}
+        return result
+
+
+def _computes_in_float32(model: nn.Module) -> bool:
+    """Whether a model in float64 computes a part in float32."""
+    with _DtypesSeen() as dtypes, torch.no_grad():
+        model(input_ids=tokens(), use_cache=False)
+    return torch.float32 in dtypes.seen
 
 
 def in_float64(model: nn.Module) -> nn.Module:

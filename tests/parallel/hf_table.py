@@ -1,4 +1,4 @@
-"""The tables of families in docs/huggingface.md: two for each version of transformers."""
+"""Tables of families in docs/huggingface.md: three for each version of transformers."""
 
 from __future__ import annotations
 
@@ -6,55 +6,29 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_families import Outcome, model_class
-
-_TENSOR_HEAD = ["| family | model | split parameters, untied | tied |", "| --- | --- | --- | --- |"]
-_EXPERT_HEAD = ["| family | model | parameters of experts |", "| --- | --- | --- |"]
 _REFUSED_HEAD = ["| refused family | model | reason |", "| --- | --- | --- |"]
 
 
-def tensor_rows(outcomes: Mapping[str, tuple[Outcome, Outcome]]) -> dict[str, str]:
-    """What became of each family, untied and tied, under tensor parallelism: its row."""
-    rows = {}
-    for name, pair in outcomes.items():
-        counts = " | ".join(f"{each.split} of {each.parameters}" for each in pair)
-        rows[name] = f"| {name} | `{model_class(name).__name__}` | {pair[0].refusal or counts} |"
-    return rows
-
-
-def expert_rows(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
-    """What became of each family whose experts are handed out: its row."""
-    return {
-        name: f"| {name} | `{model_class(name).__name__}` | "
-        f"{_reason(each.refusal) or f'{each.split} of {each.parameters}'} |"
-        for name, each in outcomes.items()
-    }
-
-
-def _reason(refusal: str) -> str:
-    """The first sentence, without the degree that was asked for."""
-    return re.sub(r"^ep=\d+: ", "", refusal).partition(". ")[0]
-
-
-def render_table(rows: Mapping[str, str], refused: set[str], *, experts: bool) -> str:
-    """Rows as a Markdown table, those of refused families in one of their own.
+def render_table(rows: Mapping[str, str], refused: set[str], head: list[str], what: str) -> str:
+    """Render rows as a Markdown table, those of refused families in one of their own.
 
     Args:
         rows: by family.
         refused: which families are.
-        experts: of the families whose experts are handed out.
+        head: of the table of the others; none if it says no more than how many they are.
+        what: the families are called.
     """
     equal = [row for name, row in rows.items() if name not in refused]
-    what = "families with experts" if experts else "families"
     lines = [f"{len(equal)} {what} equal one process, {len(refused)} are refused.", ""]
-    lines += [*(_EXPERT_HEAD if experts else _TENSOR_HEAD), *equal]
+    lines += [*head, *equal] if head else []
     if refused:
-        lines += ["", *_REFUSED_HEAD, *(rows[name] for name in rows if name in refused)]
+        lines += [*([""] if head else []), *_REFUSED_HEAD]
+        lines += [rows[name] for name in rows if name in refused]
     return "\n".join(lines)
 
 
 def read_table(document: Path, name: str) -> dict[str, str] | None:
-    """The rows of a table, by family, as they stand in the document; None if it has none."""
+    """Return the rows of a table, by family, as they stand in the document; None if it has none."""
     _, _, rest = document.read_text().partition(_begin(name))
     if not rest:
         return None

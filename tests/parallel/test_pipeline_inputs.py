@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import loss_of
-from tiny_models import BATCH, LENGTH, batch, make_model
-from torch import nn
+from pipelines import loss_of, make, make_pipeline
+from tiny_models import BATCH, BOUND, LENGTH, batch, make_model
 
 from helpers.crew import Crew
 from helpers.worlds import fake_world
-from meshverse import init_device_mesh
-from meshverse.parallel import PipelineSchedule, pipeline_schedule, pipeline_stages
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-def make() -> nn.Module:
-    return make_model(num_hidden_layers=4, tie_word_embeddings=False)
-
-
-def make_pipeline(model: nn.Module, pp_size: int = 2) -> PipelineSchedule:
-    mesh = init_device_mesh("cpu", (pp_size,), mesh_dim_names=("pp",))
-    return pipeline_schedule(pipeline_stages(model, mesh), mesh, loss_of, 4)
 
 
 def said_by(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
@@ -55,8 +43,8 @@ def train_between_refusals() -> tuple[list[str], list[bool], float]:
     return said, same, pipeline.clip_grad_norm_(1.0).item()
 
 
-def test_batches_have_the_shape_and_dtype_of_the_first(four: Crew) -> None:
-    for said, same, norm in four.run(train_between_refusals, 2):
+def test_batches_have_the_shape_and_dtype_of_the_first(crew: Crew) -> None:
+    for said, same, norm in crew.run(train_between_refusals, 2):
         for divides, longer, smaller, other_dtype in (said[:4], said[4:]):
             assert "6 sequences with 6 targets does not divide" in divides
             first = "after a first one of shape (8, 6), torch.int64"
@@ -76,16 +64,16 @@ def evaluate_shorter_batches() -> list[list[float]]:
     return [[each.item() for each in pipeline.eval(short, target=short)] for _ in range(2)]
 
 
-def test_eval_has_a_shape_of_its_own(four: Crew) -> None:
+def test_eval_has_a_shape_of_its_own(crew: Crew) -> None:
     model = make()
     with torch.no_grad():
         expected = [
             loss_of(model(input_ids=part, use_cache=False).logits, part).item()
             for part in batch(1)[:4, :3].chunk(4)
         ]
-    first, last = four.run(evaluate_shorter_batches, 2)
+    first, last = crew.run(evaluate_shorter_batches, 2)
     assert first == [[], []]
-    assert last[0] == last[1] == pytest.approx(expected, rel=1e-5)
+    assert last[0] == last[1] == pytest.approx(expected, rel=BOUND)
 
 
 def test_one_stage_alone_takes_batches_of_any_shape() -> None:
@@ -163,8 +151,8 @@ def refuse(pairs: list[tuple[Any, Any, dict[str, Any]]]) -> tuple[list[tuple[str
     return said, all(loss.isfinite() for loss in losses)
 
 
-def test_what_cannot_be_split_by_the_batch_is_refused_on_all_ranks(four: Crew) -> None:
-    for said, goes_on in four.run(refuse, 2, [case[:3] for case in REFUSED.values()]):
+def test_what_cannot_be_split_by_the_batch_is_refused_on_all_ranks(crew: Crew) -> None:
+    for said, goes_on in crew.run(refuse, 2, [case[:3] for case in REFUSED.values()]):
         for (in_step, in_eval), (name, case) in zip(said, REFUSED.items(), strict=True):
             assert case[3] in in_step, name
             assert in_eval == in_step
@@ -187,7 +175,7 @@ def _masked() -> list[dict[str, Any]]:
     return [{"attention_mask": kinds}, {"position_ids": _TOKENS[None] + 2}]
 
 
-def test_tensors_for_all_sequences_are_given_to_each_microbatch(four: Crew) -> None:
+def test_tensors_for_all_sequences_are_given_to_each_microbatch(crew: Crew) -> None:
     model = make_model("gemma2", num_hidden_layers=4)
     with torch.no_grad():
         expected = [
@@ -197,5 +185,5 @@ def test_tensors_for_all_sequences_are_given_to_each_microbatch(four: Crew) -> N
             ]
             for keywords in _masked()
         ]
-    for seen, wanted in zip(four.run(losses_with_keywords, 2)[1], expected, strict=True):
-        assert seen == pytest.approx(wanted, rel=1e-5)
+    for seen, wanted in zip(crew.run(losses_with_keywords, 2)[1], expected, strict=True):
+        assert seen == pytest.approx(wanted, rel=BOUND)

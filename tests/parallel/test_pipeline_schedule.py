@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import EXACT, loss_of
-from tiny_models import batch, make_model
+from pipelines import EXACT, loss_of, make
+from tiny_models import BOUND, batch
 from torch import nn
 
 from helpers.crew import Crew
@@ -23,10 +23,6 @@ from meshverse.parallel import (
 )
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-def make(*, tied: bool = False) -> nn.Module:
-    return make_model(num_hidden_layers=4, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +110,17 @@ def evaluate(virtual: int) -> tuple[list[float], list[float], list[bool], str]:
     return (
         losses,
         [each.item() for each in expected],
-        [no_gradients, abs(norm - wanted) < 1e-5],
+        [no_gradients, abs(norm / wanted - 1) < BOUND],
         message,
     )
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_evaluation_leaves_no_gradients(four: Crew, virtual: int) -> None:
-    answers = four.run(evaluate, 4, virtual)
+def test_evaluation_leaves_no_gradients(crew: Crew, virtual: int) -> None:
+    answers = crew.run(evaluate, 4, virtual)
     for rank, (losses, expected, right, message) in enumerate(answers):
         assert right == [True, True]
-        assert losses == pytest.approx(expected if rank > 1 else [], rel=1e-5)
+        assert losses == pytest.approx(expected if rank > 1 else [], rel=BOUND)
         assert "6 sequences with 6 targets does not divide into 4 microbatches" in message
 
 
@@ -146,10 +142,12 @@ def summed(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss_of(whole, tokens)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_norms_over_stages_equal_one_process(four: Crew, norm_type: float) -> None:
-    for seen, expected in four.run(norms, 4, norm_type):
-        assert seen == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize(
+    "norm_type", [pytest.param(1.0, marks=pytest.mark.long), 2.0, float("inf")]
+)
+def test_norms_over_stages_equal_one_process(crew: Crew, norm_type: float) -> None:
+    for seen, expected in crew.run(norms, 4, norm_type):
+        assert seen == pytest.approx(expected, rel=BOUND)
 
 
 def tie_differently() -> str:
@@ -164,7 +162,7 @@ def tie_differently() -> str:
     return "accepted"
 
 
-def test_tied_parameters_that_differ_are_refused(four: Crew) -> None:
-    messages = four.run(tie_differently, 2)
+def test_tied_parameters_that_differ_are_refused(crew: Crew) -> None:
+    messages = crew.run(tie_differently, 2)
     assert all("tied to a parameter of another pipeline stage" in each for each in messages)
     assert "torch.float64, trained there" in messages[0]

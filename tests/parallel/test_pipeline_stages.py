@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import make
 from tiny_models import batch, make_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,13 +25,9 @@ from meshverse.parallel import (
     pipeline_stages,
     split_into_stages,
 )
-from meshverse.parallel.pipeline.layout import layers_of_stages
+from meshverse.parallel.pipeline.stage import layers_of_stages
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-def make(layers: int = 4, **fields: Any) -> nn.Module:
-    return make_model(num_hidden_layers=layers, **{"tie_word_embeddings": False, **fields})
 
 
 def test_stages_have_each_parameter_once_under_its_own_name() -> None:

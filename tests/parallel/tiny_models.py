@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-VOCABULARY, BATCH, LENGTH, STEPS = 64, 8, 6, 3
+VOCABULARY, BATCH, LENGTH, STEPS = 64, 8, 6, 2
+
+# Models in float64 compute their norms, and `loss_of` its losses, in float32. Logits are summed
+# over the vocabulary, gradients over the fewer tokens of a batch. Up to five layers, of about a
+# dozen operations each, are gone through forward and backward in each step.
+BOUND = rounding(torch.float32, terms=VOCABULARY, steps=5 * 12 * 2 * STEPS)  # about 2e-3
 
 _SIZES = {
     "vocab_size": VOCABULARY,

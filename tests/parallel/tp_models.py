@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+from rounding import rounding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, HEADS, FEATURES, VOCABULARY = 12, 4, 6, 10
+
+# Sums are over up to 24 features of all heads, of less than a dozen operations in a row each way.
+BOUND = rounding(torch.float64, terms=HEADS * FEATURES, steps=2 * 12)  # about 1e-13
 
 
 class HeadNorm(nn.Module):

@@ -103,7 +103,7 @@ def split_options(group: ProcessGroup) -> BackendOptions | None:
     return options_of(group._get_backend(group.bound_device_id))
 
 
-def members_only_hazard(group: ProcessGroup, backend: str) -> str | None:
+def why_all_ranks(group: ProcessGroup, backend: str) -> str | None:
     """Why a group of this backend must be made by all ranks, or None if its members suffice."""
     if _uses_torchcomms(backend) and not _TORCHCOMMS_BY_MEMBERS:
         return "torchcomms"

@@ -7,7 +7,6 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .backends import by_device, split_devices
@@ -15,10 +14,14 @@ from .groups import Ranks
 from .options import options_of, options_timeout
 from .private_names import BackendOptions, ProcessGroup, c10d
 
+# Before 2.13, `new_group` sorts the ranks.
+NEW_GROUP_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
 
 def create_by_members(
     ranks: list[int],
     default_group: ProcessGroup,
+    store: Any,
     *,
     backend: str,
     options: BackendOptions | None,
@@ -26,12 +29,16 @@ def create_by_members(
     name: str,
     attempt: str,
     description: str,
-) -> ProcessGroup:
-    """Create one process group; only its members call this, and only they take part.
+) -> ProcessGroup | None:
+    """Create one process group of these ranks, in this order.
+
+    Its members call this, and nobody else has to. Where c10d splits the default group for it, all
+    ranks do: those that are no members get None.
 
     Args:
-        ranks: global ranks of the group, in group-rank order; mine among them.
-        default_group: the default process group, whose store the group uses.
+        ranks: global ranks of the group, in group-rank order.
+        default_group: the default process group.
+        store: of the default process group, or another connection to it.
         backend: backend string of the group.
         options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
@@ -40,18 +47,17 @@ def create_by_members(
             attempt to create one: this one does not find what is left of it in the store.
         description: shown in c10d's logs.
     """
-    _, store = c10d._world.pg_map[default_group]
     if attempt:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     device = default_group.bound_device_id
     if device is not None and device.type not in by_device(backend):
         device = None  # c10d would connect the group's backend for this device, and there is none
-    group = None
+    rank, group = default_group.rank(), None
     while group is None:
         try:
             group, _ = c10d._new_process_group_helper(
                 len(ranks),
-                ranks.index(default_group.rank()),
+                ranks.index(rank) if rank in ranks else None,
                 ranks,
                 backend,
                 store,
@@ -66,8 +72,10 @@ def create_by_members(
             # that fails when another thread makes one meanwhile; nothing was done then.
             if "changed size during iteration" not in str(error):
                 raise
+    if not isinstance(group, ProcessGroup):
+        return None
     c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
-    return group  # type: ignore[no-any-return]
+    return group
 
 
 def create_by_split(
@@ -170,21 +178,14 @@ def create_by_all(
         backend: backend string of the groups.
         options: options object, or None.
         timeout: of the groups' operations.
-        keeps_order: whether group ranks follow the order given, not ascending ranks.
+        keeps_order: whether group ranks follow the order given, not ascending ranks; only where
+            `NEW_GROUP_KEEPS_ORDER`.
         description: shown in c10d's logs.
 
     Returns:
         My group, or None if this rank is in none of them.
-
-    Raises:
-        ValueError: the order is to be kept, and this torch sorts the ranks of a group.
     """
     order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
-    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ValueError(
-            f"preserve_rank_order needs a newer torch than {torch.__version__} where all ranks "
-            "take part in making a group: this one sorts the ranks. Leave it out, or update torch."
-        )
     mine = None
     for ranks in all_ranks:
         group = dist.new_group(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["is_strided_shard", "root_of", "waited"]
+from .groups import find_group
+
+__all__ = ["base_of", "group_ranks_of", "held_by", "is_strided_shard", "root_of", "waited"]
 
 
 def is_strided_shard(placement: object) -> bool:
@@ -26,3 +29,30 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh was derived from; itself if from none."""
     return mesh._get_root_mesh()
+
+
+def group_ranks_of(mesh: Any) -> list[list[int]]:
+    """Ranks of this rank's groups along the axes of a mesh, in group-rank order.
+
+    Those of lazy groups, which are not made yet, are left out; a mesh without groups has none.
+    """
+    names = list.__iter__(getattr(mesh, "_dim_group_names", None) or [])
+    found = [find_group(name) for name in names if name is not None]
+    return [dist.get_process_group_ranks(group) for group in found if group is not None]
+
+
+def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+    """The local tensor of a DTensor and how it is laid out, or a plain tensor; the same objects.
+
+    `to_local` makes another object each time, in some 10 us.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor, tensor._spec
+    return tensor, None
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a tensor was made from by slicing or viewing; None if it was not."""
+    return tensor._base

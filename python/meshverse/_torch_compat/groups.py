@@ -103,6 +103,14 @@ def store_of(default_group: ProcessGroup) -> Any:
     return c10d._world.pg_map[default_group][1]
 
 
+def clone_store(store: Any) -> Any:
+    """Return another connection to a store; the store itself where it is not one of connections."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    return store.clone() if isinstance(base, dist.TCPStore) else store
+
+
 def can_meet_in_store(default_group: ProcessGroup) -> bool:
     """Whether ranks can meet in the default group's store: it has all of c10d's operations.
 

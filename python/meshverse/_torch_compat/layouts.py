@@ -76,8 +76,19 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
 
     Stock hashes these too, so equal meshes have equal hashes also on 2.11 and 2.12. There they are
     unequal if stock's axes of size 1 have other strides than `to_torch_layout` gives ours.
+
+    Args:
+        mesh: ours.
+        stock: of torch's class.
     """
     fields = ["_flatten_rank_map", "_layout", "_device_type", "_mesh_dim_names", "_thread_id"]
     if HAS_PRESERVE_RANK_ORDER:
         fields.append("_preserve_rank_order")
+    elif keeps_rank_order(mesh):  # stock's groups are sorted
+        return False
     return all(getattr(mesh, field) == getattr(stock, field) for field in fields)
+
+
+def keeps_rank_order(mesh: StockDeviceMesh) -> bool:
+    """Whether the groups of a mesh, of either class, have their ranks in its order."""
+    return bool(getattr(mesh, "_preserve_rank_order", False))

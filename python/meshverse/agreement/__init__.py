@@ -1,36 +1,25 @@
-"""What ranks tell one another through the store of the default process group.
+"""Agreement between ranks, through the store of the default process group.
 
-- `board`: short texts under keys that belong to one run of the default process group.
-- `claims`: what a rank says it is about to make, and how two ranks differ.
-- `calls`: ranks compare what they are about to make. If they differ, all of them are told.
-- `meeting`: members of a process group wait for each other before they create it.
-- `waits`: ranks that wait for each other in a cycle find that out.
+- `rendezvous`: ranks wait for each other, above all before c10d connects a process group.
+- `deadlock`: the search for ranks that wait for one another.
+- `mismatch`: ranks compare the calls in which they make process groups.
+- `words`: ranks and lines of the program in messages.
 
 Nothing here knows meshes, layouts or process groups: callers give names, ranks and texts.
 """
 
 from __future__ import annotations
 
-from .board import Board, Run
-from .calls import Call, CallOrder, RanksDifferError, first_keys, next_keys
-from .claims import Statement, users_line
-from .meeting import has_begun, meet, remove_meeting
-from .ranks_text import shortened
-from .waits import OwnWaits
+from .mismatch import ComparedCalls, Description, RanksDifferError, check_by_default
+from .rendezvous import Rendezvous
+from .words import program_line, shortened
 
 __all__ = [
-    "Board",
-    "Call",
-    "CallOrder",
-    "OwnWaits",
+    "ComparedCalls",
+    "Description",
     "RanksDifferError",
-    "Run",
-    "Statement",
-    "first_keys",
-    "has_begun",
-    "meet",
-    "next_keys",
-    "remove_meeting",
+    "Rendezvous",
+    "check_by_default",
+    "program_line",
     "shortened",
-    "users_line",
 ]

@@ -143,7 +143,7 @@ class DeviceMesh(ReshapedMesh):
                 *(description.layout, description.labels, overrides, description.tags), call=call
             )
         self._take_group_names(names)
-        universe.intern(self)
+        universe.keep(self)
         if is_apart:
             note_root(self)
         else:
@@ -252,7 +252,7 @@ class DeviceMesh(ReshapedMesh):
                 for axis, name, given in zip(result.layout, result._labels(), groups, strict=True)
             ]
         )
-        result._universe.intern(result)
+        result._universe.keep(result)
         note_root(result)
         return result
 

@@ -36,7 +36,7 @@ class MeshPart(TypedDict, total=False):
     mesh_shape: Required[Sequence[int]]
     mesh_dim_names: Sequence[str] | None
     backend_override: BackendOverride | None
-    preserve_rank_order: bool
+    preserve_rank_order: bool | None
     ranks: Sequence[int] | torch.Tensor | None
     timeout: timedelta | None
     options: compat.BackendOptions | None
@@ -54,7 +54,7 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: BackendOverride | None = None,
-    preserve_rank_order: bool = False,
+    preserve_rank_order: bool | None = None,
     ranks: Sequence[int] | torch.Tensor | None = None,
     timeout: timedelta | None = None,
     options: compat.BackendOptions | None = None,
@@ -75,7 +75,9 @@ def init_device_mesh(
         mesh_dim_names: one name an axis, each once.
         backend_override: by axis name or index: a backend name, an options object, or both as a
             pair. Axes that are not named get the default group's backend.
-        preserve_rank_order: group ranks follow the order of the axes instead of ascending ranks.
+        preserve_rank_order: group ranks follow the order of the axes, by default. False has the
+            ranks of each group ascend, as in torch: then DTensor gives out shards in another order
+            than coordinates, by which checkpoints go.
         ranks: global ranks to place the mesh on, in row-major order, as many as it has; by default
             0, 1, 2, ... Ranks outside get a mesh that they can hold, print and slice.
         timeout: of every group's operations in this mesh's universe, also of groups derived later,
@@ -136,7 +138,7 @@ def plan_mesh(
     mesh_shape: Sequence[int],
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: BackendOverride | None = None,
-    preserve_rank_order: bool = False,
+    preserve_rank_order: bool | None = None,
     ranks: Sequence[int] | torch.Tensor | None = None,
     isolate: str | Mapping[int | str, str] | None = None,
     universe: Universe | None = None,
@@ -169,6 +171,8 @@ def plan_mesh(
         said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
         said["check_consistency"] = check_consistency
         make_universe = _with_said(make_universe, universe, said)
+    if preserve_rank_order is None:
+        preserve_rank_order = not rank_map.is_sorted()
     description = MeshDescription(device_type, layout, names, preserve_rank_order)
     if isolate is not None or current_tag():
         description = description.with_tags(normalize_tags(isolate, names, len(shape)))

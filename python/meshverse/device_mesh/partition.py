@@ -8,8 +8,7 @@ from typing import Any
 from meshverse._core import Layout
 from meshverse.layouts.user_input import read_rank_map
 from meshverse.nearest import did_you_mean
-from meshverse.universe.parts import ranks_outside
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Universe, ranks_outside
 from meshverse.world.world import World
 
 from .device_mesh import DeviceMesh

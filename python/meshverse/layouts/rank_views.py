@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 
 from meshverse import _torch_compat as compat
-from meshverse._core import RankMap
+from meshverse._core import RankGroups, RankMap
 
 from .computed import computed
 
-__all__ = ["RankViews", "rank_views"]
+__all__ = ["RankViews", "ascends", "rank_views"]
 
 
 class RankTuple(tuple[int, ...]):
@@ -75,3 +75,14 @@ def rank_views(rank_map: RankMap) -> RankViews:
         with _views_lock:
             views = _views.setdefault(rank_map, RankViews(rank_map))
     return views
+
+
+@compat.untraced()
+def ascends(groups: RankGroups) -> bool:
+    """Whether the ranks of each group ascend. O(ranks)."""
+    within, between = groups.axis, groups.offsets
+    ranks = rank_views(groups.rank_map).tensor.as_strided(
+        (*between.sizes, *within.sizes), (*between.strides, *within.strides)
+    )
+    each = ranks.reshape(groups.n_groups, groups.group_size)
+    return not bool((each[:, 1:] < each[:, :-1]).any())

@@ -141,9 +141,23 @@ class MeshBase(StockDeviceMesh):
         """Use these process groups, one per axis; None for a mesh without process groups."""
         if group_names is None:
             self._dim_group_names = MissingGroups(len(self._shape), self._refuse_groups)
+            return
+        universe = self._universe
+        # torch.compile cannot take in a mesh that is made within a graph with a list of another
+        # class.
+        if universe.has_plain_names and all(
+            name in universe.process_groups for name in group_names
+        ):
+            self._dim_group_names = list(group_names)
         else:
             self._dim_group_names = names = GroupNames(group_names)
-            names.universe = self._universe
+            names.universe = universe
+
+    def renew_group_names(self) -> None:
+        """Give torch a plain list of names of groups, or one that looks at each use."""
+        names: list[str] = vars(self).get("_dim_group_names", MissingGroups)
+        if type(names) in (list, GroupNames):
+            self._take_group_names(list(names))
 
     def _refuse_groups(self) -> None:
         why = (
@@ -180,7 +194,8 @@ class MeshBase(StockDeviceMesh):
     @computed
     def key_digests(self) -> list[str | None]:
         """Digests of the options keys of my groups, one per axis; empty outside the mesh."""
-        if isinstance(self._dim_group_names, PromisedGroups):
+        names = self._dim_group_names
+        if isinstance(names, PromisedGroups) and not names.are_all_known:
             return []
         pairs = zip(self.layout, self.group_names or (), strict=False)
         return [self._universe.key_digest(*pair) for pair in pairs]

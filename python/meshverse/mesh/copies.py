@@ -50,7 +50,7 @@ class CopyableMesh(MemberMesh):
             return self
         twin = self._made(self._universe, self._description, self.group_names)
         if not twin.has_groups:  # so that bind() finds it
-            self._universe.intern(twin)
+            self._universe.keep(twin)
         return twin
 
     def _reduced(self) -> Any:

@@ -1,4 +1,4 @@
-"""What torch reads of a mesh's process groups: a list of c10d names that knows when it is used.
+"""Lists of c10d names of a mesh's process groups, which torch reads, that know when they are used.
 
 torch's collectives take a mesh's group as `mesh._dim_group_names[dim]`. Asking for a name makes a
 group that was left for later, and says what is wrong where the groups are gone or never were.
@@ -17,11 +17,11 @@ __all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
 
 
 class GroupNames(list[str]):
-    """c10d names of a mesh's groups, one per axis.
+    """c10d names of a mesh's groups, one per axis, some of which have to be looked at before use.
 
-    Reading a name by its index counts as use of the group: the universe makes it first, or says why
-    it cannot be used. (Not while torch.compile traces, which could not follow that.) Iterating over
-    the names does not count.
+    Where all groups are live, a mesh has a plain list instead. Reading a name by its index counts
+    as use of the group: the universe makes it first, or says why it cannot be used. (Not while
+    torch.compile traces, which could not follow that.) Iterating over the names does not count.
 
     Attributes:
         universe: whose groups they are. Whoever makes this list sets it.
@@ -63,23 +63,40 @@ class MissingGroups(GroupNames):
 
 
 class PromisedGroups(GroupNames):
-    """The names of groups that are not asked for yet: of a root that only stands for another mesh.
+    """The names of groups that are not requested yet: of a root that only stands for another mesh.
 
-    Nobody may ever use such a root. So its groups are asked for when a name is first read.
+    Nobody may ever use such a root. So each axis's group is requested when its name is first read.
 
     Args:
         ndim: number of axes.
-        keep: asks the universe for the groups, and gives their names.
+        request: requests the group of an axis from the universe, and returns its name.
     """
 
-    __slots__ = ("_keep",)
+    __slots__ = ("_request",)
 
-    def __init__(self, ndim: int, keep: Callable[[], list[str]]) -> None:
+    def __init__(self, ndim: int, request: Callable[[int], str]) -> None:
         super().__init__([""] * ndim)
-        self._keep = keep
+        self._request = request
 
     def __getitem__(self, index: Any) -> Any:
-        return self._keep()[index]
+        if is_dynamo_compiling():
+            return super().__getitem__(index)
+        if isinstance(index, slice):
+            return list(self)[index]
+        self._name(range(len(self))[index])
+        return super().__getitem__(index)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keep())
+        return iter([self._name(index) for index in range(len(self))])
+
+    @property
+    def are_all_known(self) -> bool:
+        """Whether all groups have been requested."""
+        return all(list.__getitem__(self, index) for index in range(len(self)))
+
+    def _name(self, index: int) -> str:
+        name = list.__getitem__(self, index)
+        if not name:
+            name = self._request(index)
+            list.__setitem__(self, index, name)
+        return name

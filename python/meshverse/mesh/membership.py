@@ -66,14 +66,22 @@ class MemberMesh(RequestingMesh):
         self._universe.note(mesh)
         if self.group_names:
 
-            def keep_promise() -> list[str]:
-                names = self._group_names_under(tags, self._description, self.group_names)
-                mesh._take_group_names(names)
+            def request(index: int) -> str:
                 with contextlib.suppress(AttributeError):
                     del mesh.key_digests  # of no groups, if they were asked for before
-                return mesh._dim_group_names
+                axis, description = slice(index, index + 1), self._description
+                if description.axis_tags[index] == tags[index]:
+                    return str(self._dim_group_names[index])
+                names = self._universe.groups.request_tagged(
+                    description.layout.select([index]),
+                    description.labels[axis],
+                    list.__getitem__(self._dim_group_names, axis),
+                    tags[axis],
+                )
+                return str(names[0].name)
 
-            mesh._dim_group_names = PromisedGroups(self.ndim, keep_promise)
+            mesh._dim_group_names = names = PromisedGroups(self.ndim, request)
+            names.universe = self._universe
         else:
             mesh._take_group_names(self.group_names)
         return mesh
@@ -93,4 +101,4 @@ class MemberMesh(RequestingMesh):
         if self._may_have_groups:
             names = self._group_names_for(self.layout, self._labels(), (), tags, call="bind")
         self._take_group_names(names)
-        universe.intern(self)
+        universe.keep(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
 from meshverse.graphs.traced_coordinates import traced_coordinate
-from meshverse.groups.request import Group, GroupRequest
+from meshverse.groups.request import GroupRequest
 
 from .membership import MemberMesh
 
@@ -85,10 +84,13 @@ class PlacedMesh(MemberMesh):
         if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         try:
-            if self._universe.pending_groups:
-                place = self._place_in_lazy_group(mesh_dim, self._universe.pending_groups)
-                if place is not None:
-                    return place
+            universe, name = self._universe, self._name_without_use(mesh_dim)
+            if name is not None and name in universe.ready_groups:
+                return universe.process_groups[name].rank()
+            planned = universe.planned_group(name)
+            if planned is not None:
+                _ = universe.groups  # raises where the group can no longer be made
+                return _place_of(planned.request)
             if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
                 return StockDeviceMesh.get_local_rank(self, mesh_dim)
             return self.get_group(mesh_dim).rank()
@@ -113,23 +115,13 @@ class PlacedMesh(MemberMesh):
                     return traced
         return StockDeviceMesh._sym_get_coordinate(self, index)
 
-    def _place_in_lazy_group(
-        self, mesh_dim: int | str | None, pending: Mapping[str, Group]
-    ) -> int | None:
-        """My rank in the group along an axis if that group is not made yet; else None."""
-        group = pending.get(self._name_without_use(mesh_dim) or "")
-        if group is None:
-            return None
-        _ = self._universe.groups  # raises where the group can no longer be made
-        return _place_of(group.request)
-
     def _place_in_parent(self, mesh_dim: int | str | None) -> int | None:
         """In a fork, such as a data loader's worker: the parent's rank in its group, if known."""
         name = self._name_without_use(mesh_dim)
         if name is None:
             return None
-        pending = self._universe.pending_groups.get(name)
-        return compat.resolve_group(name).rank() if pending is None else _place_of(pending.request)
+        planned = self._universe.planned_group(name)
+        return compat.resolve_group(name).rank() if planned is None else _place_of(planned.request)
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
         """The c10d name of the group along an axis, which this does not make; None if unknown."""

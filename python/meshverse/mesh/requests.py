@@ -8,6 +8,7 @@ from meshverse._core import Layout
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.options.overrides import Override
 
+from .rank_order import note_order
 from .torch_view import ViewedMesh
 
 __all__ = ["RequestingMesh"]
@@ -39,8 +40,20 @@ class RequestingMesh(ViewedMesh):
         requests = groups.requests.of_axes(
             layout, names, overrides, tags, self._preserve_rank_order, first
         )
-        made = groups.get_or_make(requests, call, layout)
+        made = groups.get_or_make(requests, call, layout, first=first)
+        rank_map = self._universe.rank_map
+        if not self._preserve_rank_order and not (layout.is_sorted() and rank_map.is_sorted()):
+            self._note_order(layout, names, first)
         return [group.name for group in made if group.name is not None]
+
+    def _note_order(self, layout: Layout, names: Sequence[str], first: int) -> None:
+        universe = self._universe
+        ascends = universe.groups.requests.ascends
+        pairs = zip(layout.axes[first : first + len(names)], names, strict=True)
+        if (sorted_by_torch := [name for axis, name in pairs if not ascends(axis)]) and (
+            universe.world is not None
+        ):
+            note_order(universe.world, self, universe.rank_map, sorted_by_torch)
 
     def _group_names_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None

@@ -1,4 +1,4 @@
-"""What a strategy is asked to do: plain settings, checked when they are made.
+"""Settings of the strategies: plain data, checked when it is made.
 
 Example:
     >>> config = FSDP2Config(sequence_parallel=True, activation_checkpointing="selective")
@@ -19,38 +19,26 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["DDPConfig", "FSDP2Config", "MegatronFSDPConfig", "default_mixed_precision"]
-
+# A tensor-parallel plan: itself, an import path of it, or a function that gives it.
 TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]]
-"""A tensor-parallel plan: itself, an import path of it, or a function that gives it."""
-
 CheckpointingMode = Literal[True, False, "full", "selective"]
-"""Of activation checkpointing: of every layer (True is "full"), of some operations, or none."""
-
 CheckpointingScope = str | Collection[str] | None
-"""The parts of a model; see `checkpointing_parts`."""
 
 _CHECKPOINTING = (True, False, "full", "selective")
 _ZERO_STRATEGIES = (0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params")
 _SCOPES = ("all", "language", "vision", "audio", "multimodal")
-_ALL = ("auto", "default")  # other words for it
 
 
 def default_mixed_precision() -> MixedPrecisionPolicy:
-    """bf16 parameters and outputs, fp32 reduction, inputs cast."""
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        output_dtype=torch.bfloat16,
-        cast_forward_inputs=True,
-    )
+    """Return the default policy: bf16 parameters and outputs, fp32 reduction, inputs cast."""
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
 
 
 class _Settings:
-    """What all configs have in common."""
+    """Base of the configs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings by name; values are the config's own objects, not copies."""
+        """Return the settings by name; values are the config's own objects, not copies."""
         return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
 
@@ -65,16 +53,10 @@ class FSDP2Config(_Settings):
             waits for the device in every layer. Never when packed sequences are trained.
         mp_policy: of parameters, gradients and outputs; None for the default, in bf16.
         offload_policy: where sharded parameters live, such as CPUOffloadPolicy.
-        autocast_dtype: of torch.autocast around the forward, for the training loop.
         activation_checkpointing: of every layer (True or "full"), of some operations ("selective").
-        activation_checkpointing_scope: which parts of the model: "all", or one or several of
-            "language", "vision", "audio", "multimodal"; in all forms of `checkpointing_parts`, and
-            afterwards a tuple.
-        defer_fsdp_grad_sync: whether only the last micro-batch reduces gradients, for the training
-            loop.
+        activation_checkpointing_scope: which parts of the model, in a form that
+            `checkpointing_parts` takes; afterwards a tuple.
         reshard_after_forward: None for all layers but the last; True, False for all.
-        enable_async_tensor_parallel: without effect, since torch has no public switch to overlap
-            tensor parallelism's collectives with its matrix products; a warning says so.
         enable_compile: whether to compile each decoder layer.
         enable_fsdp2_prefetch: whether layers say explicitly which to gather ahead.
         fsdp2_backward_prefetch_depth: how many layers ahead in backward.
@@ -89,12 +71,9 @@ class FSDP2Config(_Settings):
     patch_is_packed_sequence: bool = False
     mp_policy: MixedPrecisionPolicy | None = field(default_factory=default_mixed_precision)
     offload_policy: OffloadPolicy | None = None
-    autocast_dtype: torch.dtype | None = None
     activation_checkpointing: CheckpointingMode = False
     activation_checkpointing_scope: CheckpointingScope = "all"
-    defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | None = None
-    enable_async_tensor_parallel: bool = False
     enable_compile: bool = False
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
@@ -103,24 +82,17 @@ class FSDP2Config(_Settings):
     def __post_init__(self) -> None:
         if self.mp_policy is None:
             self.mp_policy = default_mixed_precision()
-        check_checkpointing(self.activation_checkpointing)
-        self.activation_checkpointing_scope = checkpointing_parts(
-            self.activation_checkpointing_scope
-        )
-
-
-def check_checkpointing(mode: object) -> None:
-    """Check how activation checkpointing is asked for.
-
-    Raises:
-        ValueError: a mode that is none.
-    """
-    if type(mode) not in (bool, str) or mode not in _CHECKPOINTING:
-        raise ValueError(f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}.")
+        mode = self.activation_checkpointing
+        if type(mode) not in (bool, str) or mode not in _CHECKPOINTING:
+            raise ValueError(
+                f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}."
+            )
+        parts = checkpointing_parts(self.activation_checkpointing_scope)
+        self.activation_checkpointing_scope = parts
 
 
 def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
-    """The parts of a model that a scope of activation checkpointing names, each once.
+    """Return the parts of a model that a scope of activation checkpointing names, each once.
 
     Args:
         scope: "all", or one or several of "language", "vision", "audio", "multimodal": a string
@@ -130,23 +102,18 @@ def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown part, or "all" beside others.
     """
-    given: tuple[Any, ...] = () if scope is None else tuple(scope)
-    given = (scope,) if isinstance(scope, str) else given
-    wrong = [each for each in given if not isinstance(each, str)]
-    words = ",".join(each for each in given if isinstance(each, str)).replace("+", ",").split(",")
-    parts = dict.fromkeys(word.strip().lower() for word in words if word.strip())
-    parts = dict.fromkeys("all" if part in _ALL else part for part in parts)
-    unknown = [*wrong, *(part for part in parts if part not in _SCOPES)]
-    if unknown:
+    given = [scope] if isinstance(scope, str) else scope or ()
+    words = ",".join(map(str, given)).replace("+", ",").lower().split(",")
+    parts = [word.strip() for word in words if word.strip()] or ["all"]
+    parts = ["all" if part in ("auto", "default") else part for part in parts]
+    unknown = [part for part in parts if part not in _SCOPES]
+    if unknown or ("all" in parts and len(set(parts)) > 1):
+        wrong = f"unknown {unknown}" if unknown else "'all' includes the others"
         raise ValueError(
-            f"activation_checkpointing_scope={scope!r}: unknown {unknown}. Give one or several of "
-            f"{_SCOPES}."
+            f"activation_checkpointing_scope={scope!r}: {wrong}. Give one or several of "
+            f"{_SCOPES}, or 'all' alone."
         )
-    if "all" in parts and len(parts) > 1:
-        raise ValueError(
-            f"activation_checkpointing_scope={scope!r}: 'all' includes the others. Give it alone."
-        )
-    return tuple(parts) or ("all",)
+    return tuple(dict.fromkeys(parts))
 
 
 @dataclass
@@ -198,45 +165,28 @@ class MegatronFSDPConfig(_Settings):
     def __post_init__(self) -> None:
         stage = self.zero_dp_strategy
         if type(stage) not in (int, str) or stage not in _ZERO_STRATEGIES:  # True == 1 == 1.0
-            raise ValueError(
-                f"zero_dp_strategy={self.zero_dp_strategy!r}: expected one of {_ZERO_STRATEGIES}."
-            )
+            raise ValueError(f"zero_dp_strategy={stage!r}: expected one of {_ZERO_STRATEGIES}.")
         if not isinstance(self.activation_checkpointing, bool):
             raise ValueError(
                 f"activation_checkpointing={self.activation_checkpointing!r}: Megatron-FSDP has it "
-                "of every layer (True) or of none (False). FSDP2Config has other modes."
+                "of every layer (True) or of none (False)."
             )
 
 
 @dataclass
 class DDPConfig(_Settings):
-    """Settings of DistributedDataParallel; defaults and names are torch's.
+    """Settings of DistributedDataParallel, under its names: `DDP(model, **config.to_dict())`.
 
     Attributes:
-        activation_checkpointing: as of `FSDP2Config`, for the training loop.
-        activation_checkpointing_scope: likewise.
         bucket_cap_mb: size of a bucket of gradients in MiB; None for torch's default.
-        autocast_dtype: of torch.autocast around the forward, for the training loop.
         broadcast_buffers: whether buffers are broadcast before every forward.
         find_unused_parameters: whether parameters without gradient are looked for.
         static_graph: whether the graph is the same in every step.
         gradient_as_bucket_view: whether gradients are views of the buckets.
-
-    Raises:
-        ValueError: as `FSDP2Config`.
     """
 
-    activation_checkpointing: CheckpointingMode = False
-    activation_checkpointing_scope: CheckpointingScope = "all"
     bucket_cap_mb: float | None = None
-    autocast_dtype: torch.dtype | None = None
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
-
-    def __post_init__(self) -> None:
-        check_checkpointing(self.activation_checkpointing)
-        self.activation_checkpointing_scope = checkpointing_parts(
-            self.activation_checkpointing_scope
-        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
-from meshverse.groups.request import Group, Origin
+from meshverse.groups.group import GroupUse, Origin, State
 from meshverse.pictures import Picture
 from meshverse.topology import Topology
 
@@ -27,7 +27,6 @@ _WORDS = {
     Origin.BY_ALL: "made by all ranks",
     Origin.NOT_YET: "not made yet (lazy)",
     Origin.AT_FIRST_USE: "made by its members at first use",
-    Origin.AGAIN: "made again by its members: it was destroyed",
     Origin.SHARED: "shared with another mesh",
     Origin.GIVEN: "given by the user",
     Origin.OTHER_UNIVERSE: "of another universe",
@@ -43,7 +42,7 @@ class Portion(NamedTuple):
     """
 
     ranks: str
-    groups: Sequence[Group]
+    groups: Sequence[GroupUse]
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,10 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
-        plain = asdict(replace(self, picture=None))
-        del plain["picture"]
-        return {**plain, **numbers}
+        plain = {name: value for name, value in vars(self).items() if name != "picture"}
+        # Not by dataclasses.asdict, which copies every rank of every group by itself.
+        groups = tuple({**vars(each), "requests": dict(each.requests)} for each in self.groups)
+        return {**plain, "groups": groups, **numbers}
 
     def to_html(self) -> str:
         """One HTML page that needs nothing else: pick a view, an axis and a rank; see its groups.
@@ -118,7 +118,8 @@ class Explanation:
 
     def to_json(self) -> str:
         """`to_dict()` as a JSON document."""
-        return json.dumps(self.to_dict(), indent=2)
+        # Without indentation, for which Python's encoder takes ten times as long.
+        return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
         titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
@@ -176,9 +177,8 @@ def _options_in_words(group: GroupExplanation) -> str:
 def explain(
     rank_map: RankMap,
     rank: int,
-    groups: Iterable[Group],
+    groups: Iterable[GroupUse],
     communicator_bytes: Mapping[str, int] | None = None,
-    suspended: Collection[str] = (),
     views: Sequence[ExplainedView] = (),
     node_size: int | None = None,
     topology: Topology | None = None,
@@ -191,7 +191,6 @@ def explain(
         rank: this process's, global.
         groups: of the universe.
         communicator_bytes: as of `Universe.explain`.
-        suspended: c10d names of groups that are.
         views: the meshes of the universe, for the picture.
         node_size: ranks on each node, for the picture; None where that is unknown.
         topology: where the ranks are, if that is known.
@@ -200,7 +199,7 @@ def explain(
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
     explained = tuple(
-        _explain_group(group, over, figures, suspended, topology)
+        _explain_group(group, over, figures, topology)
         for group, over in _with_parts(Portion(str(rank_map), groups), parts)
     )
     told = Explanation(
@@ -218,7 +217,7 @@ def explain(
 
 def _with_parts(
     whole: Portion, parts: Sequence[Portion]
-) -> Iterator[tuple[Group, tuple[str, ...]]]:
+) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
     """The groups of a universe, then those of its parts, each once; of which portions each is."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
@@ -238,7 +237,7 @@ def _with_parts(
     yield from ((group, tuple(dict.fromkeys(over))) for group, over in found)
 
 
-def _joined(one: Group, other: Group) -> Group:
+def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
     """What two universes know of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
@@ -246,14 +245,13 @@ def _joined(one: Group, other: Group) -> Group:
     }
     maker = other if other.created else one
     created = one.created or other.created
-    return replace(one, requests=requests, created=created, origin=maker.origin)
+    return replace(one, requests=requests, created=created, how=maker.origin)
 
 
 def _explain_group(
-    group: Group,
+    group: GroupUse,
     over: tuple[str, ...],
     figures: Mapping[str, int],
-    suspended: Collection[str],
     topology: Topology | None,
 ) -> GroupExplanation:
     request = group.request
@@ -273,13 +271,13 @@ def _explain_group(
         requests=dict(group.requests),
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
-        suspended=group.name in suspended,
+        suspended=group.state is State.SUSPENDED,
         nodes=None if topology is None else topology.spans("node", ranks),
         over=over,
     )
 
 
-def how_it_came(group: Group) -> str:
+def how_it_came(group: GroupUse) -> str:
     """How a group came to be, in words."""
     words = _WORDS[group.origin]
-    return words if group.hazard is None else f"{words} ({group.hazard})"
+    return words if group.reason is None else f"{words} ({group.reason})"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshverse._core import AxisLayout, RankMap
-from meshverse.groups.request import Group
+from meshverse.groups.group import GroupUse
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.pictures import Picture, PicturedGroups, PicturedView
 
@@ -40,7 +40,7 @@ def node_size_here() -> int | None:
 def picture_of(
     rank_map: RankMap,
     rank: int,
-    groups: Sequence[tuple[Group, GroupExplanation]],
+    groups: Sequence[tuple[GroupUse, GroupExplanation]],
     views: Sequence[ExplainedView],
     node_size: int | None,
     summary: str,
@@ -70,7 +70,7 @@ def picture_of(
     )
 
 
-def _pictured(group: Group, told: GroupExplanation) -> PicturedGroups:
+def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
     is_mine = told.avoided or told.created
     facts = {"backend": told.backend, "made": told.how + ", suspended" * told.suspended}
     if told.tag:
@@ -87,7 +87,7 @@ def _pictured(group: Group, told: GroupExplanation) -> PicturedGroups:
     )
 
 
-def _view(view: ExplainedView, groups: Sequence[Group]) -> PicturedView:
+def _view(view: ExplainedView, groups: Sequence[GroupUse]) -> PicturedView:
     """The axes of a mesh whose groups are known, and of what was flattened from it."""
     layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
     names = dict(zip(layouts, view.group_names or (), strict=False))
@@ -101,5 +101,5 @@ def _view(view: ExplainedView, groups: Sequence[Group]) -> PicturedView:
     return PicturedView(sizes, tuple(found))
 
 
-def _is_along(group: Group, layout: AxisLayout) -> bool:
+def _is_along(group: GroupUse, layout: AxisLayout) -> bool:
     return group.request.axis in (layout, layout.sorted())

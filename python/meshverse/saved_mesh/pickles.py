@@ -76,7 +76,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     universe = universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
     if universe.root is None or not mesh.has_groups:  # so that bind() finds it
-        universe.intern(mesh)
+        universe.keep(mesh)
     return mesh
 
 
@@ -109,15 +109,29 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
     # A process without process groups has no rank of its own, and may load meshes that several
     # ranks have saved. Each of these ranks gets a universe of its own here.
     is_of_rank = universe is not None and (
-        universe.world is not None or universe.rank == saved.rank
+        universe.world is not None
+        or (universe.rank == saved.rank and not _has_another_root(universe, saved))
     )
     return universe if is_of_rank else None
+
+
+def _has_another_root(universe: Universe, saved: SavedState) -> bool:
+    """Whether a universe has a root other than that of a saved mesh.
+
+    Programs that never met, or one without process groups, may number their universes alike.
+    """
+    root = universe.root
+    if saved.root is None or not isinstance(root, DeviceMesh):
+        return False
+    description = saved.root.description
+    names = root.mesh_dim_names or (), description.axis_names or ()
+    return root.layout != description.layout or names[0] != names[1]
 
 
 def _universe_apart_of(saved: SavedState) -> Universe:
     key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
     universe = _apart.get(key)
-    if universe is None:
+    if universe is None or _has_another_root(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
         universe.stand_for(saved.serial)
         _apart[key] = universe

@@ -111,14 +111,13 @@ class Placements:
         return (steps * each).sum(dim=(1, 2))
 
     def ranks(self, placement: torch.Tensor) -> torch.Tensor:
-        """The ranks of a placement: at each position the lowest of its spot that is left.
+        """The ranks of placements: at each position the lowest of its spot that is left.
 
         Args:
-            placement: the spot at each position, shape (world size,).
+            placement: the spot at each position, shape (..., world size), as the result.
         """
-        ranks = torch.empty_like(placement)
-        ranks[placement.argsort(stable=True)] = self.spot_of_rank.argsort(stable=True)
-        return ranks
+        ranks = self.spot_of_rank.argsort(stable=True).expand(placement.shape)
+        return torch.empty_like(placement).scatter_(-1, placement.argsort(stable=True), ranks)
 
 
 @compat.untraced()

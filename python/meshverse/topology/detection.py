@@ -1,23 +1,16 @@
-"""Ranks tell each other through the store of the default process group where they are.
-
-Each rank writes one line under a key of its own. Rank 0 reads them all, and writes them as one
-compact text, which each of the others reads: two keys a rank.
-"""
+"""Ranks exchange through the store of the default process group where they are."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import socket
-import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshverse.agreement import Board, shortened
+from meshverse.agreement import Rendezvous
 from meshverse.world.world import World, WorldState
 
 from .environment import own_node, own_switches
@@ -28,9 +21,7 @@ from .nvlink import nvlink_domain
 __all__ = ["levels_detected", "own_place"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.5
-_HERE = "here"  # the line of rank 0, which reads the others'
-_FAILED = "!"  # begins the text of rank 0, if ranks did not come
+_FAILED = "!"  # begins the text of a rank that failed
 
 _BOOT = "boot"  # when a machine was started: tells those of one name apart
 
@@ -116,15 +107,13 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     Args:
         own_place: tells where this rank is.
         world: of the default process group.
-        timeout: how long rank 0 waits for the others; these wait for rank 0 as long, and again as
-            long once it has come.
+        timeout: how long to wait for the other ranks.
 
     Raises:
-        RuntimeError: ranks did not come in time, who are named; the default group has no store
-            that ranks could meet in.
+        RuntimeError: ranks did not come in time, or failed; the default group has no store that
+            ranks could meet in.
     """
-    board = world.board
-    if board is None:
+    if world.run_store is None:
         raise RuntimeError(
             "Topology.detect() needs a store that all ranks read, and the default process group "
             "has none. Use Topology.from_environment() or from_file()."
@@ -132,44 +121,27 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     detections = world.state(Detections)
     if not detections.count:
         # For good: the answer stays, and a later run on this store must not find it as its own.
-        world.run.add_user(object())
-    key = f"topology/{detections.count}"
+        world.run.add_user(detections)
+    name = f"topology/{detections.count}"
     detections.count += 1  # first: whatever fails here, all ranks count the same
+    failure: Exception | None = None
     try:
-        mine = own_place()
-    except (OSError, TypeError, ValueError) as error:
-        board.put_first(key, f"{_FAILED}Topology.detect() failed on rank {world.rank}: {error}")
-        raise
-    if world.size == 1:
-        return _with_unique_nodes([mine])
-    if world.rank == 0:
-        board.write(f"{key}/0", _HERE)
-        return _gathered(board, key, mine, world.size, timeout)
-    board.write(f"{key}/{world.rank}", json.dumps(mine))
-    return _answered(board, key, timeout)
-
-
-def _gathered(
-    board: Board, key: str, mine: Place, world_size: int, timeout: timedelta
-) -> list[Place]:
-    places, pause = [mine], _FIRST_PAUSE_SECONDS
-    deadline = time.monotonic() + timeout.total_seconds()
-    while (rank := len(places)) < world_size:
-        if line := board.read(f"{key}/{rank}"):
-            places.append(json.loads(line))
-        elif time.monotonic() < deadline:
-            if failed := board.read(key):
-                return _outcome(board, key, failed, world_size)
-            board.pause(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-        elif missing := [r for r in range(rank, world_size) if not board.read(f"{key}/{r}")]:
-            text = (
-                f"Topology.detect(): {world_size - len(missing)} of {world_size} ranks came in "
-                f"{timeout}. Not seen were ranks {shortened(missing)}. They have died, or do not "
-                "call it: all ranks call it together."
-            )
-            return _outcome(board, key, _FAILED + text, world_size)
-    return _outcome(board, key, _packed(_with_unique_nodes(places)), world_size)
+        text = json.dumps(own_place())
+    except (OSError, TypeError, ValueError) as error:  # which the other ranks must know
+        failure, text = error, f"{_FAILED}{error}"
+    try:
+        texts = world.state(Rendezvous).join(
+            *(world, name, "the topology", range(world.size), timeout), text=text
+        )[1]
+    except RuntimeError as error:
+        raise failure or RuntimeError(f"Topology.detect(): {error}") from None
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text.startswith(_FAILED):
+            why = text.removeprefix(_FAILED)
+            raise RuntimeError(f"Topology.detect() failed on rank {rank}: {why}")
+    return _with_unique_nodes([json.loads(text) for text in texts])
 
 
 def _with_unique_nodes(places: list[Place]) -> list[Place]:
@@ -184,52 +156,3 @@ def _with_unique_nodes(places: list[Place]) -> list[Place]:
         rest = {name: part for name, part in place.items() if name not in ("node", _BOOT)}
         named.append({"node": node, **rest})
     return named
-
-
-def _outcome(board: Board, key: str, text: str, world_size: int) -> list[Place]:
-    """What rank 0 found, unless a rank has given up before: all ranks get the same."""
-    text = board.put_first(key, text)
-    for rank in range(world_size):
-        board.remove(f"{key}/{rank}")
-    return _unpacked(text)
-
-
-def _answered(board: Board, key: str, timeout: timedelta) -> list[Place]:
-    start, pause, has_come = time.monotonic(), _FIRST_PAUSE_SECONDS, False
-    limit = timeout.total_seconds()
-    while not (text := board.read(key)):
-        waited = time.monotonic() - start
-        if waited > limit and not has_come:
-            has_come = bool(board.read(f"{key}/0"))
-            limit = 2 * limit if has_come else limit
-        if waited > limit:
-            text = (
-                "Topology.detect(): rank 0, which gathers what the ranks tell, "
-                f"{'has come but not answered' if has_come else 'did not come'} in "
-                f"{timedelta(seconds=limit)} (told by rank {board.rank}). All ranks call it "
-                "together."
-            )
-            return _unpacked(board.put_first(key, _FAILED + text))
-        board.pause(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-    return _unpacked(text)
-
-
-def _packed(places: list[Place]) -> str:
-    """Places as a short text: what differs, and which of these each rank has.
-
-    The levels of a place stay in the order told, which is innermost first.
-    """
-    kinds: dict[str, tuple[int, Place]] = {}  # what is told in another order is the same
-    keys = [json.dumps(place, sort_keys=True) for place in places]
-    pairs = zip(keys, places, strict=True)
-    of_rank = [kinds.setdefault(key, (len(kinds), place))[0] for key, place in pairs]
-    told = json.dumps([[place for _, place in kinds.values()], of_rank]).encode()
-    return base64.b64encode(zlib.compress(told)).decode()
-
-
-def _unpacked(text: str) -> list[Place]:
-    if text.startswith(_FAILED):
-        raise RuntimeError(text.removeprefix(_FAILED))
-    kinds, of_rank = json.loads(zlib.decompress(base64.b64decode(text)))
-    return [kinds[index] for index in of_rank]

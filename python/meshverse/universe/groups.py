@@ -1,73 +1,144 @@
-"""The process groups of one universe: asked for, taken in, and freed again."""
+"""The process groups of one universe: requested, taken in, used, and freed again."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import hashlib
+import logging
+import weakref
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, Layout
-from meshverse.agreement import Call
-from meshverse.groups.asleep import Asleep
-from meshverse.groups.freed import can_be_made_again
-from meshverse.groups.request import Group, GroupRequest, Origin
-from meshverse.options.group_options import GroupOptions
+from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
+from meshverse.agreement import (
+    ComparedCalls,
+    Description,
+    RanksDifferError,
+    Rendezvous,
+    program_line,
+    shortened,
+)
+from meshverse.groups.creation import create_by_all, create_by_members, how, needs_all_ranks
+from meshverse.groups.group import Group, GroupUse, Origin, State
+from meshverse.groups.registry import GroupRegistry
+from meshverse.groups.request import GroupRequest
+from meshverse.options.group_options import Defaults, GroupOptions
+from meshverse.report.explain import how_it_came
+from meshverse.world.world import World
 
-from .making import GroupMaker
+from .requests import Requests
 
 __all__ = ["UniverseGroups"]
 
+_log = logging.getLogger(__name__)
 
-class UniverseGroups(GroupMaker):
-    """What a universe knows of its process groups. Arguments as of `GroupMaker`."""
+_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # groups that are listed here, and not shared
 
-    # --- asking for groups ----------------------------------------------------------------------
 
-    def get_or_make(
-        self, requests: Sequence[GroupRequest], call: str, layout: Layout, *, asked: bool = True
-    ) -> list[Group]:
-        """My group along each axis: the known one, or a new one that its members make together.
+class UniverseGroups:
+    """The process groups of one universe, each with what its axes requested.
 
-        Args:
-            requests: one per axis.
-            call: what the user called, for messages.
-            layout: of the mesh that the call makes: its ranks are compared with each other.
-            asked: whether `explain()` counts these requests. Slices under a tag need groups too,
-                but stock makes none for a slice. So they count only where a group is new.
+    Args:
+        rank_map: position -> global rank.
+        position: this rank's, or None if it is outside.
+        world: the life of the default group they are made in.
+        defaults: what they inherit where an axis says nothing else.
+        lazy: make a group when it is first used.
+        check_consistency: compare with the other ranks the calls that make groups.
+        part_of: the groups of the universe that this one is a part of, if it is.
+        share_world_wide: share groups with all universes of the world that do so.
 
-        Returns:
-            One group per axis. On a rank outside the rank map, groups without a name.
+    Attributes:
+        process_groups: my live process groups by c10d name, as torch.compile looks them up.
+        requests: makes the requests that `get_or_make` takes.
+        number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
+            None until its first call that makes groups has succeeded.
+        has_own: whether any was requested that is neither given nor the default group.
+        scope: who shares groups: a universe and its parts, or all that share world-wide.
+    """
 
-        Raises:
-            RuntimeError: other ranks are building other meshes.
-        """
-        known = [self._known(request) for request in requests]
-        groups = [group for group in known if group is not None]
-        if len(groups) < len(known):
-            make = partial(self._make_missing, requests, known)
-            try:
-                groups = self._calls.run(make, call, requests, layout)
-            except BaseException:
-                if self._calls.number is None:  # its first call failed: nobody will destroy it
-                    left = self._failed.by_ranks.setdefault(self._calls.ranks, [])
-                    left.append(self._remove_from_store)
-                raise
-            if self._calls.number is not None and self._failed.by_ranks:
-                # All its ranks have made this universe now, so none of them is still in an earlier
-                # call that failed. What those calls left in the store goes with this universe.
-                self._leftovers += self._failed.by_ranks.pop(self._calls.ranks, [])
-        for request, group in zip(requests, groups, strict=True):
-            if asked or not group.requests:
-                group.count_request(request.axis_name)
-        return groups
+    def __init__(
+        self,
+        rank_map: RankMap,
+        position: int | None,
+        world: World,
+        *,
+        defaults: Defaults,
+        lazy: bool,
+        check_consistency: bool,
+        part_of: UniverseGroups | None = None,
+        share_world_wide: bool = False,
+    ) -> None:
+        self._rank_map, self._position, self._world = rank_map, position, world
+        self._lazy = lazy
+        self._is_compared = check_consistency and position is not None and world.store is not None
+        self._part_of = part_of
+        in_order = rank_map.sorted()
+        self._ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
+        self._registry = world.state(GroupRegistry)
+        self._calls = world.state(ComparedCalls)
+        self._calls_made: set[Hashable] = set()  # that were compared
+        self._keys_written: list[str] = []
+        self.scope: Hashable = object()
+        if part_of is not None:
+            self.scope = part_of.scope
+        elif share_world_wide:
+            self.scope = "world"
+        self.requests = Requests(rank_map, position, world, defaults)
+        self._by_axis = GroupCache()  # the uses below, by axis layout and options
+        self._keys: dict[str, OptionsKey] = {}  # of these, by digest
+        self._uses: list[GroupUse] = []
+        self.number: int | None = None
+        self.has_own = False
+        self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self._reference = weakref.ref(self)
+        self.universe: weakref.ref[Any] | None = None  # set by the universe whose groups these are
+
+    def note_change(self, *, is_live: bool) -> None:
+        """Note that a group that meshes have has become live, or is so no more."""
+        universe = None if self.universe is None else self.universe()
+        if universe is not None and (not is_live or self._are_all_live()):
+            universe.set_plain_names(is_live)
+
+    def _are_all_live(self) -> bool:
+        return all(use.name is None or use.name in self.process_groups for use in self)
+
+    # --- looking at them ------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[GroupUse]:
+        """Every group, in the order in which they were first requested."""
+        return iter(list(self._uses))
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def along(self, axis: AxisLayout) -> list[GroupUse]:
+        """Return the groups along an axis, whatever their options."""
+        either = (axis, axis.sorted())
+        return [use for use in self if use.request.axis in either]
+
+    def known(self, axis: AxisLayout, key_digest: str | None) -> GroupUse | None:
+        """Return the group of an axis with this options key, or None."""
+        key = self._keys.get(key_digest or "")
+        if key is not None:
+            use: GroupUse | None = self._by_axis.get(axis, key) or self._by_axis.get(
+                axis.sorted(), key
+            )
+            if use is not None:
+                return use
+        foreign = (use for use in self.along(axis) if use.how in _FOREIGN)
+        return next((use for use in foreign if use.request.options.digest == key_digest), None)
 
     def known_names(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
     ) -> list[str] | None:
-        """Names of the groups along some axes with the usual options, if all are made and alive.
+        """Return names of the groups along some axes with the usual options, if all are there.
+
+        None too where the call has to be compared with those of other ranks first.
 
         Args:
             layout: of a mesh.
@@ -77,17 +148,80 @@ class UniverseGroups(GroupMaker):
         usual_key = self.requests.usual_key
         if usual_key is None:
             return None
-        groups: list[Group] | None = self._cache.find(layout, first, len(axis_names), usual_key)
-        if groups is None:
+        uses: list[GroupUse] | None = self._by_axis.find(layout, first, len(axis_names), usual_key)
+        if uses is None:
+            return None
+        if self._is_compared and (layout, first, *axis_names) not in self._calls_made:
             return None
         names = []
-        for group in groups:
-            if group.name not in self.process_groups:
+        for use in uses:
+            if use.name not in self.process_groups:
                 return None
-            names.append(group.name)
-        for group, axis_name in zip(groups, axis_names, strict=True):
-            group.requests[axis_name] = group.requests.get(axis_name, 0) + 1
+            names.append(use.name)
+        for use, axis_name in zip(uses, axis_names, strict=True):
+            use.requests[axis_name] = use.requests.get(axis_name, 0) + 1
         return names
+
+    def find(self, name: str) -> GroupUse | None:
+        """Return the use of the group of this c10d name, or None."""
+        return next((use for use in self if use.name == name), None)
+
+    def planned(self, name: str) -> Group | None:
+        """Return the group of this c10d name if it is still to be made, else None."""
+        group = self._registry.find(name)
+        is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
+        return group if is_planned else None
+
+    # --- requesting them ------------------------------------------------------------------------
+
+    def get_or_make(
+        self,
+        requests: Sequence[GroupRequest],
+        call: str,
+        layout: Layout,
+        *,
+        first: int = 0,
+        asked: bool = True,
+    ) -> list[GroupUse]:
+        """Return my group along each axis: the known one, or one that its members make together.
+
+        Args:
+            requests: one per axis.
+            call: what the user called, for messages.
+            layout: of the mesh that the call makes: its ranks are compared with each other.
+            first: index of the first of these axes in the layout.
+            asked: whether torch would make groups for this call, which `explain()` counts then.
+                Slices under a tag need groups too, but torch makes none for a slice. So they count
+                only where a group is new.
+
+        Returns:
+            One use of a group per axis. On a rank outside the rank map, without a group.
+
+        Raises:
+            RanksDifferError: other ranks are building other meshes.
+            RuntimeError: a group cannot be made. Groups that were made for this call alone are
+                destroyed then.
+        """
+        ranks, makes_groups = None, False
+        if self._is_compared or self.number is None:
+            ways = (how(request, self._world)[0] for request in requests)
+            makes_groups = any(way is not Origin.DEFAULT_GROUP for way in ways)
+        if self._is_compared and makes_groups:
+            ranks = self._compare(requests, call, layout, first)
+        new: list[GroupUse] = []
+        uses = []
+        try:
+            for request in requests:
+                use = self._get_or_make_one(request, new)
+                uses.append(use)
+                if asked or not use.requests:
+                    use.count_request(request.axis_name)
+        except BaseException as error:
+            self._give_back(new, uses, error, ranks)
+            raise
+        if self.number is None and makes_groups and layout.size == self._rank_map.size:
+            self.number = self._calls.number_universe(self._ranks)
+        return uses
 
     def request_tagged(
         self,
@@ -95,8 +229,8 @@ class UniverseGroups(GroupMaker):
         axis_names: Sequence[str],
         group_names: Sequence[str],
         tags: Sequence[str],
-    ) -> list[Group]:
-        """Groups like those of these names along these axes, under other isolation tags."""
+    ) -> list[GroupUse]:
+        """Return groups like those of these names along these axes, under other isolation tags."""
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
@@ -107,42 +241,186 @@ class UniverseGroups(GroupMaker):
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # Without a group's name, this rank is outside the rank map. A name that is not known here
         # belongs to a mesh that was concatenated from another universe.
-        along = [group for group in self.along(axis) if group not in self._given]
-        named = [group for group in along if group_name is None or group.name == group_name]
-        if named:
-            return named[0].request
+        for use in self.along(axis):
+            if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
+                return use.request
         return self.requests.inherited(axis, axis_name)
 
-    def _known(self, request: GroupRequest) -> Group | None:
-        group: Group | None = self._cache.get(request.axis, request.options.key)
-        if group is None or not self._is_gone(group):
-            return group
-        assert group.name is not None
-        if can_be_made_again(group, self._world):
-            return group if self._lazy else None
-        # All ranks make another one.
-        self._cache.remove(request.axis, request.options.key)
-        shared_as = self._shared_as(group)
-        self._users.remove(group.name, shared_as)
-        if shared_as is not None:
-            self._users.unshare(group.name, shared_as)
-        return None
-
-    def _make_missing(
-        self, requests: Sequence[GroupRequest], known: Sequence[Group | None], call: Call | None
-    ) -> list[Group]:
-        pairs = zip(requests, known, strict=True)
-        return [there or self._get_or_make_one(one, call) for one, there in pairs]
-
-    def _get_or_make_one(self, request: GroupRequest, call: Call | None) -> Group:
-        options = request.options
-        self._keys[options.digest] = options.key
-        group = self._make_in_cache(request, call)
-        if group.name not in self.process_groups and self._is_gone(group):
-            self._make_again(group)
-        if not group.borrowed:
+    def _get_or_make_one(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
+        axis, key = request.axis, request.options.key
+        known: GroupUse | None = self._by_axis.get(axis, key)
+        if known is not None and known.group is not None and known.state is State.DESTROYED:
+            if known.how in (Origin.SPLIT, Origin.BY_ALL):
+                raise RuntimeError(
+                    f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
+                    "All ranks make groups of this kind together, and those whose groups are there "
+                    "would not come: make the mesh without universe=, on all ranks."
+                )
+            self._by_axis.remove(axis, key)  # a new mesh has a new group
+            self._release(known)
+        self._keys[request.options.digest] = key
+        use: GroupUse = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
+        if not use.borrowed:
             self.has_own = True
-        return group
+        return use
+
+    def _make(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
+        """Make a use of a group, and the group if there is none like it and it is not lazy."""
+        world = self._world
+        origin, reason = how(request, world)
+        use = GroupUse(
+            *(request, self.process_groups, None, None, origin, self._reference), reason=reason
+        )
+        if origin is Origin.DEFAULT_GROUP:
+            use.borrowed = True
+            self._registry.add(world.default_group, use)
+        elif origin is not Origin.BY_MEMBERS:
+            handle = create_by_all(request, world, origin)
+            use.created = handle is not None
+            if handle is not None:
+                self._registry.add(handle, use)
+        elif request.position is not None:
+            ranks = self._registry.acquire(self.scope, use)
+            assert use.group is not None
+            is_shared = len(use.group.uses.alive()) > 1
+            use.how = Origin.SHARED if is_shared else Origin.BY_MEMBERS
+            try:
+                if self._lazy:
+                    use.how = Origin.NOT_YET if use.state is State.PLANNED else use.how
+                elif use.group.make(lambda group: create_by_members(group, world, ranks)):
+                    use.created = True
+                    use.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
+            except BaseException:
+                self._registry.release(use)
+                raise
+        self._uses.append(use)
+        new.append(use)
+        if use.created:
+            self._tell(use)
+        return use
+
+    def _give_back(
+        self, new: list[GroupUse], uses: list[GroupUse], error: BaseException, ranks: str | None
+    ) -> None:
+        """Take back what a call that failed has made for itself, last made first."""
+        for use in reversed(new):
+            if sum(use.requests.values()) > uses.count(use):
+                continue  # another thread has got it meanwhile
+            self._by_axis.remove(use.request.axis, use.request.options.key)
+            self._uses.remove(use)
+            with contextlib.suppress(RuntimeError):  # of c10d; the error itself says more
+                self._registry.release(use)
+        if ranks is not None and not isinstance(error, RanksDifferError):
+            self._calls.stop(
+                ranks,
+                f"one failed here with {type(error).__name__}, and may have succeeded on other "
+                "ranks",
+            )
+        if self.number is None:  # nobody will destroy this universe
+            self._remove_from_store()
+
+    def before_use(self, name: str) -> None:
+        """Make the group of this name now, if it is still to be made.
+
+        Raises:
+            RuntimeError: it cannot be made, or is suspended or gone.
+        """
+        if name in self.process_groups:
+            return
+        use = self.find(name)
+        group = self._registry.find(name) if use is None else use.group
+        if group is None:
+            raise RuntimeError(
+                f"The process group {name} was destroyed, by destroy_process_group(group) or with "
+                "another universe that made it. Make the mesh again, on groups that are there."
+            )
+        if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
+            use.created = True
+            self._tell(use)
+
+    # --- comparing calls ------------------------------------------------------------------------
+
+    def _compare(
+        self, requests: Sequence[GroupRequest], call: str, layout: Layout, first: int
+    ) -> str | None:
+        """Compare a call with those of the other ranks, the first time that this rank makes it.
+
+        A call is compared between the ranks of the mesh that it derives from. Example: the calls
+        that derive from the pipeline stage of ranks 0 to 3 concern these 4; the stage of ranks 4 to
+        7 may do something else. If all ranks must take part in making one of the groups, the call
+        concerns all ranks of the universe.
+
+        Returns:
+            Fingerprint of the ranks that the call concerns, if it was compared.
+
+        Raises:
+            RanksDifferError: the ranks disagree.
+        """
+        made = (layout, first, *((one.axis_name, one.options.digest) for one in requests))
+        if made in self._calls_made:
+            return None
+        store = self._world.run_store
+        assert store is not None
+        assert self._position is not None
+        ranks, first_rank = self._ranks, self._first_rank
+        if layout.size != self._rank_map.size and not any(
+            needs_all_ranks(one, self._world) for one in requests
+        ):
+            axis = layout.collapse().sorted()
+            ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
+            first_rank = self._rank_map.rank_at(layout.base(self._position))
+        if not self._world.is_main_thread():  # the order of calls of threads means nothing
+            self._calls.stop(ranks, "a thread beside the main one made process groups")
+        self._world.run.add_user(self)
+        try:
+            self._calls.compare(
+                *(store, ranks, self._describe(call, requests), self._keys_written),
+                is_first=first_rank == self._world.rank,
+            )
+        except BaseException as error:
+            if not isinstance(error, RanksDifferError):  # other ranks may count this call
+                self._calls.stop(ranks, f"comparing one failed here with {type(error).__name__}")
+            if self.number is None:
+                self._world.run.remove_user(self, self._world.store)
+            raise
+        self._calls_made.add(made)
+        if all(one.options.key == self.requests.usual_key for one in requests):
+            self._calls_made.add((layout, first, *(one.axis_name for one in requests)))
+        return ranks
+
+    def _describe(self, call: str, requests: Sequence[GroupRequest]) -> Description:
+        made = "lazy" if self._lazy else "at once"
+        facts = {
+            "made": made,
+            "over": str(self._rank_map),
+            "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
+            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
+        }
+        # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
+        # choose its own there.
+        begin = f"{made} {self._rank_map.fingerprint}"
+        if self._part_of is not None:
+            facts["part of"] = f"a universe of {self._part_of._rank_map}"
+            begin += f" part of {self._part_of._rank_map.fingerprint}"
+        digest = hashlib.blake2b(begin.encode(), digest_size=16)
+        for request in requests:
+            options = request.options
+            what = options.digest if options.says_timeout else options.name_digest
+            digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
+        sizes = {request.axis_name: request.axis.size for request in requests}
+        rank = self._world.rank
+        return Description(rank, digest.hexdigest(), call, sizes, facts, program_line())
+
+    def _remove_from_store(self) -> None:
+        world = self._world
+        store = None if world.is_over or not self._is_compared else world.run_store
+        if store is None:
+            return
+        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
+            while self._keys_written:
+                store.remove(self._keys_written[-1])
+                self._keys_written.pop()
+            world.run.remove_user(self, world.store)
 
     # --- taking in groups that are there --------------------------------------------------------
 
@@ -152,14 +430,15 @@ class UniverseGroups(GroupMaker):
         Returns:
             The group's c10d name.
         """
-        options = GroupOptions.given(group)
-        request = self.requests.given(axis, axis_name, options)
-        name = group.group_name
-        given = Group(request, name, Origin.GIVEN, created=False, borrowed=True)
-        given.count_request(axis_name)
-        self._given.append(given)
-        self._hold(name, group)
-        return name
+        request = self.requests.given(axis, axis_name, GroupOptions.given(group))
+        use = GroupUse(
+            *(request, self.process_groups, None, None, Origin.GIVEN, self._reference),
+            borrowed=True,
+        )
+        use.count_request(axis_name)
+        self._registry.add(group, use)
+        self._uses.append(use)
+        return group.group_name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
         """List groups of another universe too: a mesh of it was concatenated with one of this.
@@ -168,20 +447,21 @@ class UniverseGroups(GroupMaker):
             other: the groups of that universe.
             names: c10d names of those that are used here.
         """
-        known = {group.name for group in self}
-        self._given.extend(
-            Group(group.request, group.name, Origin.OTHER_UNIVERSE, created=False, borrowed=True)
-            for group in other
-            if group.name in names and group.name not in known
-        )
-        self.process_groups.update(
-            (n, group) for n, group in other.process_groups.items() if n in names
-        )
+        known = {use.name for use in self}
+        for theirs in other:
+            if theirs.group is not None and theirs.name in names and theirs.name not in known:
+                use = GroupUse(
+                    *(theirs.request, self.process_groups, None, None, Origin.OTHER_UNIVERSE),
+                    self._reference,
+                    borrowed=True,
+                )
+                self._registry.share(theirs.group, use)
+                self._uses.append(use)
 
     # --- the end of them ------------------------------------------------------------------------
 
     def free(self, *, abort: bool) -> None:
-        """Free what was made for this universe and no other uses; last made, first freed.
+        """Give back all groups; those that no other universe uses end, last made first.
 
         If a group cannot be freed, the others are freed all the same. A second call tries again
         what is left.
@@ -194,43 +474,62 @@ class UniverseGroups(GroupMaker):
         """
         world = self._world
         ends_all = abort and not world.is_over and self._uses_default_group()
-        mine = [group for group in self if group.name is not None and not group.borrowed]
-        self._to_end += [g for g in mine if self._users.remove(str(g.name), self._shared_as(g))]
-        self._cache.clear()
-        self._given.clear()
-        self.process_groups.clear()
-        self._holders.discard(self)
+        self._by_axis.clear()
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
                 ending.callback(self._remove_from_store)
-                while self._leftovers:
-                    ending.callback(self._leftovers.pop())
-            for group in self._to_end:
-                ending.callback(self._end, group, abort=abort)
+            for use in self:
+                ending.callback(self._release, use, abort=abort)
             if ends_all:
                 ending.callback(compat.abort_all)
+
+    def _release(self, use: GroupUse, *, abort: bool = False) -> None:
+        self._registry.release(use, abort=abort)
+        self._uses.remove(use)
+        if use.state is not State.ENDED or use.borrowed or abort or self._world.is_over:
+            return
+        store, name = self._world.run_store, str(use.name)
+        if store is not None:
+            with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are they
+                self._world.state(Rendezvous).remove_from_store(store, name)
+                self._world.run.remove_user(name, self._world.store)
 
     @property
     def is_freed(self) -> bool:
         """Whether `free` has nothing left to do."""
-        return not self._to_end and not len(self)
-
-    def _remove_from_store(self) -> None:
-        if self._world.is_over:
-            return
-        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
-            self._meetings.remove_from_store()
-            self._calls.remove_from_store()
-            self._world.run.remove_user(self._board_user, self._world.store)
-
-    def _end(self, group: Group, *, abort: bool) -> None:
-        world, name = self._world, group.name
-        assert name is not None
-        if self.pending.pop(name, None) is None and not world.is_over:
-            self._holders.drop(name)  # of meshes concatenated across universes, too
-            compat.end_group(name, abort=abort)
-            world.state(Asleep).names.discard(name)
-        self._to_end.remove(group)
+        return not self._uses
 
     def _uses_default_group(self) -> bool:
-        return any(group.name == self._world.default_group.group_name for group in self)
+        return any(use.name == self._world.default_group.group_name for use in self)
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def _tell(self, use: GroupUse) -> None:
+        """Log how a group came to be, on the first of its ranks: one line a group."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        ranks = use.request.my_ranks()
+        if ranks[0] == self._world.rank:
+            _log.debug(
+                "process group of axis %r with ranks %s, options %s: %s, asked for at %s. %s.",
+                *(use.request.axis_name, shortened(ranks), use.request.options.in_words()),
+                *(how_it_came(use), program_line(), self._why_new(use.group, ranks)),
+            )
+
+    def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
+        """Return why no group that was there was shared."""
+        for other in self._registry:
+            if other is group or other.borrowed or other.request.my_ranks() != ranks:
+                continue
+            axis, options = f"axis {other.request.axis_name!r}", other.request.options
+            if group is None or options.key != group.request.options.key:
+                return f"Not shared with {axis}, which has options {options.in_words()}"
+            return f"Not shared with {axis} of a mesh that was made apart, without universe="
+        return "It is the first of these ranks"
+
+
+def _stride(axis: AxisLayout) -> str:
+    # As torch prints meshes; of an axis with several, the sizes too.
+    if len(axis.strides) < 2:
+        return str(axis.strides[0] if axis.strides else 0)
+    return f"{axis.strides} of {axis.sizes}"

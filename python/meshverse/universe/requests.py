@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshverse._core import AxisLayout, Layout, OptionsKey, RankMap
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap
 from meshverse.groups.request import GroupRequest
+from meshverse.layouts.rank_views import ascends
 from meshverse.options.group_options import NO_DEFAULTS, Defaults, GroupOptions
 from meshverse.options.overrides import NO_OVERRIDE, Override
 from meshverse.world.world import World
@@ -32,6 +33,7 @@ class Requests:
         self._rank_map, self._position = rank_map, position
         self._world, self._defaults = world, defaults
         self._usual: GroupOptions | None = None  # of an axis of which nothing is said
+        self._ascending: dict[AxisLayout, bool] = {}
         self.usual_key: OptionsKey | None = None
 
     def of_axes(
@@ -99,9 +101,18 @@ class Requests:
     def _in_mesh_order(
         self, axis: AxisLayout, axis_name: str, options: GroupOptions
     ) -> GroupRequest:
-        # Whether the order matters is decided from what all ranks share, never from my own group:
-        # members of one group must agree on its key.
-        keeps_order = not (axis.is_sorted() and self._rank_map.is_sorted())
-        if keeps_order:
-            options = options.in_mesh_order()
-        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, keeps_order)
+        if self.ascends(axis):
+            return GroupRequest(axis.sorted(), self._rank_map, self._position, options, axis_name)
+        options = options.in_mesh_order()
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
+
+    def ascends(self, axis: AxisLayout) -> bool:
+        """Whether the ranks of all groups of an axis ascend. O(ranks) once where no rule says it.
+
+        All groups, not only mine: members of one group have to agree on its key.
+        """
+        if self._rank_map.is_sorted():
+            return axis.is_sorted()
+        if axis not in self._ascending:
+            self._ascending[axis] = ascends(RankGroups(axis, self._rank_map))
+        return self._ascending[axis]

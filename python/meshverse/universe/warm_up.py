@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
-from meshverse.groups.request import Group
+from meshverse.groups.group import Group, GroupUse
 from meshverse.nearest import did_you_mean
 
 from .groups import UniverseGroups
@@ -26,7 +25,7 @@ class WarmedUp(NamedTuple):
     """One group that was warmed up.
 
     Attributes:
-        axes: names of the axes it was asked for by.
+        axes: names of the axes it was requested by.
         size: its number of ranks.
         seconds: for making it, where it was lazy, and for its first collective.
     """
@@ -40,22 +39,17 @@ class Chosen(NamedTuple):
     """One group of a universe, or of its parts.
 
     Attributes:
-        group: as the first of its users sees it.
-        axes: names of the axes it was asked for by.
-        users: the universe and the parts that have it.
+        group: the group.
+        axes: names of the axes it was requested by.
+        user: the universe or part that requested it first.
     """
 
     group: Group
     axes: tuple[str, ...]
-    users: tuple[UniverseGroups, ...]
-
-    def be_ready(self) -> None:
-        """Make the group now if it is lazy, and have all its users hold it."""
-        for user in self.users:
-            user.before_use(str(self.group.name))
+    user: UniverseGroups
 
     def is_first(self) -> bool:
-        """Whether this rank is the first of the group: the one that logs. O(group)."""
+        """Return whether this rank is the first of the group: the one that logs. O(group)."""
         request = self.group.request
         mine = request.position
         return mine is not None and request.my_ranks()[0] == request.rank_map.rank_at(mine)
@@ -71,7 +65,7 @@ def warm_up(
     """Make my lazy groups and run one small all-reduce on every group; see `Universe.warm_up`.
 
     Raises:
-        KeyError: no group was asked for by one of the names.
+        KeyError: no group was requested by one of the names.
     """
     chosen = in_one_order(universes, axis_names)
     report = []
@@ -81,8 +75,8 @@ def warm_up(
             if tell is not None:
                 tell(f"warming up {', '.join(axes)}")
             start = time.perf_counter()
-            one.be_ready()
-            process_group = compat.resolve_group(str(one.group.name))
+            one.user.before_use(one.group.name)
+            process_group = one.group.live_handle()
             dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
             seconds = time.perf_counter() - start
             report.append(WarmedUp(axes, process_group.size(), seconds))
@@ -94,33 +88,34 @@ def warm_up(
 def in_one_order(
     universes: Sequence[UniverseGroups], axis_names: Collection[str] | None
 ) -> list[Chosen]:
-    """My groups of these axes, by default all, in an order that all ranks share.
+    """Return my groups of these axes, by default all, in an order that all ranks share.
 
     Args:
         universes: the groups of a universe and of its parts.
         axis_names: of the axes.
 
     Raises:
-        KeyError: no group was asked for by one of the names.
+        KeyError: no group was requested by one of the names.
     """
-    pairs = [(group, groups) for groups in universes for group in groups]
-    known = {name for group, _ in pairs for name in group.requests}
+    pairs = [(use, groups) for groups in universes for use in groups]
+    known = {name for use, _ in pairs for name in use.requests}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
-            f"Groups of axes {sorted(wanted - known)}: no mesh of this universe asked for "
+            f"Groups of axes {sorted(wanted - known)}: no mesh of this universe requested "
             f"groups by these names, but by {sorted(known)}."
             f"{did_you_mean(min(wanted - known), known)}"
         )
-    by_name: dict[str, list[tuple[Group, UniverseGroups]]] = {}
-    for group, groups in pairs:
-        if group.name is not None:
-            by_name.setdefault(group.name, []).append((group, groups))
+    by_name: dict[str, list[tuple[GroupUse, UniverseGroups]]] = {}
+    for use, groups in pairs:
+        if use.name is not None:
+            by_name.setdefault(use.name, []).append((use, groups))
     chosen = []
     for found in by_name.values():
-        axes = tuple(dict.fromkeys(name for group, _ in found for name in group.requests))
-        if wanted.intersection(axes):
-            chosen.append(Chosen(found[0][0], axes, tuple(groups for _, groups in found)))
+        axes = tuple(dict.fromkeys(name for use, _ in found for name in use.requests))
+        first, user = found[0]
+        if wanted.intersection(axes) and first.group is not None:
+            chosen.append(Chosen(first.group, axes, user))
     return sorted(chosen, key=_place_in_order)
 
 

@@ -2,9 +2,7 @@
 
 - `world`: `World`, from one `init_process_group` to its end. `World.state` gives each room its own
   object for this world, so that nothing outlives it and no room looks into another's.
-- `names`: the names of process groups, on which all members agree.
-- `users`: how many universes use a group; the last one ends it.
-- `holders`: what keeps process groups alive, to be emptied when they end.
+- `run_store`: texts in the default group's store, under keys of one run of the group.
 - `weak_registry`: objects that are alive, for threads that add some meanwhile.
 
 Example: a program calls `destroy_process_group()`, then `init_process_group()` again. So it has two

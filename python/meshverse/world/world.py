@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from meshverse import _torch_compat as compat
-from meshverse.agreement import Board, OwnWaits, Run
 from meshverse.options.group_options import GroupOptions
 from meshverse.options.overrides import NO_OVERRIDE
+
+from .run_store import Run, RunStore
 
 __all__ = ["World", "WorldState"]
 
@@ -47,7 +48,6 @@ class World:
         life: how many worlds this process had before; other ranks may have had more or fewer.
         may_change: whether the default group may get other members; then each use of a group asks.
         run: of the default group, among those that used the same store.
-        waits: what this rank lets others know of its waits.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
@@ -64,9 +64,9 @@ class World:
         self.life = _lives[self.thread_id]
         _lives[self.thread_id] += 1
         self.run = Run(self.rank, self.size)
-        self.waits = OwnWaits()
+        self._clones = threading.local()  # of the store, one a thread
         self._can_split: dict[str, bool] = {}
-        self._hazards: dict[str, str | None] = {}
+        self._why_all_ranks: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
         self._can_meet: bool | None = None
@@ -148,16 +148,36 @@ class World:
 
     @property
     def store(self) -> Any | None:
-        """The default group's store; None where there is none that ranks could meet in."""
+        """The default group's store, or None where it has none that ranks could meet in."""
         if self._can_meet is None:
             self._can_meet = compat.can_meet_in_store(self.default_group)
-        return compat.store_of(self.default_group) if self._can_meet else None
+        return self.connection if self._can_meet else None
 
     @property
-    def board(self) -> Board | None:
-        """What all ranks of this world can read; None where they have no store for it."""
+    def connection(self) -> Any:
+        """This thread's connection to the store: in the main thread the default group's own.
+
+        While c10d waits in the store for other ranks, it keeps the connection. Two threads that
+        share one, and wait for two threads of another rank that share one, may wait for ever.
+        """
+        store = compat.store_of(self.default_group)
+        if self.is_main_thread():
+            return store
+        clone = getattr(self._clones, "store", None)
+        if clone is None:
+            clone = self._clones.store = compat.clone_store(store)
+        return clone
+
+    def is_main_thread(self) -> bool:
+        """Whether this thread is the main one, or the one that is this rank."""
+        thread = threading.current_thread()
+        return thread is threading.main_thread() or thread.ident == self.thread_id
+
+    @property
+    def run_store(self) -> RunStore | None:
+        """The store as this run uses it; None where ranks have none to meet in."""
         store = self.store
-        return None if store is None else Board(store, self.run)
+        return None if store is None else RunStore(store, self.run)
 
     @cached_property
     def default_options(self) -> GroupOptions:
@@ -170,11 +190,11 @@ class World:
             self._can_split[backend] = compat.can_split(self.default_group, backend)
         return self._can_split[backend]
 
-    def members_only_hazard(self, backend: str) -> str | None:
+    def why_all_ranks(self, backend: str) -> str | None:
         """Why all ranks must make a group of this backend, or None. Decided once."""
-        if backend not in self._hazards:
-            self._hazards[backend] = compat.members_only_hazard(self.default_group, backend)
-        return self._hazards[backend]
+        if backend not in self._why_all_ranks:
+            self._why_all_ranks[backend] = compat.why_all_ranks(self.default_group, backend)
+        return self._why_all_ranks[backend]
 
     def creation_blocks(self, backend: str) -> bool:
         """Whether creating a group of this backend waits for its members. Decided once."""
@@ -204,5 +224,5 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
-_worlds_lock = threading.Lock()  # protects _worlds
+_worlds_lock = threading.RLock()  # protects _worlds
 _lives: Counter[int | None] = Counter()  # by the thread that is the rank, if ranks are threads

@@ -1,93 +1,104 @@
-"""Whole experts handed out to the ranks of a mesh.
-
-Example:
-    >>> parallelize_module(  # doctest: +SKIP
-    ...     model, moe_mesh["ep"], {"layers.*.mlp.experts": ExpertParallel()}
-    ... )
-"""
+"""Whole experts handed out to the ranks of a mesh, and a model's modules of experts."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.functional import one_hot
+from torch.distributed.tensor.parallel import parallelize_module
 
-from meshverse.parallel.styles.local_styles import (
-    CheckedStyle,
-    hidden_parameters,
-    split_parameters,
-    sum_gradients,
+from meshverse.parallel.models.modules import child_name, matching_modules, parent_name, stage_of
+from meshverse.parallel.styles.local_styles import hidden_parameters, sum_gradients
+
+from .dispatch import Routing, arguments_of, dispatch, exchange_rows, read_routing, weigh
+from .stacked import (
+    DOWN,
+    StackedExperts,
+    StackedStyle,
+    apply_experts,
+    describe,
+    implementation_of,
+    own_gate,
 )
 
-from .dispatch import dispatch
-from .exchange import exchange_rows, scale_gradient
-from .routing import Routing, arguments_of, read_routing, takes_all_weights, weigh
-from .rows import apply_experts
-from .stacked import StackedExperts, check_parameters, describe, is_routed, own_gate
+_Run = Callable[[Tensor, Tensor], Tensor]
 
-__all__ = ["ExpertParallel", "SameTokensExpertParallel"]
+ONLY_STACKED = (
+    "Experts are handed out where their weights are stacked, and their forward takes each token's "
+    "experts. Use transformers 5.0 or newer, or ep_size=1 and a plan that splits each expert."
+)
 
-
-class Counted(Protocol):
-    """What is asked of experts to send tokens to them."""
-
-    @property
-    def count(self) -> int:
-        """Number of experts that have weights."""
-
-    @property
-    def hands_on(self) -> bool:
-        """Whether experts beyond those hand tokens on as they are."""
+# Names of modules with experts in models that carry no plan of their own.
+_EXPERTS = re.compile(r"(.*\.)?experts")
 
 
-class _WholeExperts(CheckedStyle):
-    """What both ways to hand out experts have in common: rank r has the r-th part of them."""
+class _WholeExperts(StackedStyle):
+    """Both ways to hand out experts: rank r has the r-th part of them."""
 
     gradient_scale = 1.0
 
+    # Traced, each new number of rows that change ranks would compile anew. Dense layers stay so.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(
+        self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
+    ) -> Any:
+        """Run this rank's experts on the tokens that chose them."""
+        values = arguments_of(module, inputs, more)
+        local = {name: _own_experts(module, name, experts, mesh) for name in experts.names}
+        routing = read_routing(experts, values)
+        with hidden_parameters(module, local):
+            own = partial(_run, module, experts, self.gradient_scale)
+            if len(values) == 1:  # rows that have their weights: zeros are not routed, and stay
+                routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
+                some = routing.share(lambda each: each[routed])
+                output = self.combine(some, experts, mesh, own)
+                return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
+            output = self.combine(routing, experts, mesh, own)
+        # No view where it can be: FSDP2 loses its hold on a view that is changed in place.
+        return output if output.shape == values[0].shape else output.view_as(values[0])
+
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module has stacked experts, in a number that divides."""
-        experts = check_parameters(name, module, self)
+        experts = self.described(name, module)
+        takes_all = "routing_weights" in signature(type(module).forward).parameters
+        if takes_all and not experts.is_routed:
+            raise ValueError(
+                f"{name}: {type(module).__name__} takes a weight for every expert, as in "
+                f"transformers 4. {ONLY_STACKED}"
+            )
         if experts.count % size:
             raise ValueError(
                 f"{name}: its {experts.count} experts do not divide by the {size} ranks of expert "
                 "parallelism. Choose a number of ranks that divides them."
             )
 
-    def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """All parameters of the experts are split by experts."""
-        experts = describe(module)
-        return {} if experts is None else dict.fromkeys(experts.names, Shard(0))
+    def placements(self, experts: StackedExperts) -> dict[str, Placement]:
+        """Return the placements: all parameters are split by experts."""
+        return dict.fromkeys(experts.names, Shard(0))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(type(module).__name__, module, device_mesh.size())
-        experts = check_parameters(type(module).__name__, module, self)
-        placements = dict.fromkeys(experts.names, Shard(0))
-        split_parameters(module, placements, device_mesh, self.src_data_rank)
-        own: Any = module
-        if isinstance(getattr(module, "num_experts", None), int):
-            own.num_experts = experts.count // device_mesh.size()
-        # Not closures: a copy of the module must run on its own parameters.
-        own.forward = partial(_untraced_forward, module, self, experts, device_mesh)
+        own: Any = super()._apply(module, device_mesh)
+        if isinstance(getattr(own, "num_experts", None), int):
+            own.num_experts = getattr(own, DOWN).size(0) // device_mesh.size()
         return module
 
     @abstractmethod
     def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: Any
+        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """What the experts of all ranks make of tokens; `run(rows, local ids)` runs mine."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        """Return what all ranks' experts make of tokens; `run(rows, local ids)` runs mine."""
 
 
+@dataclass(eq=False, repr=False)
 class ExpertParallel(_WholeExperts):
     """Stacked experts handed out to ranks; each rank's tokens go to the experts and come back.
 
@@ -101,18 +112,17 @@ class ExpertParallel(_WholeExperts):
         gradient_scale: what the gradients of the experts' parameters are multiplied by.
     """
 
-    def __init__(self, same_tokens: DeviceMesh | None = None, gradient_scale: float = 1.0) -> None:
-        super().__init__()
-        self.same_tokens = same_tokens
-        self.gradient_scale = gradient_scale
+    same_tokens: DeviceMesh | None = None
+    gradient_scale: float = 1.0
 
-    def combine(self, routing: Routing, experts: Counted, mesh: DeviceMesh, run: Any) -> Tensor:
-        """What the experts of all ranks make of this rank's tokens."""
+    def combine(
+        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
+    ) -> Tensor:
+        """Return what the experts of all ranks make of this rank's tokens."""
         same = self.same_tokens
-        send = partial(dispatch, count=experts.count, mesh=mesh, run=run, hands_on=experts.hands_on)
         if same is None or same.size() == 1:
-            return send(routing)
-        outputs = send(routing.share(partial(_slice, same)))
+            return dispatch(routing, experts, mesh, run)
+        outputs = dispatch(routing.share(partial(_slice, same)), experts, mesh, run)
         shape = routing.hidden.shape
         sliced = DTensor.from_local(
             outputs.contiguous(), same, [Shard(0)], shape=shape, stride=(shape[1], 1)
@@ -121,7 +131,7 @@ class ExpertParallel(_WholeExperts):
 
 
 def _slice(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """This rank's part of what is the same on all ranks; its gradient covers all parts."""
+    """Return this rank's part of what is equal on all ranks; its gradient covers all parts."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(0)]).to_local()
 
@@ -134,10 +144,12 @@ class SameTokensExpertParallel(_WholeExperts):
     """
 
     def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: Any
+        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """The sum over the ranks of what their experts make of the tokens."""
-        shared = routing.share(partial(_shared, mesh))
+        """Return the sum over the ranks of what their experts make of the tokens."""
+        shared = routing.share(
+            lambda each: sum_gradients(each, mesh) if each.is_floating_point() else each
+        )
         local = experts.count // mesh.size()
         first = mesh.get_local_rank() * local
         mine = (routing.expert_ids >= first) & (routing.expert_ids < first + local)
@@ -149,45 +161,16 @@ class SameTokensExpertParallel(_WholeExperts):
         total = term.redistribute(placements=[Replicate()]).to_local()
         if not experts.hands_on:
             return total
-        handed_on = (routing.expert_ids >= experts.count).reshape(-1, 1)
-        return total + weigh(
-            routing, routing.hidden.repeat_interleave(mine.size(-1), 0) * handed_on
-        )
-
-
-def _shared(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    return sum_gradients(tensor, mesh) if tensor.is_floating_point() else tensor
-
-
-def _forward(
-    module: Any,
-    style: _WholeExperts,
-    experts: StackedExperts,
-    mesh: DeviceMesh,
-    *arguments: Any,
-    **keywords: Any,
-) -> Any:
-    values = arguments_of(module, arguments, keywords)
-    local = {name: _own_experts(module, name, experts, mesh) for name in experts.names}
-    with hidden_parameters(module, local):
-        run = partial(_run, module, experts, style.gradient_scale)
-        if len(values) == 1:
-            return _combine_rows(style, read_routing(module, experts, values), experts, mesh, run)
-        output = style.combine(read_routing(module, experts, values), experts, mesh, run)
-    # No view where it can be: FSDP2 loses its hold on a view that is changed in place.
-    return output if output.shape == values[0].shape else output.view_as(values[0])
-
-
-# Traced, each new number of rows that change ranks would compile anew. Dense layers stay traced.
-_untraced: Any = torch.compiler.disable
-_untraced_forward = _untraced(_forward)
+        beyond = (routing.expert_ids >= experts.count).reshape(-1, 1)
+        handed_on = routing.hidden.repeat_interleave(mine.size(-1), 0) * beyond
+        return total + weigh(routing, handed_on)
 
 
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
-    """The rows of a parameter that are of this rank's experts.
+    """Return the rows of a parameter that are of this rank's experts.
 
-    LongCat's weights have rows for its identity experts too. An even split then gives a rank rows
-    of other ranks' experts, so ranks exchange rows first.
+    LongCat's weights have rows for its identity experts too: an even split gives ranks rows of
+    others' experts, which they exchange first.
     """
     parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()
@@ -206,36 +189,107 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
     return exchange_rows(held[: sum(sent)], sent, received, mesh.get_group())
 
 
-def _combine_rows(
-    style: _WholeExperts, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: Any
-) -> Tensor:
-    """As `combine`, of rows that have their weights: those not routed are zeros, and stay so."""
-    routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
-    output = style.combine(routing.share(lambda each: each[routed]), experts, mesh, run)
-    return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
-
-
 def _run(
     module: Any, experts: StackedExperts, gradient_scale: float, rows: Tensor, ids: Tensor
 ) -> Tensor:
-    """What this rank's experts make of rows, with gradients scaled for parameters only."""
-    if gradient_scale == 1:
-        return _run_local(module, experts, rows, ids)
-    output = _run_local(module, experts, scale_gradient(rows, 1 / gradient_scale), ids)
-    return scale_gradient(output, gradient_scale)
-
-
-def _run_local(module: Any, experts: StackedExperts, rows: Tensor, ids: Tensor) -> Tensor:
-    """What this rank's experts make of rows, by transformers' fast ways where they are on."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    local = getattr(module, experts.down).size(0)
-    if takes_all_weights(module):
-        chosen = one_hot(ids, local).to(rows.dtype)
-        output: Tensor = type(module).forward(module, rows[None], ids[:, None], chosen)
-        return output[0]
-    if is_routed(module) and implementation not in (None, "eager") and rows.size(0):
+    """Return what this rank's experts make of rows, with gradients scaled for parameters only."""
+    rows = _scaled_gradient(rows, 1 / gradient_scale)
+    if implementation_of(module) not in (None, "eager") and rows.size(0):
         unit = torch.ones_like(ids, dtype=rows.dtype)
-        return type(module).forward(module, rows, ids[:, None], unit[:, None])  # type: ignore[no-any-return]
-    order = ids.argsort(stable=True)
-    counts = torch.bincount(ids, minlength=local).tolist()
-    return apply_experts(module, experts, rows[order], counts, own_gate)[order.argsort()]
+        output = type(module).forward(module, rows, ids[:, None], unit[:, None])
+    else:
+        order = ids.argsort(stable=True)
+        counts = torch.bincount(ids, minlength=getattr(module, DOWN).size(0)).tolist()
+        output = apply_experts(module, experts, rows[order], counts, own_gate)[order.argsort()]
+    return _scaled_gradient(output, gradient_scale)
+
+
+def _scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
+    if factor == 1 or not tensor.requires_grad:
+        return tensor
+    scaled = tensor.view_as(tensor)
+    scaled.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Return the names of a model's modules of routed experts: with stacked weights, or lists.
+
+    They are those whose weights the model's own expert-parallel plan (`_ep_plan`) splits by
+    experts; without such a plan, those called `experts`.
+    """
+    planned = [
+        found
+        for prefix, module in model.named_modules()
+        if isinstance(plan := getattr(module, "_ep_plan", None), dict)
+        for key, style in plan.items()
+        if style == "grouped_gemm"
+        for found in matching_modules(model, child_name(prefix, parent_name(key)))
+    ]
+    names = planned or [name for name, _ in model.named_modules() if _EXPERTS.fullmatch(name)]
+
+    def has_experts(module: nn.Module) -> bool:
+        is_list = isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+        return is_list or describe(module) is not None
+
+    return [name for name in dict.fromkeys(names) if has_experts(model.get_submodule(name))]
+
+
+def apply_expert_parallelism(
+    model: nn.Module,
+    ep_mesh: DeviceMesh,
+    *,
+    same_tokens: DeviceMesh | None = None,
+    gradient_scale: float = 1.0,
+) -> list[str]:
+    """Hand out a model's experts to the ranks of a mesh, in place.
+
+    Args:
+        model: whose parameters are whole.
+        ep_mesh: 1-D.
+        same_tokens: as for `ExpertParallel`, like `gradient_scale`.
+        gradient_scale: of the experts' parameters.
+
+    Returns:
+        The names of the modules whose experts were handed out.
+
+    Raises:
+        ValueError: as `check_experts`. The model is as it was then.
+
+    Example:
+        >>> apply_expert_parallelism(model, moe_mesh["ep"])  # doctest: +SKIP
+        ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
+    """
+    names = check_experts(model, ep_mesh.size())
+    for name in names:
+        style = ExpertParallel(same_tokens, gradient_scale)
+        parallelize_module(model.get_submodule(name), ep_mesh, style)
+    return names
+
+
+def check_experts(model: nn.Module, size: int) -> list[str]:
+    """Return the names of modules whose experts can be handed out to a number of ranks.
+
+    A pipeline stage may have none, if other stages of its model have some.
+
+    Raises:
+        ValueError: there are none, or some that cannot be handed out, or do not divide.
+    """
+    names, stage = expert_modules(model), stage_of(model)
+    if not names and (stage is None or not stage.model_has_experts):
+        raise ValueError(
+            f"ep={size}: {type(model).__name__} has no experts to hand out: no _ep_plan, and no "
+            "module called 'experts' with 3-D weights. Use ep_size=1, or apply ExpertParallel to "
+            "its modules with parallelize_module."
+        )
+    for name in names:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.ModuleList):
+            raise ValueError(
+                f"ep={size}: {name} of {type(model).__name__} is a list of modules, as in "
+                f"transformers 4. {ONLY_STACKED}"
+            )
+        ExpertParallel().check(name, module, size)
+        if any(isinstance(each, DTensor) for each in module.parameters()):
+            raise ValueError(f"{name} is distributed already. Hand out experts once, before FSDP.")
+    return names

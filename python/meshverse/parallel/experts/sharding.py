@@ -1,99 +1,71 @@
-"""FSDP2 for experts that are handed out: over the ranks that have the same ones.
-
-Example:
-    >>> shard_experts(model, names, moe_mesh, precision=policy)  # doctest: +SKIP
-"""
+"""Experts on a mesh of their own: sharded by FSDP2, and norms of gradients on different meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import get_total_norm as torch_total_norm
 
 from meshverse import DeviceMesh
 from meshverse.parallel.meshes.create import asked_ep_size, create_moe_mesh
 from meshverse.parallel.meshes.degrees import degree
 
-__all__ = ["check_moe_mesh", "choose_moe_mesh", "shard_experts"]
-
 EP_SHARD, EP = "ep_shard", "ep"
-_DP_REPLICATE, _PP = "dp_replicate", "pp"
 
 
 def choose_moe_mesh(
     device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None, ep_size: int | None
 ) -> DeviceMesh | None:
-    """The mesh of the experts that goes with a mesh, for the expert parallelism asked for.
+    """Return the experts' mesh (ep_shard, ep), or None without expert parallelism.
 
-    All ranks call this: a mesh that is not there yet is made.
-
-    Args:
-        device_mesh: of the rest of the model.
-        moe_mesh: as given; None for the one that belongs to `device_mesh`.
-        ep_size: expert parallelism as given; None for that of `moe_mesh`, else for what the
-            meshes were created for.
-
-    Returns:
-        The mesh (ep_shard, ep), or None without expert parallelism.
+    All ranks call this: a mesh that is not there yet is created. Without a `moe_mesh` it is the one
+    that belongs to `device_mesh`; without an `ep_size`, that of `moe_mesh`, else the one that the
+    meshes were created for.
 
     Raises:
         ValueError: ep_size is no degree, does not divide the ranks, or is not that of `moe_mesh`;
-            or as `check_moe_mesh`.
+            or `moe_mesh` is none over the ranks of one pipeline stage, in the same universe.
     """
     size = None if ep_size is None else degree(ep_size, "ep_size")
-    if moe_mesh is not None:
-        check_moe_mesh(moe_mesh, device_mesh)
-        if size not in (None, moe_mesh[EP].size()):
-            raise ValueError(
-                f"ep_size={size}, but the experts' mesh has ep={moe_mesh[EP].size()}: {moe_mesh}. "
-                "Give one of the two."
-            )
-        return moe_mesh
-    size = asked_ep_size(device_mesh) if size is None else size
-    if size == 1:
-        return None
-    moe_mesh = create_moe_mesh(device_mesh._root(), ep_size=size)
-    check_moe_mesh(moe_mesh, device_mesh)
+    if moe_mesh is None:
+        size = asked_ep_size(device_mesh) if size is None else size
+        if size == 1:
+            return None
+        moe_mesh = create_moe_mesh(device_mesh._root(), ep_size=size)
+    _check_moe_mesh(moe_mesh, device_mesh)
+    if size not in (None, moe_mesh[EP].size()):
+        raise ValueError(
+            f"ep_size={size}, but the experts' mesh has ep={moe_mesh[EP].size()}: {moe_mesh}. "
+            "Give one of the two."
+        )
     return moe_mesh
 
 
-def check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
-    """Check that a mesh of the experts goes with the mesh of the rest.
-
-    Raises:
-        ValueError: it has not the axes (ep_shard, ep), is not over the ranks of one pipeline stage,
-            or is in another universe.
-    """
-    axes, stage = moe_mesh.mesh_dim_names, _of_one_stage(device_mesh)
-    if axes != (EP_SHARD, EP) or moe_mesh.size() != stage.size():
-        raise ValueError(
-            f"The experts' mesh has the axes {axes} over {moe_mesh.size()} ranks: expected "
-            f"{(EP_SHARD, EP)} over the {stage.size()} ranks of {stage}. Make both with "
-            "create_device_meshes, or this one with create_moe_mesh."
-        )
+def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
+    axes, names = moe_mesh.mesh_dim_names, device_mesh.mesh_dim_names or ()
+    others = tuple(name for name in names if name != "pp")
+    stage = device_mesh[others] if others and len(others) < len(names) else device_mesh
     if moe_mesh.universe is not device_mesh.universe:
         raise ValueError(
             f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
             "root only. Make both with create_device_meshes, or the second with `universe=`."
         )
-    ranks = [mesh.layout.collapse().sorted() for mesh in (moe_mesh, stage)]
-    if ranks[0] != ranks[1]:
+    ranks, expected = (mesh.layout.collapse().sorted() for mesh in (moe_mesh, stage))
+    if axes != (EP_SHARD, EP) or ranks != expected:
         raise ValueError(
-            f"The experts' mesh {moe_mesh} is over other ranks than one pipeline stage of "
-            f"{device_mesh}: their layouts are {ranks[0]} and {ranks[1]}. Make both with "
-            "create_device_meshes, or this one with create_moe_mesh."
+            f"The experts' mesh {moe_mesh} has the axes {axes} over the layout {ranks}: expected "
+            f"{(EP_SHARD, EP)} over {expected}, one pipeline stage of {device_mesh}. Make both "
+            "with create_device_meshes, or this one with create_moe_mesh."
         )
-
-
-def _of_one_stage(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a mesh that one pipeline stage has."""
-    names = mesh.mesh_dim_names or ()
-    others = tuple(name for name in names if name != _PP)
-    return mesh[others] if others and len(others) < len(names) else mesh
 
 
 def shard_experts(
@@ -110,48 +82,113 @@ def shard_experts(
 
     With replicas, the experts are sharded within each and kept equal between them, like the rest,
     unless a replica has too few ranks for all experts: then they are sharded over all of ep_shard.
-
-    Args:
-        model: whose experts are handed out over `ep`.
-        names: of the modules with experts.
-        moe_mesh: with the axes (ep_shard, ep).
-        replicas: number of replicas that the rest of the model has.
-        precision: of parameters and gradients. Inputs keep theirs: routers' weights are more
-            precise than what they weigh.
-        offload: where sharded parameters live; None for the mesh's device.
-        reshard_after_forward: whether experts are gathered again in backward.
+    Inputs keep their precision: routers' weights are more precise than what they weigh.
     """
-    settings: dict[str, Any] = {"offload_policy": offload}
-    mesh = _data_mesh(moe_mesh, replicas)
-    own = replace(precision, cast_forward_inputs=False, output_dtype=None)
-    for name in names:
-        fully_shard(
-            model.get_submodule(name),
-            mesh=mesh,
-            mp_policy=own,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=_placement(mesh.size(-1), moe_mesh[EP].size()),
-            **settings,
-        )
-
-
-def _data_mesh(moe_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
-    """The ranks that have the same experts: 1-D to shard over, or 2-D (replicas, shards)."""
-    mesh = moe_mesh[EP_SHARD]
+    mesh, parts = moe_mesh[EP_SHARD], moe_mesh[EP].size()
     shards, remainder = divmod(mesh.size(), replicas)
-    if replicas == 1 or remainder:
-        return mesh
-    return mesh.unflatten(EP_SHARD, (replicas, shards), (_DP_REPLICATE, EP_SHARD))
-
-
-def _placement(shards: int, parts: int) -> Callable[[nn.Parameter], Shard | None]:
-    """By experts, where each rank has enough of them; else by the next dim that divides."""
+    if replicas > 1 and not remainder:
+        mesh = mesh.unflatten(EP_SHARD, (replicas, shards), ("dp_replicate", EP_SHARD))
+    shards = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
+        """Split by experts, where each rank has enough of them; else by a dim that divides."""
         if parameter.size(0) % (shards * parts) == 0:
             return None
         dims = (dim for dim in range(1, parameter.ndim) if parameter.size(dim) % shards == 0)
-        dim = next(dims, None)
-        return None if dim is None else Shard(dim)
+        return next((Shard(dim) for dim in dims), None)
 
-    return place
+    settings: dict[str, Any] = {
+        "mp_policy": replace(precision, cast_forward_inputs=False, output_dtype=None),
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": offload,
+    }
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=place, **settings)
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Return the norm of all elements of tensors, each counted once, whatever meshes they are on.
+
+    Args:
+        tensors: DTensors, of any meshes and placements, and tensors that are the same on all ranks.
+        norm_type: of the p-norm; infinity is allowed.
+        error_if_nonfinite: raise a RuntimeError where the norm is no finite number.
+        foreach: as in torch.
+
+    Returns:
+        A plain tensor, the same on all ranks of the meshes.
+    """
+    norm_type = float(norm_type)  # torch takes "inf" too
+    by_mesh = defaultdict[object, list[Tensor]](list)
+    for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        by_mesh[key].append(tensor)
+    norms = [_norm_on_one_mesh(some, norm_type, foreach) for some in by_mesh.values()]
+    if not norms:
+        return torch.tensor(0.0)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of gradients is {total.item()}. Pass "
+            "error_if_nonfinite=False to scale by it all the same."
+        )
+    return total
+
+
+def _norm_on_one_mesh(some: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of tensors that have the same mesh and placements, if they have any."""
+    first = some[0]
+    placements = first.placements if isinstance(first, DTensor) else ()
+    if norm_type == math.inf and placements and not any(each.is_partial() for each in placements):
+        # Some ranks may have no rows of a tensor; torch's norm raises there.
+        own = [each.to_local().detach().abs() for each in some]
+        largest = torch.stack([e.max() if e.numel() else e.new_zeros(()) for e in own]).max()
+        over = [each if each.is_replicate() else Partial("max") for each in placements]
+        norm: Any = DTensor.from_local(largest, first.device_mesh, over, run_check=False)
+    else:
+        norm = torch_total_norm(some, norm_type, False, foreach)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_`, on any meshes. All ranks call this.
+
+    Args:
+        parameters: whose gradients are scaled in place.
+        max_norm: of all gradients together.
+        norm_type: as for `get_total_norm`, like the others.
+        error_if_nonfinite: whether infinite and undefined norms raise.
+        foreach: as in torch.
+
+    Returns:
+        The norm before, a plain tensor.
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    having = [each for each in listed if each.grad is not None]
+    gradients = [each.grad for each in having if each.grad is not None]
+    total = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    scale_gradients(having, max_norm, total, foreach)
+    return total
+
+
+def scale_gradients(
+    parameters: Iterable[Tensor], max_norm: float, total: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale gradients in place, of parameters on any meshes, if their total norm is too large."""
+    by_mesh = defaultdict[object, list[Tensor]](list)
+    for each in parameters:
+        by_mesh[each.grad.device_mesh if isinstance(each.grad, DTensor) else None].append(each)
+    for some in by_mesh.values():
+        clip_grads_with_norm_(some, max_norm, total, foreach)

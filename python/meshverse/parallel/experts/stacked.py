@@ -1,141 +1,170 @@
-"""Experts whose weights are stacked in tensors with one expert after the other.
-
-Example:
-    >>> describe(mixtral.model.layers[0].mlp.experts)  # doctest: +SKIP
-    StackedExperts(count=8, columns=('gate_up_proj',), down='down_proj', ...)
-"""
+"""Experts whose weights are stacked in 3-D tensors: how they lie, and what they compute."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
-__all__ = ["StackedExperts", "check_parameters", "describe", "is_routed", "own_gate"]
+from meshverse.parallel.styles.local_styles import CheckedStyle, split_parameters
 
-_DOWN = "down_proj"
-_PACKED = "gate_up_proj"
-_COLUMNS = (_PACKED, "gate_proj", "up_proj")
+DOWN = "down_proj"  # the weight that takes an expert's inner features back
+_COLUMNS = ("gate_up_proj", "gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """How a module keeps the weights of its experts.
+    """Layout of the weights of a module's experts."""
 
-    Attributes:
-        count: number of experts that have weights.
-        columns: names of the weights that give an expert's inner features.
-        down: name of the weight that takes them back.
-        column_biases: names of the biases of `columns`, of shape (experts, features).
-        down_bias: name of the bias of `down`, or None.
-        width: number of inner features of an expert.
-        transposed: whether a weight is (experts, inputs, outputs), and not (experts, outputs,
-            inputs) as in a linear layer.
-        packed: whether `columns` is one weight that gives all gates first and then all other
-            features. Without it, gates and features take turns, or come from weights of their own.
-        hands_on: whether experts beyond those that have weights hand tokens on as they are.
-    """
-
-    count: int
-    columns: tuple[str, ...]
-    down: str
-    column_biases: tuple[str, ...]
-    down_bias: str | None
-    width: int
+    count: int  # number of experts that have weights
+    width: int  # number of inner features of an expert
+    columns: tuple[str, ...]  # names of the weights that give an expert's inner features
+    biases: tuple[str, ...]  # names of the biases, of shape (experts, features)
+    # Whether a weight is (experts, inputs, outputs), and not (experts, outputs, inputs) as in a
+    # linear layer.
     transposed: bool
+    # Whether `columns` is one weight that gives all gates first and then all other features.
+    # Without it, gates and features take turns, or come from weights of their own.
     packed: bool
-    hands_on: bool
-
-    @property
-    def column_dim(self) -> int:
-        """The dim of the inner features in the weights of `columns`."""
-        return 2 if self.transposed else 1
-
-    @property
-    def down_dim(self) -> int:
-        """The dim of the inner features in the weight of `down`."""
-        return 1 if self.transposed else 2
+    hands_on: bool  # whether experts beyond those that have weights hand tokens on as they are
+    # Whether transformers can run the module by several implementations: its forward takes hidden
+    # states, each token's experts, and the weights of these.
+    is_routed: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters."""
-        biases = () if self.down_bias is None else (self.down_bias,)
-        return (*self.columns, self.down, *self.column_biases, *biases)
+        """Names of all parameters."""
+        return (*self.columns, DOWN, *self.biases)
 
 
 def describe(module: nn.Module) -> StackedExperts | None:
-    """How a module keeps its experts; None if it has no stacked ones.
+    """Return how a module keeps its experts; None if it has no stacked ones.
 
     Parameters that are DTensors are described by their global shapes.
     """
     shapes = {name: each.shape for name, each in module.named_parameters(recurse=False)}
     columns = tuple(name for name in _COLUMNS if len(shapes.get(name, ())) == 3)
-    if not columns or len(shapes.get(_DOWN, ())) != 3:
+    if not columns or len(shapes.get(DOWN, ())) != 3:
         return None
-    up, down = shapes[columns[-1]], shapes[_DOWN]
-    transposed = _is_transposed(module, up, down)
-    width = down[1] if transposed else down[2]
-    features = up[2] if transposed else up[1]
+    up, down = shapes[columns[-1]], shapes[DOWN]
+    transposed = getattr(module, "is_transposed", None)  # transformers' own word
+    if not isinstance(transposed, bool):
+        transposed = up[1] == down[2] and up[2] % down[1] == 0 and up[2] != down[1]
+    width, features = (down[1], up[2]) if transposed else (down[2], up[1])
     return StackedExperts(
         count=down[0],
-        columns=columns,
-        down=_DOWN,
-        column_biases=tuple(f"{name}_bias" for name in columns if f"{name}_bias" in shapes),
-        down_bias=f"{_DOWN}_bias" if f"{_DOWN}_bias" in shapes else None,
         width=width,
+        columns=columns,
+        biases=tuple(f"{name}_bias" for name in (*columns, DOWN) if f"{name}_bias" in shapes),
         transposed=transposed,
         packed=features == 2 * width and bool(getattr(module, "is_concatenated", True)),
         hands_on=hasattr(module, "identity_expert"),
+        is_routed=_is_routed(module),
     )
 
 
-def _is_transposed(module: nn.Module, up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    flag = getattr(module, "is_transposed", None)  # transformers' own word, since version 5
-    if isinstance(flag, bool):
-        return flag
-    return up[1] == down[2] and up[2] % down[1] == 0 and up[2] != down[1]
+class StackedStyle(CheckedStyle):
+    """A style for modules that have stacked experts and no other parameters."""
+
+    @abstractmethod
+    def placements(self, experts: StackedExperts) -> Mapping[str, Placement]:
+        """Return the placement of each parameter, by name."""
+
+    @abstractmethod
+    def run(
+        self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
+    ) -> Any:
+        """Run the module's forward on split parameters."""
+
+    def described(self, name: str, module: nn.Module) -> StackedExperts:
+        """Return how a module keeps its experts; anything else is a ValueError."""
+        experts = describe(module)
+        names = experts.names if experts else ()
+        others = [own for own, _ in module.named_parameters() if own not in names]
+        if experts is None or others:
+            raise ValueError(
+                f"{name}: {self} is for experts whose weights are stacked in 3-D parameters such "
+                f"as 'gate_up_proj', and nothing else; this is a {type(module).__name__} with "
+                f"{others[:6]} besides. Leave it out of the plan, or name the module inside it."
+            )
+        return experts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
+        experts = self.described(type(module).__name__, module)
+        split_parameters(module, self.placements(experts), device_mesh, self.src_data_rank)
+        # Not a closure: a copy of the module must run on its own parameters.
+        module.forward = partial(self.run, module, experts, device_mesh)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
-def check_parameters(name: str, module: nn.Module, style: object) -> StackedExperts:
-    """How a module keeps its experts, which are all that it has parameters for.
-
-    Args:
-        name: of the module, for the message.
-        module: with whole parameters.
-        style: which is to be applied, for the message.
-
-    Raises:
-        ValueError: it has no stacked experts, or other parameters besides.
-    """
-    experts = describe(module)
-    others = [
-        own for own, _ in module.named_parameters() if not experts or own not in experts.names
-    ]
-    if experts is None or others:
-        raise ValueError(
-            f"{name}: {style} is for experts whose weights are stacked, in 3-D parameters such as "
-            f"'gate_up_proj' and 'down_proj', and nothing else; this is a {type(module).__name__} "
-            f"with {others[:6]} besides. Leave it out of the plan, or name the module inside it."
-        )
-    return experts
-
-
-def is_routed(module: nn.Module) -> bool:
-    """Whether transformers lets a module's experts run by one of several implementations.
-
-    Their forward takes hidden states, each token's experts, and the weights of these.
-    """
+def _is_routed(module: nn.Module) -> bool:
     return isinstance(getattr(module, "is_concatenated", None), bool)
 
 
+def implementation_of(module: nn.Module) -> str | None:
+    """Return the implementation that transformers' config names for a module, or None."""
+    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return name if _is_routed(module) else None
+
+
 def own_gate(module: Any, features: Tensor) -> Tensor:
-    """What a module's experts make of the features before the last product."""
+    """Return what a module's experts make of the features before the last product."""
     if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
-        activated: Tensor = type(module)._apply_gate(module, features)
-        return activated
+        return type(module)._apply_gate(module, features)  # type: ignore[no-any-return]
     experts = describe(module)
-    if experts is not None and experts.packed:
-        gate, up = features.chunk(2, dim=-1)
-        return module.act_fn(gate) * up  # type: ignore[no-any-return]
-    return module.act_fn(features)  # type: ignore[no-any-return]
+    is_packed = experts is not None and experts.packed
+    gate, *up = features.chunk(2, dim=-1) if is_packed else (features,)
+    activated: Tensor = module.act_fn(gate)
+    return activated * up[0] if up else activated
+
+
+def apply_experts(
+    module: Any,
+    experts: StackedExperts,
+    rows: Tensor,
+    counts: Sequence[int],
+    gate: Callable[[Any, Tensor], Tensor],
+    *,
+    identity_share: float = 1.0,
+) -> Tensor:
+    """Return what experts make of rows that lie expert by expert, without a router's weights.
+
+    One product for each expert, where transformers' faster ways do not serve.
+
+    Args:
+        module: with local tensors as parameters.
+        experts: its description.
+        rows: shape (sum of counts, features), those of the first expert first.
+        counts: number of rows of each expert. Those beyond the experts that have weights are of
+            experts that hand their rows on, or of no expert, which gives zeros.
+        gate: called once as `gate(module, features)` between the products.
+        identity_share: the part of what is handed on that is this rank's to give.
+    """
+    count = experts.count
+    own, handed_on = torch.split(rows, [sum(counts[:count]), sum(counts[count:])])
+
+    def products(rows: Tensor, name: str) -> Tensor:
+        weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
+        given = []
+        for number, part in enumerate(torch.split(rows, list(counts[:count]))):
+            # Without rows, an expert still has a gradient, of zeros.
+            product = part @ (weights[number] if experts.transposed else weights[number].mT)
+            given.append(product if biases is None else product + biases[number])
+        return torch.cat(given)
+
+    outer = products(gate(module, products(own, experts.columns[-1])), DOWN)
+    if not handed_on.size(0):
+        return outer
+    identity = module.identity_expert(handed_on) * identity_share if experts.hands_on else None
+    return torch.cat([outer, torch.zeros_like(handed_on) if identity is None else identity])

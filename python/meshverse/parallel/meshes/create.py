@@ -12,91 +12,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from meshverse import DeviceMesh, Universe, init_device_mesh
 
-from .degrees import (
-    ParallelismSizes,
-    check_replicas,
-    data_parallel_size,
-    degree,
-    is_degree,
-    rank_count,
-    refuse_degrees,
-    world_ranks,
-)
-from .spec import MeshSpec, validate_mesh_spec
+from .degrees import MeshSpec, ParallelismSizes, data_parallel_size, degree, is_degree
 from .submesh import register_flattened_axes
-
-__all__ = [
-    "asked_ep_size",
-    "create_fsdp2_device_mesh",
-    "create_megatron_fsdp_device_mesh",
-    "create_moe_mesh",
-    "fsdp2_specs",
-]
 
 # So that a strategy that is given only the root mesh knows what was asked for.
 _ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
 
 
-def create_fsdp2_device_mesh(
-    parallelism: ParallelismSizes,
-    *,
-    world_size: int | None = None,
-    timeout_minutes: float | None = None,
-    ranks: Sequence[int] | None = None,
-    universe: Universe | None = None,
-) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The root mesh (pp, dp_replicate, dp_shard, cp, tp), and the experts' mesh if ep > 1.
+class Where(TypedDict, total=False):
+    """Ranks and groups of a mesh: the keywords of `create_device_meshes`."""
 
-    Axes of size 1 are there too. The flattened axes dp = (dp_replicate, dp_shard), dp_shard_cp =
-    (dp_shard, cp) and dp_cp = (dp_replicate, dp_shard, cp) are asked for with `get_flat_mesh`.
+    world_size: int | None
+    timeout_minutes: float | None
+    ranks: Sequence[int] | None
+    universe: Universe | None
+
+
+def create_fsdp2_device_mesh(
+    parallelism: ParallelismSizes, **where: Unpack[Where]
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Create the root mesh (pp, dp_replicate, dp_shard, cp, tp), and (ep_shard, ep) if ep > 1.
+
+    Axes of size 1 are there too. `get_flat_mesh` gives the flattened axes dp = (dp_replicate,
+    dp_shard), dp_shard_cp = (dp_shard, cp) and dp_cp = (dp_replicate, dp_shard, cp).
 
     Args:
         parallelism: the degrees.
-        world_size: number of ranks; by default those of the default process group.
-        timeout_minutes: as for `create_device_meshes`.
-        ranks: as for `create_device_meshes`.
-        universe: as for `create_device_meshes`.
-
-    Returns:
-        The root mesh, and the mesh (ep_shard, ep) or None.
+        where: as for `create_device_meshes`.
 
     Raises:
         ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
             the process group.
     """
-    ranks = _ranks_in(universe, ranks)
-    spec, *_ = fsdp2_specs(parallelism, rank_count(world_ranks(world_size), ranks))
-    mesh = _build(spec, timeout_minutes, ranks, universe)
-    ep = _ep_sizes[mesh.universe] = degree(parallelism.ep_size, "ep_size")
+    count, keywords = _place(**where)
+    mesh = _build(fsdp2_specs(parallelism, count)[0], keywords)
+    ep = _ep_sizes[mesh.universe] = parallelism.ep_size or 1
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
 
 def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
-    """What `create_fsdp2_device_mesh` makes: its root mesh, and that of the experts if ep > 1.
-
-    Args:
-        parallelism: the degrees.
-        count: number of ranks.
-
-    Raises:
-        ValueError: the degrees do not fit the ranks or each other.
-    """
-    tp, pp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.pp_size, "pp_size")
-    cp, ep = degree(parallelism.cp_size, "cp_size"), degree(parallelism.ep_size, "ep_size")
+    """Return what `create_fsdp2_device_mesh` makes of so many ranks; ValueError as it raises."""
+    tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
+    cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
+    replicas = parallelism.dp_replicate_size or 1
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
-    replicas = degree(parallelism.dp_replicate_size, "dp_replicate_size")
-    check_replicas(dp, replicas)
-    if dp * cp * tp % ep:
+    if replicas > 1 and (dp % replicas or dp == replicas):
         raise ValueError(
-            f"ep_size={ep} does not divide the {dp * cp * tp} ranks of a pipeline stage: dp_size="
-            f"{dp} * cp_size={cp} * tp_size={tp}. Choose ep_size among its divisors."
+            f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and above it: every "
+            "replica is split into as many shards. Use DDPConfig to replicate only."
         )
     spec = MeshSpec(
         shape=(pp, replicas, dp // replicas, cp, tp),
@@ -107,46 +79,41 @@ def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
             "dp_cp": ("dp_replicate", "dp_shard", "cp"),
         },
     )
-    if ep == 1:
-        return [spec]
-    return [spec, _moe_spec(pp, dp * cp * tp, ep)]
+    moe_spec = _moe_spec(pp, dp * cp * tp, ep)
+    return [spec, moe_spec] if ep > 1 else [spec]
 
 
 def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
+    if not is_degree(ep_size) or stage_size % ep_size:
+        raise ValueError(
+            f"ep_size={ep_size!r}: expected an int above 0 that divides the {stage_size} ranks of "
+            "a pipeline stage."
+        )
     return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
 
 
 def asked_ep_size(mesh: DeviceMesh) -> int:
-    """The expert parallelism that `create_fsdp2_device_mesh` was asked for, of a mesh it made.
-
-    Args:
-        mesh: the root mesh, or one derived from it.
-    """
+    """Return the expert parallelism that a mesh, or the root of it, was created for."""
     return _ep_sizes.get(mesh.universe, 1)
 
 
 def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
-    """The mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
+    """Create the mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
 
     Args:
         mesh: the root mesh; its first axis is pp, if it has one of that name.
         ep_size: number of ways the experts are split.
 
     Raises:
-        ValueError: ep_size is no int above 0, or does not divide the ranks of a stage; or the mesh
-            is not over all ranks of its universe.
+        ValueError: ep_size does not divide the ranks of a stage, or the mesh is not the root.
     """
-    if not is_degree(ep_size):
-        raise ValueError(f"ep_size={ep_size!r}: expected an int above 0.")
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
-    stage_size = mesh.size() // stages
-    if stage_size % ep_size or mesh.size() != mesh.universe.size:
+    spec = _moe_spec(stages, mesh.size() // stages, ep_size)
+    if mesh.size() != mesh.universe.size:
         raise ValueError(
-            f"ep_size={ep_size} must divide the {stage_size} ranks of a pipeline stage, "
-            f"and the mesh of {mesh.size()} ranks must be the root of its universe of "
-            f"{mesh.universe.size} ranks."
+            f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe: give "
+            "the root mesh."
         )
-    spec = _moe_spec(stages, stage_size, ep_size)
     experts = init_device_mesh(
         mesh.device_type, spec.shape, mesh_dim_names=spec.axes, universe=mesh.universe
     )
@@ -154,62 +121,62 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
 
 
 def create_megatron_fsdp_device_mesh(
-    parallelism: ParallelismSizes,
+    parallelism: ParallelismSizes, **where: Unpack[Where]
+) -> DeviceMesh:
+    """Create the root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
+
+    Arguments and errors are those of `create_fsdp2_device_mesh`; degrees of other axes must be 1.
+    """
+    refuse_degrees(parallelism, "Megatron-FSDP", ("dp_replicate_size", "pp_size", "ep_size"))
+    tp, cp = parallelism.tp_size or 1, parallelism.cp_size or 1
+    count, keywords = _place(**where)
+    dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
+    flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
+    return _build(MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened), keywords)
+
+
+def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
+    """Refuse degrees above 1 that a strategy cannot apply, with a ValueError."""
+    for name in names:
+        if (size := getattr(parallelism, name) or 1) > 1:
+            raise ValueError(f"{strategy} does not support {name}={size}. Use FSDP2Config for it.")
+
+
+def world_size_of(given: int | None) -> int:
+    """Return the number of ranks of the world: that of the default process group, or as given."""
+    degree(given, "world_size")
+    size = dist.get_world_size() if dist.is_initialized() else given
+    if size is None:
+        raise ValueError("world_size=None, and there is no process group to ask. Give world_size.")
+    if given not in (None, size):
+        raise ValueError(
+            f"world_size={given}, but the world has {size} ranks. `ranks` places a mesh on some."
+        )
+    return size
+
+
+def _place(
     *,
     world_size: int | None = None,
     timeout_minutes: float | None = None,
     ranks: Sequence[int] | None = None,
     universe: Universe | None = None,
-) -> DeviceMesh:
-    """The root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
-
-    Args:
-        parallelism: the degrees, of which pp, ep and dp_replicate must be 1.
-        world_size: number of ranks; by default those of the default process group.
-        timeout_minutes: as for `create_device_meshes`.
-        ranks: as for `create_device_meshes`.
-        universe: as for `create_device_meshes`.
-
-    Raises:
-        ValueError: a degree that this strategy does not have; the degrees do not multiply out to
-            the ranks, or world_size is not that of the process group.
-    """
-    refuse_degrees(parallelism, "Megatron-FSDP", ("dp_replicate_size", "pp_size", "ep_size"))
-    tp, cp = degree(parallelism.tp_size, "tp_size"), degree(parallelism.cp_size, "cp_size")
-    ranks = _ranks_in(universe, ranks)
-    count = rank_count(world_ranks(world_size), ranks)
-    dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
-    flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
-    spec = MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened)
-    return _build(spec, timeout_minutes, ranks, universe)
-
-
-def _ranks_in(universe: Universe | None, ranks: Sequence[int] | None) -> Sequence[int] | None:
-    return ranks if universe is None or ranks is not None else universe.rank_map.ranks().tolist()
-
-
-def _build(
-    spec: MeshSpec,
-    timeout_minutes: float | None,
-    ranks: Sequence[int] | None,
-    universe: Universe | None,
-) -> DeviceMesh:
-    validate_mesh_spec(spec)
+) -> tuple[int, dict[str, Any]]:
+    """Return the number of ranks of a mesh, and keywords of `init_device_mesh`."""
+    count = world_size_of(world_size)
+    if universe is not None and ranks is None:
+        ranks = universe.rank_map.ranks().tolist()
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-    mesh = init_device_mesh(
-        *(_device_type(), spec.shape),
-        mesh_dim_names=spec.axes,
-        ranks=ranks,
-        timeout=timeout,
-        universe=universe,
-    )
+    keywords = {"ranks": ranks, "timeout": timeout, "universe": universe}
+    return count if ranks is None else len(ranks), keywords
+
+
+def _build(spec: MeshSpec, keywords: dict[str, Any]) -> DeviceMesh:
+    mesh = init_device_mesh(_device_type(), spec.shape, mesh_dim_names=spec.axes, **keywords)
     register_flattened_axes(mesh, spec.flattened_axes)
     return mesh
 
 
 def _device_type() -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
-        return "cpu"
-    return "cuda"
+    has_nccl = not dist.is_initialized() or "nccl" in dist.get_backend_config()
+    return "cuda" if torch.cuda.is_available() and has_nccl else "cpu"

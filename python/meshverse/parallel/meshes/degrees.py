@@ -1,45 +1,43 @@
-"""How many ways each parallelism splits the work, and whether that fits the ranks: arithmetic.
+"""Degrees of parallelism, names of axes, and descriptions of meshes: plain data, checked.
 
 Example:
     >>> data_parallel_size(None, 64, tp_size=8, cp_size=2)
     4
-    >>> degree(None, "tp_size"), degree(8, "tp_size")
-    (1, 8)
+    >>> MeshSpec((2, 4), ("dp", "tp"), {"world": ("dp", "tp")}).size
+    8
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
-import torch.distributed as dist
 
-__all__ = [
-    "ParallelismSizes",
-    "check_replicas",
-    "data_parallel_size",
-    "degree",
-    "is_degree",
-    "rank_count",
-    "refuse_degrees",
-    "world_ranks",
-]
+class MeshAxisName(str, Enum):
+    """Names of the axes, each equal to its string, with the same hash."""
 
-_FEATURES = {
-    "dp_replicate_size": "replicas of shards",
-    "tp_size": "tensor parallelism",
-    "pp_size": "pipeline parallelism",
-    "cp_size": "context parallelism",
-    "ep_size": "expert parallelism",
-}
+    PP = "pp"
+    DP = "dp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    DP_SHARD_CP = "dp_shard_cp"
+    DP_CP = "dp_cp"
+    CP = "cp"
+    TP = "tp"
+    EP = "ep"
+    EP_SHARD = "ep_shard"
+
+    # Enum's own differ between versions of Python.
+    __str__ = str.__str__
+    __format__ = str.__format__  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSizes:
-    """How many ways each parallelism splits the work.
+    """Number of ways in which each parallelism splits the work.
 
     Attributes:
         dp_size: data parallelism, replicas times shards; None or -1: what is left of the ranks.
@@ -61,150 +59,87 @@ class ParallelismSizes:
     ep_size: int | None = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (field.name == "dp_size" and _is_inferred(value)):
-                degree(value, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "dp_size" or type(value) is not int or value != -1:
+                degree(value, each.name)
 
 
 def is_degree(value: Any) -> bool:
-    """Whether a value is a degree: an int above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_inferred(value: Any) -> bool:
-    return value is None or (value == -1 and type(value) is int)
+    """Return whether a value is a degree: an int above 0."""
+    return type(value) is int and value > 0  # True is no degree
 
 
 def degree(value: Any, name: str) -> int:
-    """A degree as it is set; None is 1.
+    """Return a degree, or another number of ranks, as it is set; None is 1.
 
     Raises:
         ValueError: the value is neither None nor an int above 0.
     """
-    if value is None:
-        return 1
-    if not is_degree(value):
-        inferred = ", or -1 to infer it from the ranks" if name == "dp_size" else ""
+    if value is not None and not is_degree(value):
+        inferred = ", -1 to infer it from the ranks" if name == "dp_size" else ""
         raise ValueError(
-            f"{name}={value!r} of type {type(value).__name__} is no degree: give an int above 0"
-            f"{inferred}, or None to leave it unset."
+            f"{name}={value!r} of type {type(value).__name__}: give an int above 0{inferred}, or "
+            "None to leave it unset."
         )
-    return int(value)
-
-
-def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
-    """Refuse degrees that a strategy cannot apply.
-
-    Args:
-        parallelism: the degrees.
-        strategy: what to call it in the message.
-        names: of the fields that must be 1, or unset.
-
-    Raises:
-        ValueError: one of them is above 1.
-    """
-    for name in names:
-        size = degree(getattr(parallelism, name), name)
-        if size > 1:
-            raise ValueError(
-                f"{strategy} does not support {_FEATURES[name]}: {name}={size}. Set it to 1, or "
-                "use FSDP2Config."
-            )
-
-
-def world_ranks(world_size: int | None) -> int:
-    """Number of ranks of the world, given or that of the default process group.
-
-    Raises:
-        ValueError: none is given, and there is no process group; or it is no int above 0, or not
-            that of the process group.
-    """
-    if world_size is None and not dist.is_initialized():
-        raise ValueError(
-            "world_size=None, and there is no process group to ask. Call init_process_group first, "
-            "or give world_size."
-        )
-    if world_size is None:
-        return dist.get_world_size()
-    if not is_degree(world_size):
-        raise ValueError(
-            f"world_size={world_size!r} of type {type(world_size).__name__}: give an int above 0, "
-            "or None for the size of the process group."
-        )
-    if dist.is_initialized() and dist.get_world_size() != world_size:
-        raise ValueError(
-            f"world_size={world_size}, but the world has {dist.get_world_size()} ranks. Give its "
-            "size; `ranks` places a mesh on some of them."
-        )
-    return world_size
-
-
-def rank_count(world_size: int, ranks: Sequence[int] | None) -> int:
-    """Number of ranks to place a mesh on.
-
-    Args:
-        world_size: number of ranks of the world.
-        ranks: global ranks to place it on, or None for the whole world.
-
-    Raises:
-        ValueError: no ranks, repeated ones, or some outside the world.
-    """
-    if ranks is None:
-        return world_size
-    repeated = [rank for rank, count in Counter(ranks).items() if count > 1]
-    outside = [rank for rank in ranks if not 0 <= rank < world_size]
-    if repeated or outside or not ranks:
-        raise ValueError(
-            f"A mesh on {len(ranks)} of the {world_size} ranks of the world: {repeated} are "
-            f"repeated and {outside} are outside the world. Give one or more of its ranks, each "
-            "once."
-        )
-    return len(ranks)
+    return 1 if value is None else int(value)
 
 
 def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> int:
-    """Data parallelism as it is set, or what the other degrees leave of the ranks.
+    """Return data parallelism as it is set, or what the other degrees leave of the ranks.
 
     Args:
-        dp_size: as set; None or -1 to infer it.
+        dp_size: None or -1 to infer it.
         count: number of ranks.
-        other_sizes: the other degrees by name, for messages too.
+        other_sizes: the other degrees by name.
 
     Raises:
-        ValueError: the product of all is not the number of ranks, or dp_size is no degree.
+        ValueError: the product of all is not the number of ranks.
     """
-    product = math.prod(other_sizes.values())
-    factors = " * ".join(f"{name}={size}" for name, size in other_sizes.items())
-    if _is_inferred(dp_size):
-        if count < 1 or count % product:
+    own = {} if dp_size in (None, -1) else {"dp_size": degree(dp_size, "dp_size")}
+    sizes = own | other_sizes
+    product = math.prod(sizes.values())
+    if count < 1 or count % product or (own and count != product):
+        factors = " * ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"{factors} = {product}, but there are {count} ranks. Choose degrees that multiply out "
+            "to the ranks, or leave dp_size unset and choose the others so that they divide them."
+        )
+    return count // math.prod(other_sizes.values())
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A root mesh, and by name the axes that each flattened axis combines."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    flattened_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+
+def validate_mesh_spec(spec: MeshSpec) -> None:
+    """Check that a mesh can be built as described.
+
+    Raises:
+        ValueError: a mesh without axes, or without one size above 0 and one name for each; or a
+            flattened axis that does not combine axes in the order of the mesh under a new name.
+    """
+    shape, axes = spec.shape, spec.axes
+    named_once = 0 < len(axes) == len(set(axes)) == len(shape)
+    if not named_once or not all(map(is_degree, shape)):
+        raise ValueError(
+            f"Mesh of shape {shape} with axes {axes}: give one or more axes, each with a size, an "
+            "int above 0, and with a name of its own."
+        )
+    for name, sources in spec.flattened_axes.items():
+        in_order = tuple(axis for axis in axes if axis in sources)
+        if name in axes or not sources or tuple(sources) != in_order:
             raise ValueError(
-                f"{count} ranks are no multiple of {factors} = {product}, so there is no dp_size. "
-                "Choose degrees whose product divides the number of ranks."
+                f"Flattened axis {name!r} of {tuple(sources)}: it must combine one or more of the "
+                f"mesh's axes {axes}, each once and in this order, under another name than theirs."
             )
-        return count // product
-    dp_size = degree(dp_size, "dp_size")
-    if dp_size * product != count:
-        raise ValueError(
-            f"dp_size={dp_size} * {factors} = {dp_size * product}, but there are {count} ranks. "
-            "Leave dp_size unset to infer it, or choose degrees that multiply out to the ranks."
-        )
-    return dp_size
-
-
-def check_replicas(dp: int, replicas: int) -> None:
-    """Check that data parallelism can be split into replicas of shards.
-
-    Raises:
-        ValueError: dp is no multiple of replicas, or leaves one shard where there are replicas.
-    """
-    if dp % replicas:
-        raise ValueError(
-            f"dp_size={dp} is no multiple of dp_replicate_size={replicas}: every replica needs the "
-            "same number of shards."
-        )
-    if replicas >= dp and replicas != 1:
-        raise ValueError(
-            f"dp_replicate_size={replicas} must be below dp_size={dp}, or nothing is sharded. "
-            "Use DDPConfig to replicate only."
-        )

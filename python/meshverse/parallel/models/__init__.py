@@ -1,1 +1,1 @@
-"""What every strategy reads of a model or changes in it."""
+"""Parts of a model by name: layers, stages, checkpointing, compiling, import paths."""

@@ -1,8 +1,4 @@
-"""Activation checkpointing of a model's layers, in place and without renaming their parameters.
-
-Example:
-    >>> apply_activation_checkpointing(model, "full", "language")  # doctest: +SKIP
-"""
+"""Activation checkpointing of a model's layers, in place and without renaming their parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshverse.parallel.config import CheckpointingScope, checkpointing_parts
+from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
 
-from .layers import layer_lists
-
-__all__ = ["apply_activation_checkpointing"]
+from .modules import layer_lists
 
 # By what modules are called in multimodal models; anything else is language.
 _PARTS = {
@@ -34,14 +28,11 @@ _PARTS = {
 }
 
 # Costly to compute again for what they take to keep.
+_ATTENTION = [f"{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+_ATTENTION += ["flash_attention_for_cpu"]
 _KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{each}" for each in _ATTENTION))
 }
 
 
@@ -50,11 +41,11 @@ def apply_activation_checkpointing(
     mode: Literal[True, "full", "selective"] = "full",
     scope: CheckpointingScope = "all",
 ) -> None:
-    """Let each layer of a model forget its activations, and compute them again in backward.
+    """Drop the activations of each layer of a model, to compute them again in backward.
 
     Layers are the items of the outermost ModuleLists and ModuleDicts. Their `forward` is replaced;
-    names in the state dict stay. A transformers model's `config.use_cache` becomes False, because
-    a layer that runs twice would fill its cache twice.
+    names in the state dict stay. In the configs of a transformers model and of all its parts,
+    `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
 
     Args:
         model: in place.
@@ -65,21 +56,58 @@ def apply_activation_checkpointing(
             `FSDP2Config` takes.
 
     Raises:
-        ValueError: an unknown mode or scope. Nothing is changed then.
+        ValueError: an unknown mode or scope, or the model has no layers in it.
+
+    Example:
+        >>> apply_activation_checkpointing(model, "full", "language")  # doctest: +SKIP
     """
     if mode is not True and mode not in ("full", "selective"):
         raise ValueError(f"mode={mode!r}: expected 'full', True or 'selective'.")
-    parts = checkpointing_parts(scope)
+    layers = checkpointed_layers(model, scope)
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for layer in layers:
+        # Not a closure: a copy of the model must call its own layers, not those of this one.
+        layer.forward = partial(_checkpointed, layer.forward, settings)
+    for module in model.modules():  # a multimodal model's text model has a config of its own
+        config: Any = vars(module).get("config")
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
+def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.Module]:
+    """Return the layers of a model in a scope of activation checkpointing; none is an error."""
+    parts = checkpointing_parts(scope)
+    by_part: dict[str, list[nn.Module]] = {}
     for name, layer in chain.from_iterable(layer_lists(model)):
-        if "all" in parts or _part(name) in parts:
-            # Not a closure: a copy of the model must call its own layers, not those of this one.
-            layer.forward = partial(_checkpointed, layer.forward, settings)
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+        part = next((part for part, words in _PARTS.items() if words.search(name)), "language")
+        by_part.setdefault(part, []).append(layer)
+    chosen = by_part if "all" in parts else by_part.keys() & set(parts)
+    layers = [layer for part, some in by_part.items() if part in chosen for layer in some]
+    if not layers:
+        what = f"layers of {sorted(by_part)} only" if by_part else "no ModuleList of layers"
+        raise ValueError(
+            f"Activation checkpointing of {parts} would do nothing: {type(model).__name__} has "
+            f"{what}. Choose activation_checkpointing_scope among these, or switch it off."
+        )
+    return layers
+
+
+def prepare(
+    model: nn.Module,
+    mode: CheckpointingMode,
+    scope: CheckpointingScope,
+    reapply_trainability: Callable[[nn.Module], None] | None,
+) -> None:
+    """Checkpoint activations, if there is a mode, and say anew which parameters are trained.
+
+    This comes between splitting a model and sharding it.
+    """
+    if mode:
+        apply_activation_checkpointing(model, mode, scope)
+    if reapply_trainability is not None:
+        reapply_trainability(model)
 
 
 def _checkpointed(
@@ -94,7 +122,3 @@ def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> Ch
     if operator in _KEPT:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _part(name: str) -> str:
-    return next((part for part, words in _PARTS.items() if words.search(name)), "language")

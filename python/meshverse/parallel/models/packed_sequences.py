@@ -12,24 +12,19 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = [
-    "patch_is_packed_sequence",
-    "restore_is_packed_sequence",
-    "without_masks_for_packed_sequences",
-]
+_CHECK = "_is_packed_sequence"  # in the first of these modules, _MASKS in the second
+_MASKS = "find_packed_sequence_indices"
+_MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
-_MASKS, _FIND = "transformers.masking_utils", "find_packed_sequence_indices"
-
-_MODULE = "transformers.modeling_flash_attention_utils"
-_NAME = "_is_packed_sequence"
+_own: list[Any] = []  # transformers' own check, while it is replaced
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
-    """In place of transformers' own: nothing is packed."""
     return False
 
 
-_replaced: dict[str, Any] = {}  # transformers' own function by name, while it is replaced
+def _no_indices(position_ids: Any) -> None:
+    """In place of transformers' own, which would find sequences."""
 
 
 def patch_is_packed_sequence() -> bool:
@@ -38,50 +33,42 @@ def patch_is_packed_sequence() -> bool:
     Returns:
         Whether it was replaced now: not where it was before, or transformers has no such check.
     """
-    module = _flash_attention_utils()
-    current = getattr(module, _NAME, None)
-    if current is None or current is _never_packed:
+    module = _module_with(_CHECK)
+    if module is None or module._is_packed_sequence is _never_packed:
         return False
-    _replaced[_NAME] = current
-    setattr(module, _NAME, _never_packed)
+    _own.append(module._is_packed_sequence)
+    module._is_packed_sequence = _never_packed
     return True
 
 
 def restore_is_packed_sequence() -> None:
     """Put transformers' own check back, if it was replaced."""
-    module = _flash_attention_utils()
-    if getattr(module, _NAME, None) is _never_packed:
-        setattr(module, _NAME, _replaced.pop(_NAME))
+    module = _module_with(_CHECK)
+    if module is not None and module._is_packed_sequence is _never_packed:
+        module._is_packed_sequence = _own.pop()
 
 
 @contextlib.contextmanager
 def without_masks_for_packed_sequences() -> Iterator[None]:
-    """Within the context, transformers makes no mask where positions do not go up by one.
+    """Keep transformers from making a mask where positions do not go up by one.
 
     It takes such positions for several sequences in a row, and masks them from each other.
     """
-    module = _imported(_MASKS)
-    find = getattr(module, _FIND, None)
-    if find is None:
+    if (module := _module_with(_MASKS)) is None:
         yield
         return
-    setattr(module, _FIND, _never_found)
+    own = module.find_packed_sequence_indices
+    module.find_packed_sequence_indices = _no_indices
     try:
         yield
     finally:
-        setattr(module, _FIND, find)
+        module.find_packed_sequence_indices = own
 
 
-def _never_found(position_ids: Any) -> None:
-    """In place of transformers' own: no indices of packed sequences."""
-
-
-def _flash_attention_utils() -> Any:
-    return _imported(_MODULE)
-
-
-def _imported(module: str) -> Any:
+def _module_with(name: str) -> Any:
+    """Return transformers' module that has a name; None if it is not there."""
     try:
-        return importlib.import_module(module)
+        module = importlib.import_module(f"transformers.{_MODULES[name]}")
     except ImportError:
         return None
+    return module if hasattr(module, name) else None

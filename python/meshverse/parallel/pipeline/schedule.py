@@ -1,4 +1,4 @@
-"""Stages of this rank, and a schedule of torch over them.
+"""Stages of this rank, a schedule of torch over them, and what the first and the last share.
 
 Example:
     >>> stages = pipeline_stages(model, mesh["pp"])  # doctest: +SKIP
@@ -10,7 +10,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,23 +26,21 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_map
 
-from meshverse.parallel.experts.gradients import get_total_norm, scale_gradients
+from meshverse.parallel.experts.sharding import get_total_norm, scale_gradients
 from meshverse.parallel.meshes.degrees import is_degree
-from meshverse.parallel.models.stages import StageOf, stage_of
+from meshverse.parallel.models.modules import stage_of
 
-from .batches import Batches, for_each_sequence
-from .layout import stages_of_rank
 from .stage import check_keywords, split_into_stages
-from .tied import TiedParameter
-
-__all__ = ["PipelineSchedule", "pipeline_schedule", "pipeline_stages"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-_SEVERAL_STAGES = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
+_ONE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage a rank
+_SEVERAL = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
 
 
 def pipeline_stages(
@@ -51,7 +50,7 @@ def pipeline_stages(
     virtual: int = 1,
     layers_per_stage: Sequence[int] | None = None,
 ) -> list[_Model]:
-    """The stages of a model that this rank has, to be parallelized one by one.
+    """Return the stages of a model that this rank has, to be parallelized one by one.
 
     Args:
         model: as for `split_into_stages`.
@@ -60,13 +59,19 @@ def pipeline_stages(
         layers_per_stage: one number for each stage of the model; by default as even as can be.
 
     Raises:
-        ValueError: as `split_into_stages`, or `virtual` is no int above 0.
+        ValueError: as `split_into_stages`; or `virtual` is no int above 0, or above 1 where the
+            pipeline has one rank.
     """
     _check_mesh(pp_mesh)
-    size = pp_mesh.size()
+    rank, size = pp_mesh.get_local_rank(), pp_mesh.size()
+    if not is_degree(virtual) or (virtual > 1 and size == 1):
+        raise ValueError(
+            f"virtual={virtual!r} stages a rank for {size} ranks of pp: expected an int above 0, "
+            "and 1 where pp has one rank."
+        )
     return [
         split_into_stages(model, size * virtual, index, layers_per_stage=layers_per_stage)
-        for index in stages_of_rank(pp_mesh.get_local_rank(), size, virtual=virtual)
+        for index in range(rank, size * virtual, size)
     ]
 
 
@@ -78,7 +83,7 @@ def pipeline_schedule(
     *,
     schedule: str | None = None,
 ) -> PipelineSchedule:
-    """A schedule of torch over this rank's stages. All ranks of the pipeline call this.
+    """Make a schedule of torch over this rank's stages. All ranks of the pipeline call this.
 
     Args:
         stages: as `pipeline_stages` gave them, parallelized.
@@ -94,10 +99,37 @@ def pipeline_schedule(
             embedding and its head are split in different ways, or one of them is frozen.
     """
     _check_mesh(pp_mesh)
-    owned = _check_stages(stages, pp_mesh)
-    name = schedule or ("1F1B" if len(owned) == 1 else "Interleaved1F1B")
-    _check_schedule(name, owned, n_microbatches, pp_mesh.size())
-    return PipelineSchedule(stages, pp_mesh, loss_function, n_microbatches, name)
+    rank, size, stages = pp_mesh.get_local_rank(), pp_mesh.size(), tuple(stages)
+    owned = [own for own in map(stage_of, stages) if own is not None]
+    count = len(owned)
+    indices, counts = [own.index for own in owned], {own.count for own in owned}
+    expected = list(range(rank, size * count, size))
+    if not owned or count < len(stages) or indices != expected or counts != {size * count}:
+        raise ValueError(
+            f"Stages {indices} of {sorted(counts)}, among {len(stages)} modules, for rank {rank} "
+            f"of {size} of the pipeline: give all that pipeline_stages made for this rank with "
+            "this mesh, in its order."
+        )
+    name = schedule or ("1F1B" if count == 1 else "Interleaved1F1B")
+    _check_schedule(name, count, n_microbatches, size)
+    kind = pp_mesh.device_type
+    local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    device, group = torch.device(kind, *local), pp_mesh.get_group()
+
+    def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
+        return loss_function(output, target) / n_microbatches
+
+    def make() -> Any:
+        made = [
+            PipelineStage(stage, own.index, own.count, device, group=group)
+            for stage, own in zip(stages, owned, strict=True)
+        ]
+        make_schedule: Any = (_ONE | _SEVERAL)[name]
+        # torch would scale all of the gradients, those of earlier steps too.
+        settings = {"loss_fn": share_of_loss, "scale_grads": False}
+        return make_schedule(made[0] if count == 1 else made, n_microbatches, **settings)
+
+    return PipelineSchedule(stages, pp_mesh, device, n_microbatches, make)
 
 
 class PipelineSchedule:
@@ -114,40 +146,24 @@ class PipelineSchedule:
         self,
         stages: Sequence[nn.Module],
         pp_mesh: DeviceMesh,
-        loss_function: Loss,
+        device: torch.device,
         n_microbatches: int,
-        name: str,
+        make: Callable[[], Any],
     ) -> None:
         self.stages = tuple(stages)
-        self._group = pp_mesh.get_group()
-        self._device = _device(pp_mesh.device_type)
+        self._owned = [own for own in map(stage_of, stages) if own is not None]
+        self._group, self._device = pp_mesh.get_group(), device
         self._n_microbatches = n_microbatches
         self._tied = TiedParameter(stages, pp_mesh)
-        self._name = name
-        # torch would divide all of the gradients, those of earlier steps too.
-        self._settings: dict[str, Any] = {
-            "loss_fn": partial(_share_of_loss, loss_function, n_microbatches),
-            "scale_grads": False,
-        }
-        owned = _owned(stages)
-        self._has_first = any(own.is_first for own in owned)
-        self._batches = Batches(n_microbatches, owned[0].count)
-        self.schedule = self._make()
+        self._batches, self._evaluated = (
+            _Batches(n_microbatches, self._owned[0].count) for _ in range(2)
+        )
+        self.schedule, self._make = make(), make
         # Its own: some versions of torch cannot train with what they have evaluated with.
         self._evaluation: Any = None
-        self._evaluated = Batches(n_microbatches, owned[0].count)
-
-    def _make(self) -> Any:
-        made = [
-            PipelineStage(stage, own.index, own.count, self._device, group=self._group)
-            for stage, own in zip(self.stages, _owned(self.stages), strict=True)
-        ]
-        if self._name in _ONE_STAGE:
-            return _ONE_STAGE[self._name](made[0], self._n_microbatches, **self._settings)
-        return _SEVERAL_STAGES[self._name](made, self._n_microbatches, **self._settings)
 
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
-        """Forward and backward of a batch. Gradients add to those that are there.
+        """Run forward and backward of a batch. Gradients add to those that are there.
 
         They are those of the mean of the microbatches' losses.
 
@@ -172,7 +188,7 @@ class PipelineSchedule:
 
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
-        """Losses of a batch, without gradients; otherwise as `step`.
+        """Return the losses of a batch, without gradients; otherwise as `step`.
 
         The batches may have another shape than those of `step`, one for all of them.
         """
@@ -204,52 +220,33 @@ class PipelineSchedule:
                 f"norm_type={norm_type}: expected a number above 0. Others are no norms, and a "
                 "stage without gradients would change them."
             )
-        parameters = [
-            each for stage in self.stages for each in stage.parameters() if each.grad is not None
-        ]
+        every = [each for stage in self.stages for each in stage.parameters()]
         twice = self._tied.counted_elsewhere
-        own = get_total_norm(
-            [each.grad for each in parameters if each is not twice and each.grad is not None],
-            norm_type,
-        )
-        total = _norm_of_all(own.to(self._device, torch.float32), norm_type, self._group)
-        scale_gradients(parameters, max_norm, total)
+        gradients = [e.grad for e in every if e is not twice and e.grad is not None]
+        # In fp32, whatever dtype a stage's gradients have.
+        own = get_total_norm(gradients, norm_type).to(self._device, torch.float32)
+        norms = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(norms, own, group=self._group)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        scale_gradients([each for each in every if each.grad is not None], max_norm, total)
         return total
 
     def _run(
         self,
         run: Callable[..., Any],
-        batches: Batches,
+        batches: _Batches,
         inputs: Tensor,
         target: Tensor,
         keywords: dict[str, Any],
     ) -> list[Tensor]:
         check_keywords(self.stages[0], keywords)
         batches.check(inputs, target)
-        split = for_each_sequence(keywords, inputs)
+        split = _for_each_sequence(keywords, inputs)
         losses: list[Tensor] = []
-        arguments = (inputs,) if self._has_first else ()
+        arguments = (inputs,) if any(own.is_first for own in self._owned) else ()
         run(*arguments, target=target, losses=losses, return_outputs=False, **split)
         batches.has_run(inputs)
         return [loss.detach() * self._n_microbatches for loss in losses]
-
-
-def _norm_of_all(own: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm over all stages, of each one's own in fp32, whatever dtype its gradients have."""
-    norms = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(norms, own, group=group)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total
-
-
-def _share_of_loss(function: Loss, count: int, output: Tensor, target: Tensor) -> Tensor:
-    return function(output, target) / count
-
-
-def _device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:
@@ -259,36 +256,12 @@ def _check_mesh(pp_mesh: DeviceMesh) -> None:
         )
 
 
-def _owned(stages: Sequence[nn.Module]) -> list[StageOf]:
-    return [own for stage in stages if (own := stage_of(stage)) is not None]
-
-
-def _check_stages(stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> list[StageOf]:
-    owned = _owned(stages)
-    expected = [pp_mesh.get_local_rank() + pp_mesh.size() * each for each in range(len(owned))]
-    indices = [own.index for own in owned]
-    counts = {own.count for own in owned}
-    if (
-        not owned
-        or len(owned) < len(stages)
-        or indices != expected
-        or counts != {pp_mesh.size() * len(owned)}
-    ):
-        raise ValueError(
-            f"Stages {indices} of {sorted(counts)}, among {len(stages)} modules, for rank "
-            f"{pp_mesh.get_local_rank()} of {pp_mesh.size()} of the pipeline: give all that "
-            "pipeline_stages made for this rank with this mesh, in its order."
-        )
-    return owned
-
-
-def _check_schedule(name: str, owned: Sequence[StageOf], n_microbatches: int, pp_size: int) -> None:
-    known = _ONE_STAGE if len(owned) == 1 else _SEVERAL_STAGES
+def _check_schedule(name: str, count: int, n_microbatches: int, pp_size: int) -> None:
+    known: Any = _ONE if count == 1 else _SEVERAL
     if name not in known:
         raise ValueError(
-            f"schedule={name!r} for {len(owned)} stages a rank: expected one of {sorted(known)}. "
-            f"{sorted(_ONE_STAGE)} run one stage a rank (virtual=1), {sorted(_SEVERAL_STAGES)} "
-            "several."
+            f"schedule={name!r} for {count} stages a rank: expected one of {sorted(known)}. "
+            f"{sorted(_ONE)} run one stage a rank (virtual=1), {sorted(_SEVERAL)} several."
         )
     if not is_degree(n_microbatches):
         raise ValueError(f"n_microbatches={n_microbatches!r}: expected an int above 0.")
@@ -303,3 +276,169 @@ def _check_schedule(name: str, owned: Sequence[StageOf], n_microbatches: int, pp
             f"n_microbatches={n_microbatches} over {pp_size} ranks run in {rounds} rounds, which "
             f"do not divide them. Choose a multiple of {pp_size}."
         )
+
+
+class _Batches:
+    """Batches of one schedule of torch: where a model has several stages, all of one shape.
+
+    They are checked on every rank before anything is sent: a rank that refuses a batch in the
+    middle of a step leaves the others waiting for it.
+    """
+
+    def __init__(self, n_microbatches: int, n_stages: int) -> None:
+        self._n_microbatches = n_microbatches
+        self._has_peers = n_stages > 1
+        self._first: tuple[torch.Size, torch.dtype] | None = None
+
+    def check(self, inputs: Tensor, target: Tensor) -> None:
+        """Check that microbatches divide a batch, and that it has the first one's shape and dtype.
+
+        The same on all ranks of the pipeline.
+        """
+        if inputs.ndim < 2 or not target.ndim:
+            raise ValueError(
+                f"Inputs of shape {tuple(inputs.shape)} and targets of shape "
+                f"{tuple(target.shape)}: expected inputs of shape (batch, tokens), and targets "
+                "whose first dimension is the batch's. One sequence is inputs[None]."
+            )
+        batch, count = inputs.size(0), self._n_microbatches
+        if not batch or batch % count or target.size(0) != batch:
+            raise ValueError(
+                f"A batch of {batch} sequences with {target.size(0)} targets does not divide into "
+                f"{count} microbatches. Choose n_microbatches that divides the batch of this rank."
+            )
+        if self._first is not None and self._first != (inputs.shape, inputs.dtype):
+            shape, dtype = self._first
+            raise ValueError(
+                f"A batch of shape {tuple(inputs.shape)}, {inputs.dtype}, after a first one of "
+                f"shape {tuple(shape)}, {dtype}: torch's stages receive one shape and dtype. Pad "
+                "or drop what is shorter, or make another pipeline_schedule for it."
+            )
+
+    def has_run(self, inputs: Tensor) -> None:
+        """Note a batch with which the stages have prepared what they receive."""
+        if self._first is None and self._has_peers:
+            self._first = (inputs.shape, inputs.dtype)
+
+
+def _for_each_sequence(keywords: Mapping[str, Any], inputs: Tensor) -> dict[str, Any]:
+    """Return keywords whose tensors all have the batch as first dimension: torch splits by it.
+
+    Tensors, also in lists and dictionaries, are for each sequence or, with a first dimension of 1,
+    for all. Inputs have the shape (batch, tokens) or (batch, tokens, features).
+
+    Raises:
+        ValueError: a tensor has another first dimension, or one dimension that may be either that
+            of the sequences or that of the tokens.
+    """
+
+    def is_mask(each: Any) -> bool:
+        return isinstance(each, BlockMask)
+
+    return {
+        name: tree_map(partial(_expanded, name, inputs), value, is_leaf=is_mask)
+        for name, value in keywords.items()
+    }
+
+
+def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor | BlockMask):
+        return value
+    batch, tokens = inputs.shape[:2]
+    shape = tuple(value.shape)
+    if shape == (batch,) == (tokens,):
+        raise ValueError(
+            f"{name} has {batch} elements, and the batch has {batch} sequences of {tokens} tokens: "
+            f"one for each sequence, or for each token? Give {name}[None] for the tokens of all "
+            f"sequences, or {name}[:, None] for the sequences."
+        )
+    if not shape or shape[0] not in ((batch,) if len(shape) == 1 else (1, batch)):
+        raise ValueError(
+            f"{name} has the shape {shape}, and the batch has {batch} sequences: tensors are split "
+            "by sequences, in their first dimension. What is the same for all sequences needs a "
+            f"first dimension of 1, as {name}[None]; a single number goes as {name}.item()."
+        )
+    if isinstance(value, BlockMask) or shape[0] == batch:  # torch takes a BlockMask of 1 for all
+        return value
+    return value.expand(batch, *shape[1:])
+
+
+class TiedParameter:
+    """The embedding that is tied to the head, where they are in different stages.
+
+    Either stage has the parameter, and a gradient of its own part of the model. What a training
+    step adds to both is summed, so that the two stay one. All ranks of the pipeline create this
+    with their parallelized stages, and use it together.
+
+    Raises:
+        ValueError: the two stages have it in different shapes, dtypes or placements, or one has it
+            frozen.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
+        self._group = pp_mesh.get_group()
+        self._parameter: nn.Parameter | None = None
+        self._is_first = False
+        self._peer = -1
+        for stage, own in zip(stages, map(stage_of, stages), strict=True):
+            if own is not None and own.tied is not None:
+                self._parameter = stage.get_parameter(own.tied)
+                self._is_first = own.is_first
+                self._peer = pp_mesh.size() - 1 if own.is_first else 0
+                self._check(own.tied, self._parameter)
+
+    @property
+    def counted_elsewhere(self) -> nn.Parameter | None:
+        """The parameter where its gradient is that of another rank as well, which counts it."""
+        return None if self._is_first else self._parameter
+
+    @contextlib.contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum over the two stages what is added to the gradient within the block."""
+        parameter = self._parameter
+        if parameter is None or not parameter.requires_grad:  # as on the other stage
+            yield
+            return
+        before = _local_gradient(parameter)
+        before = None if before is None else before.clone()
+        yield
+        if parameter.grad is None:  # this stage did not use it: it was given embeddings
+            parameter.grad = torch.zeros_like(parameter)
+        after = _local_gradient(parameter)
+        assert after is not None
+        added = after if before is None else after - before
+        others = torch.empty_like(added)
+        ways = (dist.isend, added.contiguous()), (dist.irecv, others)
+        peer: Any = {"group": self._group, "group_peer": self._peer}
+        for work in dist.batch_isend_irecv([dist.P2POp(*way, **peer) for way in ways]):
+            work.wait()
+        # In this order, so that the two stages round alike.
+        total = others.add_(added)
+        after.copy_(total if before is None else total.add_(before))
+
+    def _check(self, name: str, parameter: nn.Parameter) -> None:
+        own, theirs = _description(parameter), [""]
+        if self._is_first:  # one of the two speaks first
+            dist.send_object_list([own], group=self._group, group_dst=self._peer)
+        dist.recv_object_list(theirs, group=self._group, group_src=self._peer)
+        if not self._is_first:
+            dist.send_object_list([own], group=self._group, group_dst=self._peer)
+        if theirs[0] != own:
+            raise ValueError(
+                f"{name} is tied to a parameter of another pipeline stage, and they differ: {own} "
+                f"here and {theirs[0]} there. Give both the same tensor-parallel style, the same "
+                "mesh of FSDP2 and the same requires_grad, or untie them."
+            )
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _description(parameter: nn.Parameter) -> str:
+    trained = "trained" if parameter.requires_grad else "frozen"
+    value: Tensor = parameter
+    split = f" of {value.placements}" if isinstance(value, DTensor) else ""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return f"{tuple(local.shape)}{split}, {value.dtype}, {trained}"

@@ -1,6 +1,8 @@
 """One stage of a model: the model itself, without what other stages have.
 
 Example:
+    >>> [list(layers) for layers in layers_of_stages(5, 2)]
+    [[0, 1, 2], [3, 4]]
     >>> first = split_into_stages(model, 2, 0)  # doctest: +SKIP
     >>> last = split_into_stages(model, 2, 1)  # doctest: +SKIP
     >>> logits = last(first(tokens))  # doctest: +SKIP
@@ -8,44 +10,64 @@ Example:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshverse.parallel.experts.choice import expert_modules
-from meshverse.parallel.models.stages import StageOf, mark_as_stage, stage_of
+from meshverse.parallel.experts.expert_parallel import expert_modules
+from meshverse.parallel.meshes.degrees import is_degree
+from meshverse.parallel.models.modules import AbsentModule, StageOf, mark_as_stage, stage_of
 
-from .copies import AbsentLayer, Idle, Passage, shallow_copy
-from .layout import layers_of_stages
-from .structure import Structure, describe
-
-__all__ = ["check_keywords", "split_into_stages"]
+from .structure import Structure, copy_attributes, describe, hidden_of, shallow_copy
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 # What a stage alone cannot give.
 _REFUSED = (
-    "labels",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "use_cache",
+    *("labels", "logits_to_keep", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
 )
 
 
+def layers_of_stages(
+    n_layers: int, n_stages: int, layers_per_stage: Sequence[int] | None = None
+) -> list[range]:
+    """Return the layers of every stage, in order.
+
+    By default their numbers are as even as can be, earlier stages having one more.
+
+    Raises:
+        ValueError: there are more stages than layers, or the numbers do not add up to the layers.
+    """
+    if not is_degree(n_stages):
+        raise ValueError(f"n_stages={n_stages!r}: expected an int above 0.")
+    if layers_per_stage is None:
+        if n_stages > n_layers:
+            raise ValueError(
+                f"{n_stages} stages for {n_layers} layers: every stage needs one layer or more. "
+                "Use fewer pipeline stages, or fewer virtual ones a rank."
+            )
+        share, more = divmod(n_layers, n_stages)
+        layers_per_stage = [share + (stage < more) for stage in range(n_stages)]
+    counts = list(layers_per_stage)
+    if len(counts) != n_stages or not all(map(is_degree, counts)) or sum(counts) != n_layers:
+        raise ValueError(
+            f"layers_per_stage={tuple(counts)} for {n_stages} stages and {n_layers} layers: give "
+            "one int above 0 for each stage, that add up to the layers."
+        )
+    return [range(*each) for each in pairwise(accumulate(counts, initial=0))]
+
+
 def split_into_stages(
-    model: _Model,
-    n_stages: int,
-    index: int,
-    *,
-    layers_per_stage: Sequence[int] | None = None,
+    model: _Model, n_stages: int, index: int, *, layers_per_stage: Sequence[int] | None = None
 ) -> _Model:
-    """One of the stages of a language model of transformers.
+    """Return one of the stages of a language model of transformers.
 
     It is a model of the same class with some of the layers, under their own names; the first stage
     has the embedding too, the last one the norm and the head. `stage(inputs, **keywords)` takes
@@ -62,35 +84,9 @@ def split_into_stages(
         layers_per_stage: one number a stage; by default as even as can be.
 
     Raises:
-        ValueError: the model cannot be split, with the reason; it is a stage, or distributed
-            already; or the numbers do not fit its layers. The model is as it was.
+        ValueError: the model cannot be split; it is a stage, or distributed already; or the
+            numbers do not fit its layers. The model is as it was.
     """
-    _check_whole(model)
-    structure = describe(model)
-    ranges = layers_of_stages(structure.count, n_stages, layers_per_stage)
-    if not 0 <= index < n_stages:
-        raise ValueError(f"index={index!r}: the {n_stages} stages have the numbers from 0 on.")
-    tied = _tied(model, structure, ranges)
-    name = tied[index > 0] if tied and index in (0, n_stages - 1) and n_stages > 1 else None
-    has_experts = bool(expert_modules(model))
-    return _make(model, structure, StageOf(index, n_stages, ranges[index], name, has_experts))
-
-
-def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Check that a stage can take keywords.
-
-    Raises:
-        TypeError: some need all layers.
-    """
-    refused = [name for name in _REFUSED if keywords.get(name) is not None]
-    if refused:
-        raise TypeError(
-            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: it has a part of "
-            "the layers. Take the loss of the last stage's logits."
-        )
-
-
-def _check_whole(model: nn.Module) -> None:
     name = type(model).__name__
     if stage_of(model) is not None:
         raise ValueError(f"{name} is {stage_of(model)} already. Split the whole model.")
@@ -99,42 +95,90 @@ def _check_whole(model: nn.Module) -> None:
             f"{name} is distributed already. Split it into stages first, then apply tensor "
             "parallelism and FSDP2 to each stage."
         )
+    structure = describe(model)
+    ranges = layers_of_stages(structure.n_layers, n_stages, layers_per_stage)
+    if not 0 <= index < n_stages:
+        raise ValueError(f"index={index!r}: the {n_stages} stages have the numbers from 0 on.")
+    tied = _tied(model, structure, ranges).get(index)
+    has_experts = bool(expert_modules(model))
+    return _make(model, structure, StageOf(index, n_stages, ranges[index], tied, has_experts))
 
 
-def _tied(
-    model: nn.Module, structure: Structure, ranges: Sequence[range]
-) -> tuple[str, str] | None:
-    """The names of the parameter that the first and the last stage share, on either."""
-    names: dict[int, list[str]] = {}
+def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Check that a stage can take keywords: those that need all layers are a TypeError."""
+    refused = [name for name in _REFUSED if keywords.get(name) is not None]
+    if refused:
+        raise TypeError(
+            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: it has a part of "
+            "the layers. Take the loss of the last stage's logits."
+        )
+
+
+def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> dict[int, str]:
+    """Return by stage the name of the parameter that the first and the last one share, if any."""
+    prefix, last = structure.inner + "." if structure.inner else "", len(ranges) - 1
+
+    def stage_with(name: str) -> int:
+        child, _, rest = name[len(prefix) :].partition(".")
+        if not name.startswith(prefix):
+            return last
+        if child == structure.layers:
+            layer = int(rest.partition(".")[0])
+            return next(stage for stage, layers in enumerate(ranges) if layer in layers)
+        return 0 if child in structure.before else last
+
+    names = defaultdict[int, list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    found: tuple[str, str] | None = None
+        names[id(parameter)].append(name)
+    found: dict[int, str] = {}
     for shared in names.values():
-        owners = {_owner(name, structure, ranges): name for name in shared}
+        owners = {stage_with(name): name for name in shared}
         if len(owners) == 1:
             continue
-        ends = (owners.get(0), owners.get(len(ranges) - 1))
-        if len(owners) > 2 or found or ends[0] is None or ends[1] is None:
+        if found or {*owners} != {0, last}:
             raise ValueError(
                 f"{type(model).__name__} cannot be split into {len(ranges)} pipeline stages: "
                 f"{shared} are one parameter, in stages {sorted(owners)}. Only an embedding and "
                 "the head that is tied to it may be. Choose layers_per_stage so that the others "
                 "are in one stage, or untie them."
             )
-        found = (ends[0], ends[1])
+        found = owners
     return found
 
 
-def _owner(name: str, structure: Structure, ranges: Sequence[range]) -> int:
-    """The stage that a parameter is in."""
-    prefix = structure.inner + "." if structure.inner else ""
-    if not name.startswith(prefix):
-        return len(ranges) - 1
-    child, _, rest = name[len(prefix) :].partition(".")
-    if child == structure.layers:
-        layer = int(rest.partition(".")[0])
-        return next(stage for stage, layers in enumerate(ranges) if layer in layers)
-    return 0 if child in structure.before else len(ranges) - 1
+@dataclass(eq=False)
+class _Passage:
+    """Hidden states that go into a stage's layers and come out of them, during a forward."""
+
+    in_tuples: bool  # the model takes a layer's output out of a tuple
+    received: Tensor | None = None
+    passed_on: Tensor | None = None
+
+
+class _AbsentLayer(AbsentModule):
+    """A layer of another stage: hands on what the stage received, or notes what it passes on."""
+
+    def __init__(self, layer: nn.Module, passage: _Passage, *, is_before: bool) -> None:
+        super().__init__()
+        copy_attributes(layer, self)
+        self._passage = passage
+        self._is_before = is_before
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what stands for the layer's output."""
+        passage = self._passage
+        if not self._is_before and passage.passed_on is None:
+            passage.passed_on = hidden_of(arguments, keywords)
+        hidden = passage.received if self._is_before else passage.passed_on
+        return (hidden, None) if passage.in_tuples else hidden
+
+
+class _Idle(AbsentModule):
+    """Stands for a module before or after the layers, whose output nobody uses."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the first argument."""
+        return next(iter((*arguments, *keywords.values())))
 
 
 def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
@@ -143,52 +187,46 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if structure.inner:
         inner = shallow_copy(model.get_submodule(structure.inner))
         stage._modules[structure.inner] = inner
-    passage = Passage(structure.in_tuples)
+    passage = _Passage(structure.in_tuples)
     layers = cast("nn.ModuleList", inner.get_submodule(structure.layers))
     inner._modules[structure.layers] = nn.ModuleList(
         layer
         if number in own.layers
-        else AbsentLayer(layer, passage, is_before=number < own.layers.start)
+        else _AbsentLayer(layer, passage, is_before=number < own.layers.start)
         for number, layer in enumerate(layers)
     )
-    for name in (() if own.is_first else structure.before) + (
-        () if own.is_last else structure.after
-    ):
-        inner._modules[name] = Idle()
+    idle = (*(() if own.is_first else structure.before), *(() if own.is_last else structure.after))
+    inner._modules.update({name: _Idle() for name in idle})
     if not own.is_last and structure.inner:
-        for name in stage._modules:
-            if name != structure.inner:
-                stage._modules[name] = Idle()
+        others = {name: _Idle() for name in stage._modules if name != structure.inner}
+        stage._modules.update(others)
     mark_as_stage(stage, own)
     # Not a closure: a copy of the stage must run its own layers.
-    runs: Any = stage
-    runs.forward = partial(_forward, stage, passage, structure.inner)
+    stage.forward = partial(_forward, stage, passage, structure.inner)
     return stage
 
 
 def _forward(
-    stage: nn.Module, passage: Passage, inner: str, inputs: Tensor, **keywords: Any
+    stage: nn.Module, passage: _Passage, inner: str, inputs: Tensor, **keywords: Any
 ) -> Tensor:
-    own = stage_of(stage)
-    assert own is not None
+    own = cast("StageOf", stage_of(stage))
     check_keywords(stage, keywords)
     if own.is_first:
         given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
     else:  # for its shape; the first layer of the stage gets the hidden states themselves
         given = {"inputs_embeds": inputs.new_zeros(()).expand(*inputs.shape[:2], inputs.size(-1))}
-    runs = partial(type(stage).forward, stage) if own.is_last else stage.get_submodule(inner)
-    if not own.is_last and not inner:
-        runs = partial(type(stage).forward, stage)
+    runs: Any = partial(type(stage).forward, stage)
+    if inner and not own.is_last:
+        runs = stage.get_submodule(inner)
     passage.received = inputs
     try:
         output: Any = runs(**given, use_cache=False, **keywords)
         passed_on = passage.passed_on
     finally:
-        passage.clear()
+        passage.received = passage.passed_on = None
     if own.is_last:
         logits = getattr(output, "logits", None)
-        result: Tensor = output.last_hidden_state if logits is None else logits
-        return result
+        return output.last_hidden_state if logits is None else logits  # type: ignore[no-any-return]
     if not isinstance(passed_on, Tensor) or isinstance(passed_on, DTensor):
         raise ValueError(
             f"The hidden states that stage {own.index} of {type(stage).__name__} passes on are "

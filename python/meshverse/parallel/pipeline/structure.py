@@ -1,46 +1,46 @@
-"""How a transformers model runs its layers: found by running it once with empty layers.
-
-Example:
-    >>> structure = describe(model)  # doctest: +SKIP
-    >>> structure.layers, structure.before, structure.after  # doctest: +SKIP
-    ('layers', ('embed_tokens',), ('norm',))
-"""
+"""How a transformers model runs its layers: found by running it once with empty layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .trial import Trial
+from meshverse.parallel.models.modules import AbsentModule
 
-__all__ = ["Structure", "describe"]
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_TOKENS = (2, 3)  # sequences, and tokens of each
+_LAYER = ""  # among the names of children
+_NOTHING = object()  # what a layer gives beside its hidden states
+# What a model may raise whose layers are none.
+_FROM_MODELS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
+_FROM_MODELS += (LookupError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
-class Structure:
-    """What a stage must know of a model.
+class Structure(NamedTuple):
+    """Modules of a model that a stage must know."""
 
-    Attributes:
-        inner: name of the module that runs the layers, empty for the model itself.
-        layers: name of their list in it.
-        count: of the layers.
-        before: children of the inner module that run before the layers and have parameters.
-        after: children of it that run after the layers and have parameters.
-        in_tuples: whether a layer gives a tuple, of which the hidden states are the first.
-    """
-
-    inner: str
-    layers: str
-    count: int
+    inner: str  # name of the module that runs the layers, empty for the model itself
+    layers: str  # name of their list in it
+    n_layers: int
+    # Children of the inner module that run before the layers and have parameters.
     before: tuple[str, ...]
-    after: tuple[str, ...]
-    in_tuples: bool
+    after: tuple[str, ...]  # children of it that run after the layers and have parameters
+    in_tuples: bool  # whether a layer gives a tuple, of which the hidden states are the first
 
 
 def describe(model: nn.Module) -> Structure:
-    """How a model runs its layers.
+    """Return how a model runs its layers.
 
     Raises:
         ValueError: it cannot be split into stages, with the reason. The model is as it was.
@@ -49,58 +49,241 @@ def describe(model: nn.Module) -> Structure:
     inner_name, layers = _find_layers(model, config)
     inner = model.get_submodule(inner_name)
     if layers is None:
-        raise _refusal(
-            model,
-            f"{type(inner).__name__} has no list of as many layers as its config says, as language "
-            "models of transformers have",
+        wrapped = _wrapped(model)
+        reason = (
+            f"it is a wrapper around {wrapped}, and stages are made of that model itself. Give the "
+            "model, with LoRA layers in it if they shall be trained (peft.inject_adapter_in_model)"
+            if wrapped
+            else f"{type(inner).__name__} has no list of as many layers as its config says, as "
+            "language models of transformers have"
         )
-    if reason := _needs_all_layers(config):
-        raise _refusal(model, reason)
-    trials = [Trial(inner, layers, in_tuples=each) for each in (False, True)]
-    for trial in trials:
-        if trial.run():
-            before, after = trial.sides()
-            return Structure(inner_name, layers, trial.count, before, after, trial.in_tuples)
-    # Of a trial that gave what the model does not take, only the first layer ran.
-    raise _refusal(model, max(reversed(trials), key=lambda trial: trial.layers_run).reason)
-
-
-def _refusal(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(
+    elif not (reason := _needs_all_layers(config)):
+        trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
+        for trial in trials:
+            trial.reason = trial.run()
+            if not trial.reason:
+                sides = trial.sides()
+                return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
+        # Of a trial that gave what the model does not take, only the first layer ran.
+        reason = max(reversed(trials), key=lambda trial: trial.events.count(_LAYER)).reason
+    raise ValueError(
         f"{type(model).__name__} cannot be split into pipeline stages: {reason}. Train it without "
         "pipeline parallelism (pp_size=1), or split it by hand with torch.distributed.pipelining."
     )
 
 
 def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
-    """Name of the module that runs the decoder layers, and of their list in it."""
+    """Return the name of the module that runs the decoder layers, and of their list in it."""
     prefix = getattr(model, "base_model_prefix", "")
-    children = dict(model.named_children())
-    for name in (prefix, "model", ""):
-        inner = model if name == "" else children.get(name)
-        layers = None if inner is None or config is None else _layers(inner, config)
-        if layers is not None:
-            return name, layers
+    children = {"": model, **dict(model.named_children())}
+    count = getattr(config, "num_hidden_layers", None)
+    for name in (prefix, "model", "") if config is not None else ():
+        lists = {
+            own: child
+            for own, child in (children[name].named_children() if name in children else ())
+            if isinstance(child, nn.ModuleList)
+        }
+        fitting = ["layers"] if "layers" in lists else [n for n in lists if len(lists[n]) == count]
+        if fitting:
+            return name, fitting[0]
     return prefix if prefix in children else "", None
 
 
-def _layers(inner: nn.Module, config: Any) -> str | None:
-    count = getattr(config, "num_hidden_layers", None)
-    lists = {
-        name: child for name, child in inner.named_children() if isinstance(child, nn.ModuleList)
-    }
-    fitting = [name for name, child in lists.items() if len(child) == count]
-    return "layers" if "layers" in lists else next(iter(fitting), None)
+def _wrapped(model: nn.Module) -> str:
+    """Return a model inside that has layers, and its name; nothing if there is none."""
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if name and config is not None and _find_layers(module, config)[1] is not None:
+            return f"{type(module).__name__} at {name!r}"
+    return ""
 
 
 def _needs_all_layers(config: Any) -> str:
-    """What layers hand to each other beside hidden states, and losses over all layers."""
-    shared = getattr(config, "num_kv_shared_layers", None)
-    if shared:
+    """Return what layers hand to each other beside hidden states, or losses over all layers."""
+    if shared := getattr(config, "num_kv_shared_layers", None):
         return f"its last {shared} layers (num_kv_shared_layers) use the keys of earlier ones"
     if getattr(config, "output_router_logits", False):
-        return (
-            "config.output_router_logits=True adds a loss over the routers of all layers, and a "
-            "stage has some of them"
-        )
+        return "config.output_router_logits=True adds a loss over the routers of all layers"
     return ""
+
+
+class _Trial:
+    """A run of a model in which its layers do nothing but look at what they get.
+
+    `inner` runs the layers, which are in its list `layers`, and is not changed. `events` are the
+    names of the children that ran, in order; `reason` is why the model cannot be split.
+    """
+
+    def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
+        self.in_tuples = in_tuples
+        self.reason = ""
+        self.events: list[str] = []
+        listed = cast("nn.ModuleList", inner.get_submodule(layers))
+        self.probes = [_Probe(layer, self.events, in_tuples) for layer in listed]
+        self._layers = layers
+        self._device = next(inner.parameters()).device
+        self._inner = shallow_copy(inner)
+        self._inner._modules[layers] = nn.ModuleList()
+        if self._device.type == "meta":  # models read masks, which cannot be read there
+            self._device = torch.device("cpu")
+            self._inner = _without_memory(self._inner)
+        self._inner._modules[layers] = nn.ModuleList(self.probes)
+
+    def run(self) -> str:
+        """Return why a layer gets more than what the one before it gave; nothing if none does."""
+        tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
+        kind = self._device.type
+        devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
+        with ExitStack() as context:
+            context.enter_context(torch.enable_grad())
+            # Dropout before the layers must not take from the random numbers of training.
+            context.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            for name, module in self._children():
+                hook = module.register_forward_hook(partial(_note, self.events, name))
+                context.callback(hook.remove)
+            try:
+                output: Any = self._inner(input_ids=tokens, use_cache=False)
+            except _FROM_MODELS as error:
+                return f"its layers cannot be left out ({type(error).__name__}: {error})"
+        if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
+            return f"{type(self._inner).__name__} gives no last_hidden_state"
+        return next(self._objections(tokens), "")
+
+    def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the children with parameters that run before the layers, and after them."""
+        first = self.events.index(_LAYER)
+        after = [each for each in self.events[first:] if each != _LAYER]
+        return tuple(dict.fromkeys(self.events[:first])), tuple(dict.fromkeys(after))
+
+    def _children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules outside the layers that have parameters, by the child they are in."""
+        for name, module in self._inner.named_modules():
+            child = name.partition(".")[0]
+            has_parameters = any(True for _ in module.parameters(recurse=False))
+            if child not in ("", self._layers) and has_parameters:
+                yield child, module
+
+    def _objections(self, tokens: Tensor) -> Iterator[str]:
+        probes = self.probes
+        calls, places = zip(*((probe.calls, probe.place) for probe in probes), strict=True)
+        if {*calls} != {1} or [*places] != sorted(places):
+            yield f"its layers do not run once each, in their order, but {[*calls]} times"
+            return
+        if (shape := tuple(probes[0].hidden.shape))[:2] != _TOKENS:
+            yield (
+                f"the hidden states of {_TOKENS[0]} sequences of {_TOKENS[1]} tokens have the "
+                f"shape {shape}"
+            )
+        if any(following.hidden is not probe.given for probe, following in pairwise(probes)):
+            yield "its layers do not get just what the layer before them gave"
+            return
+        for probe in probes:
+            yield from probe.objections(tokens)
+        before, after = self.sides()
+        last = len(self.events) - self.events[::-1].index(_LAYER)
+        between = set(after) - set(self.events[last:])
+        children = {name for name, _ in self._inner.named_parameters(recurse=False)}
+        children |= {name for name, _ in self._children()}
+        unplaced = sorted(between | set(before) & set(after) | children - {*before, *after})
+        if unplaced:
+            yield (
+                f"the parameters of {unplaced} in {type(self._inner).__name__} are used neither "
+                "before all layers nor after them"
+            )
+
+
+class _Probe(AbsentModule):
+    """A layer that notes what it is called with."""
+
+    def __init__(self, layer: nn.Module, events: list[str], in_tuples: bool) -> None:
+        super().__init__()
+        copy_attributes(layer, self)
+        self._events = events
+        self._in_tuples = in_tuples
+        self._names = list(inspect.signature(layer.forward).parameters)
+        self.calls = self.place = 0
+        self.hidden: Any = None
+        self.given: Any = None
+        self.others: list[tuple[str, Any]] = []
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        hidden = hidden_of(arguments, keywords)
+        if not isinstance(hidden, Tensor):
+            # No TypeError: some models take those for arguments too many, and try again.
+            raise ValueError(f"a layer gets {type(hidden).__name__} as its hidden states")
+        self.calls += 1
+        self._events.append(_LAYER)
+        self.place = len(self._events)
+        self.hidden, self.given = hidden, hidden.detach().clone()
+        self.others = list(zip(self._names, arguments, strict=False))[1:]
+        self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
+        return (self.given, _NOTHING) if self._in_tuples else self.given
+
+    def objections(self, tokens: Tensor) -> Iterator[str]:
+        """Yield what among the arguments only the stage of another layer has."""
+        for name, value in self.others:
+            if isinstance(value, dict | list) and not value:
+                yield f"its layers share what they keep in their argument {name!r}"
+            for each in tree_leaves(value):
+                if each is _NOTHING:
+                    yield f"its layers give each other more than hidden states ({name!r})"
+                if each is tokens or (isinstance(each, Tensor) and each.requires_grad):
+                    made = "which is made from the tokens before the first layer"
+                    yield f"its layers get {name!r}, {made}"
+
+
+def _note(events: list[str], name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Note which child runs, and let its output be known by its gradient."""
+    events.append(name)
+    if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+        return output.detach().requires_grad_()
+    return output
+
+
+def shallow_copy(module: _Module) -> _Module:
+    """Return a module with the same children, parameters and buffers, which may get others."""
+    copied = copy.copy(module)
+    for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        copied.__dict__[table] = copy.copy(module.__dict__[table])
+    return copied
+
+
+def _without_memory(module: _Module) -> _Module:
+    """Return a copy of a module on the meta device, whose tensors are zeros of one element."""
+    copied = copy.deepcopy(module)
+    for each in copied.modules():
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is None:
+                continue
+            zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            if isinstance(tensor, nn.Parameter):
+                each._parameters[name] = nn.Parameter(zeros, tensor.requires_grad)
+            else:
+                each._buffers[name] = zeros
+    return copied
+
+
+def hidden_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Return the hidden states among what a layer is called with."""
+    return arguments[0] if arguments else keywords["hidden_states"]
+
+
+def copy_attributes(layer: nn.Module, other: nn.Module) -> None:
+    """Give a module what a model may ask a layer for, such as its kind: all but what it computes.
+
+    Modules within the layer become plain objects that have such attributes too.
+    """
+    for name, value in _plain_attributes(layer).items():
+        other.__dict__.setdefault(name, value)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for kind in reversed(type(module).__mro__):
+        if issubclass(kind, nn.Module) and kind is not nn.Module:
+            of_class = vars(kind).items()
+            plain |= {k: v for k, v in of_class if isinstance(v, bool | int | float | str)}
+    plain |= {k: v for k, v in vars(module).items() if k not in ("forward", "training")}
+    children = module.named_children()
+    inside = {name: SimpleNamespace(**_plain_attributes(child)) for name, child in children}
+    return {name: value for name, value in plain.items() if name[0] != "_"} | inside

@@ -1,1 +1,1 @@
-"""Tensors move between meshes: read, gathered, planned, exchanged."""
+"""Tensors move between meshes: read, described to other ranks, planned, exchanged."""

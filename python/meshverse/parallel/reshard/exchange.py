@@ -1,96 +1,198 @@
-"""One run of a move: boxes of elements are packed, exchanged and unpacked."""
+"""Runs of a move: boxes of this rank's tensors are packed, exchanged and unpacked."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .messages import Message, MovePlan
+from meshverse import _torch_compat as compat
 
-__all__ = ["Exchange"]
+from .plan import Message, Plan, Step, Transfer
+from .sides import has_memory, local_tensor
 
 # Elements that are not cast are moved as integers of their size, bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+_Views = Sequence[Tensor | None]
 
-class _Buffers(NamedTuple):
-    sent: Tensor
-    received: Tensor
+
+class _Seen(NamedTuple):
+    """A tensor as it was seen last: while its mark, which is cheap, is the same, so is its layout.
+
+    The layout is all that a plan depends on. `kept` are the objects whose ids are in the mark.
+    """
+
+    tensor: Tensor
+    mark: tuple[Any, ...]
+    layout: tuple[Any, ...]
+    local: Tensor
+    kept: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, tensor: Tensor) -> _Seen:
+        local = local_tensor(tensor)
+        whole: tuple[Any, ...] = ()
+        if isinstance(tensor, DTensor):
+            whole = tuple(tensor.shape), tensor.placements, tensor.device_mesh
+        layout = (tuple(local.shape), local.dtype, local.device, has_memory(local), *whole)
+        return cls(tensor, _mark_of(tensor), layout, local, compat.held_by(tensor))
+
+    def __str__(self) -> str:
+        shape, dtype, device, has_memory, *whole = self.layout
+        placed = " of {} {} on {}".format(*whole) if whole else ""
+        return f"{shape} {dtype} on {device}{placed}{'' if has_memory else ' without memory'}"
+
+
+def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
+    held, spec = compat.held_by(tensor)
+    return id(held), id(spec), held.data_ptr(), held.shape
+
+
+class _Places(NamedTuple):
+    """Boxes and where they are in a message: dtype, extents, strides, offset, in elements."""
+
+    boxes: list[Tensor]
+    at: list[tuple[torch.dtype, list[int], list[int], int]]
+
+    def in_buffer(self, buffer: Tensor) -> list[Tensor]:
+        typed = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, *_ in self.at}}
+        return [
+            typed[dtype].as_strided(extents, strides, offset)
+            for dtype, extents, strides, offset in self.at
+        ]
+
+
+_Steps = list[tuple[Step, _Places, _Places]]  # and where what is sent and received is
 
 
 class Exchange:
-    """What runs a plan.
+    """Runs a plan on this rank's tensors, wherever these are in memory.
+
+    A model has thousands of small tensors, so a run does little in Python for each box: their views
+    are made once, and all boxes of a message are copied by one call.
 
     Args:
         plan: of this rank.
-        group: of all ranks that have a part; None if this is the only one.
         device: on which messages are packed.
+        tensors: by side and name; targets that overlap with sources or each other are an error.
+
+    Attributes:
+        wanted_bytes: size of this rank's targets, as they are sent.
     """
 
     def __init__(
-        self, plan: MovePlan, group: dist.ProcessGroup | None, device: torch.device
+        self, plan: Plan, device: torch.device, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        self._plan, self._group, self._device = plan, group, device
+        self._plan, self._device = plan, device
+        self._seen = {
+            side: {part[0]: _Seen.now(tensors[side][part[0]]) for part in parts if part}
+            for side, parts in plan.parts.items()
+        }
+        sources, targets = self._views()
+        _check_memory(plan.transfers, sources, targets)
+        self.wanted_bytes = sum(
+            view.numel() * transfer.dtype.itemsize
+            for transfer, view in zip(plan.transfers, targets, strict=True)
+            if view is not None
+        )
+        self._steps: _Steps | None = None  # for tensors as seen last
+        self._kept: tuple[list[Tensor], list[Tensor]] = [], []
 
-    def run(self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> None:
-        """Move what the source tensors have now into the targets.
+    def find_change(self) -> str:
+        """Return which tensor has another layout than at first, in words; empty if none has."""
+        for side, tensors in self._seen.items():
+            for name, seen in tensors.items():
+                if _mark_of(seen.tensor) == seen.mark:
+                    continue
+                now = _Seen.now(seen.tensor)
+                if now.layout != seen.layout:
+                    return (
+                        f"{side} {name!r} has changed since the move was built: it was {seen}, and "
+                        f"is {now} now. Build the move again."
+                    )
+                tensors[name], self._steps = now, None
+        return ""
 
-        Args:
-            sources: local tensors, one a move; None where this rank has none.
-            targets: the same.
-        """
-        with torch.no_grad():
-            given = [_viewed(tensor, move.dtype) for tensor, move in self._pairs(sources)]
-            wanted = [_viewed(tensor, move.dtype) for tensor, move in self._pairs(targets)]
-            for kept in self._plan.kept():
-                source, target = sources[kept.move], targets[kept.move]
-                if source is None or target is None:
-                    raise AssertionError(f"{kept} of a tensor that this rank does not have")
-                to = _box(target, kept.target_starts, kept.extents)
-                what = _box(source, kept.source_starts, kept.extents)
-                if to.data_ptr() != what.data_ptr():
-                    _write(to, what)
-            self._exchange(given, wanted)
+    def _views(self) -> Iterator[list[Tensor | None]]:
+        """Return for each side what each transfer reads or writes; None where it is elsewhere."""
+        for side, parts in self._plan.parts.items():
+            seen = self._seen[side]
+            yield [None if part is None else part[1].of(seen[part[0]].local) for part in parts]
 
-    def _pairs(self, tensors: Iterable[Tensor | None]) -> Iterable[tuple[Tensor | None, Any]]:
-        return zip(tensors, self._plan.moves, strict=True)
-
-    def _exchange(self, given: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-        plan = self._plan
-        free = [
-            _Buffers(self._empty(plan.sent_bytes), self._empty(plan.received_bytes))
-            for _ in range(plan.n_buffers)
+    def _prepare(self) -> _Steps:
+        sources, targets = self._views()
+        self._kept = [], []
+        for transfer, source_starts, target_starts, extents in self._plan.kept():
+            target = _box(targets[transfer], target_starts, extents)
+            source = _box(sources[transfer], source_starts, extents)
+            if target.data_ptr() != source.data_ptr():
+                self._kept[0].append(target)
+                self._kept[1].append(source)
+        dtypes = [transfer.dtype for transfer in self._plan.transfers]
+        given, wanted = (list(map(_viewed, views, dtypes)) for views in (sources, targets))
+        return [
+            (step, self._places(step.sent, given), self._places(step.received, wanted))
+            for step in self._plan.steps
         ]
-        under_way: deque[tuple[list[dist.Work], Message | None, _Buffers]] = deque()
+
+    def _places(self, message: Message | None, tensors: _Views) -> _Places:
+        places = _Places([], [])
+        for transfer, first_byte, starts, extents in self._plan.boxes(message) if message else ():
+            box = _box(tensors[transfer], starts, extents)
+            dtype = self._plan.transfers[transfer].dtype
+            if box.dtype == _BITS[dtype.itemsize]:
+                dtype = box.dtype
+            strides = [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
+            places.boxes.append(box)
+            places.at.append((dtype, extents, strides, first_byte // dtype.itemsize))
+        return places
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Copy what the sources have now into the targets, over the group of all ranks."""
+        with torch.no_grad():
+            steps = self._steps = self._steps or self._prepare()
+            _copy(*self._kept)
+            self._exchange(steps, group)
+
+    def _exchange(self, steps: _Steps, group: dist.ProcessGroup) -> None:
+        # Of the largest alignment that an element can need: 16 bytes.
+        lengths = [-(-size // 16) for size in (self._plan.sent_bytes, self._plan.received_bytes)]
+        free = [
+            [torch.empty(length, dtype=torch.complex128, device=self._device) for length in lengths]
+            for _ in range(self._plan.n_buffers)
+        ]
+        under_way: deque[tuple[list[dist.Work], _Places, list[Tensor]]] = deque()
 
         def finish() -> None:
             works, received, buffers = under_way[0]
             for work in works:
                 work.wait()
-            if received is not None:
-                self._unpack(received, buffers.received, wanted)
+            _copy(received.boxes, received.in_buffer(buffers[1]))
             under_way.popleft()
             free.append(buffers)
 
         try:
-            for step in plan.steps:
+            for step, sent, received in steps:
                 if not free:
                     finish()
                 buffers = free.pop()
-                operations = []
-                if step.sent is not None:
-                    self._pack(step.sent, buffers.sent, given)
-                    operations.append(self._operation(dist.isend, buffers.sent, step.sent))
-                if step.received is not None:
-                    operation = self._operation(dist.irecv, buffers.received, step.received)
-                    operations.append(operation)
+                _copy(sent.in_buffer(buffers[0]), sent.boxes)
+                ways = zip((dist.isend, dist.irecv), buffers, step, strict=True)
+                operations = [
+                    dist.P2POp(way, buffer.view(torch.uint8)[: each.n_bytes], each.peer, group)
+                    for way, buffer, each in ways
+                    if each is not None
+                ]
                 works: list[dist.Work] = []
-                under_way.append((works, step.received, buffers))
+                under_way.append((works, received, buffers))
                 works += dist.batch_isend_irecv(operations)
             while under_way:
                 finish()
@@ -99,66 +201,110 @@ class Exchange:
             _abandoned.append(under_way)
             raise
 
-    def _empty(self, n_bytes: int) -> Tensor:
-        # Of the largest alignment that an element can need.
-        return torch.empty(-(-n_bytes // 16), dtype=torch.complex128, device=self._device)
 
-    def _operation(self, what: Any, buffer: Tensor, message: Message) -> dist.P2POp:
-        content = buffer.view(torch.uint8)[: message.n_bytes]
-        return dist.P2POp(what, content, message.peer, self._group)
-
-    def _pack(self, message: Message, buffer: Tensor, given: Sequence[Tensor | None]) -> None:
-        for move, first_byte, starts, extents in self._plan.boxes(message):
-            source = given[move]
-            if source is None:
-                raise AssertionError(f"a message to rank {message.peer} needs tensor {move}")
-            self._in_buffer(buffer, move, source, first_byte, extents).copy_(
-                _box(source, starts, extents)
-            )
-
-    def _unpack(self, message: Message, buffer: Tensor, wanted: Sequence[Tensor | None]) -> None:
-        for move, first_byte, starts, extents in self._plan.boxes(message):
-            target = wanted[move]
-            if target is None:
-                raise AssertionError(f"a message from rank {message.peer} has tensor {move}")
-            _write(
-                _box(target, starts, extents),
-                self._in_buffer(buffer, move, target, first_byte, extents),
-            )
-
-    def _in_buffer(
-        self, buffer: Tensor, move: int, local: Tensor, first_byte: int, extents: Sequence[int]
-    ) -> Tensor:
-        dtype = self._plan.moves[move].dtype
-        if local.dtype == _BITS[dtype.itemsize]:
-            dtype = local.dtype
-        strides, stride = list[int](), 1
-        for extent in reversed(extents):
-            strides.insert(0, stride)
-            stride *= extent
-        return buffer.view(dtype).as_strided(extents, strides, first_byte // dtype.itemsize)
-
-
-# What failed runs left under way, for the life of the process.
+# Buffers that failed runs left to c10d, for the life of the process.
 _abandoned: list[Any] = []
 
 
 def _viewed(local: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A local tensor as what is copied to and from messages of a dtype."""
+    """Return a local tensor as it is copied to and from messages of a dtype."""
     if local is None or local.dtype != dtype or local.is_conj() or local.is_neg():
         return local
     return local.view(_BITS[dtype.itemsize])
 
 
-def _write(target: Tensor, values: Tensor) -> None:
-    if target.is_inference():  # as generators' weights are; written in inference mode only
-        with torch.inference_mode():
-            target.copy_(values)
-    else:
-        target.copy_(values)
+def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors, each into one of its shape, by one call."""
+    if any(target.is_neg() or target.is_conj() for target in targets):
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    elif targets:
+        # Generators' weights may be inference tensors, which are written in inference mode only.
+        is_inference = any(target.is_inference() for target in targets)
+        with torch.inference_mode() if is_inference else contextlib.nullcontext():
+            torch._foreach_copy_(targets, values)
 
 
-def _box(local: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+def _box(local: Tensor | None, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+    if local is None:
+        raise AssertionError("a plan moves a tensor that this rank does not have")
     strides = local.stride()
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     return local.as_strided(extents, strides, local.storage_offset() + first)
+
+
+def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _Views) -> None:
+    """Check that targets have memory of their own: neither that of sources nor of each other.
+
+    Allowed are the same tensor as source and target of a transfer that leaves it where it is, the
+    same tensor as two targets, and parts of a tensor that take turns in memory, as columns do.
+    """
+    used: list[tuple[int, str, Transfer, Tensor]] = []
+    for side, views in (("source", sources), ("target", targets)):
+        for transfer, local in zip(transfers, views, strict=True):
+            if local is None or not local.numel():
+                continue
+            used.append((local.data_ptr(), side, transfer, local))
+            if side == "target" and _folds(local):
+                raise ValueError(
+                    f"target {transfer.name!r} is expanded or unfolded: its elements overlap in "
+                    f"memory (shape {tuple(local.shape)}, strides {local.stride()}). Give a tensor "
+                    "with memory for each, as by clone(memory_format=torch.contiguous_format)."
+                )
+    used.sort(key=lambda each: each[0])
+    for index, (first, side, transfer, one) in enumerate(used):
+        end = first + _reach(one)
+        for other_first, other_side, other_transfer, other in used[index + 1 :]:
+            if other_first >= end:
+                break
+            if side == other_side and (side == "source" or transfer.name == other_transfer.name):
+                continue
+            stays = transfer is other_transfer and transfer.source == transfer.target
+            is_tied = (side == other_side or stays) and _elements(one) == _elements(other)
+            if not is_tied and not _take_turns(one, other):
+                names = f"{side} {transfer.name!r}", f"{other_side} {other_transfer.name!r}"
+                raise ValueError(
+                    f"{' and '.join(sorted(names))} overlap in memory on this rank: writing a "
+                    "target would change the other. Give one of them its own, as by clone()."
+                )
+
+
+def _steps(local: Tensor) -> list[tuple[int, int]]:
+    """Return the strides in bytes, ascending, and the sizes; the first is an element."""
+    axes = zip(local.stride(), local.shape, strict=True)
+    element = local.element_size()
+    return [(1, element), *sorted((stride * element, n) for stride, n in axes if n > 1)]
+
+
+def _reach(local: Tensor, below: float = float("inf")) -> int:
+    """Return the bytes from the first to the last of the steps that are shorter than `below`."""
+    return 1 + sum(stride * (n - 1) for stride, n in _steps(local) if stride < below)
+
+
+def _folds(local: Tensor) -> bool:
+    """Whether a dimension steps back into what shorter steps reach."""
+    reach = 0
+    for stride, n in _steps(local) if local.numel() else ():
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+def _take_turns(one: Tensor, other: Tensor) -> bool:
+    """Whether each of two tensors has its own part of each period in memory."""
+    distance = other.data_ptr() - one.data_ptr()
+    strides = {stride for each in (one, other) for stride, _ in _steps(each) if stride}
+    for period in strides:
+        start = distance % period
+        if not any(stride % period for stride in strides if stride > period) and (
+            _reach(one, period) <= start and start + _reach(other, period) <= period
+        ):
+            return True
+    return False
+
+
+def _elements(local: Tensor) -> tuple[Any, ...]:
+    """Return what is equal for tensors of the same elements in the same order."""
+    is_changed = local.is_conj(), local.is_neg()
+    return local.data_ptr(), local.dtype, local.shape, local.stride(), is_changed

@@ -1,90 +1,80 @@
-"""`Reshard`: tensors move from the ranks that have them to the ranks that want them."""
+"""`Reshard`: tensors move to the ranks that want them. `redistribute`: one DTensor does."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import Self
 
 from meshverse import Topology
 from meshverse import _torch_compat as compat
-from meshverse.options.group_options import check_timeout
-from meshverse.world.world import World
+from meshverse._core import shard_shape
 
 from .exchange import Exchange
-from .gathering import Gathering
-from .inputs import Rename, check_apart, read_settings, renamed
-from .known_layouts import KnownLayouts
-from .messages import Traffic, plan_of
-from .moves import moves_of
-from .roster import (
-    SIDES,
-    Roster,
-    RosterCollector,
-    Settings,
-    in_words,
-    read_roster,
-    what_is_said,
-)
-from .runs import ReshardWork, start
-from .sides import Side, local_tensor, read_side
-from .together import Together
+from .plan import Traffic, plan_of, transfers_of
+from .ranks import MoveGroup, in_words
+from .sides import Description, Piece, Rename, Side, describe, read_side, renamed, shard_coordinates
 
-Given = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]  # source and target
-
-__all__ = ["Given", "Reshard", "default_timeout"]
+Tensors = Mapping[str, Tensor | Piece]
 
 _MIB = 1 << 20
 _FAKING = (
     "FakeTensorMode is active, under which tensors have no data to move. Call it outside, or "
     "compile what is around it."
 )
-_UNTOUCHED = "Nothing was sent, and the targets are as they were. Build the move again."
-_CONDITION = (
-    "Each element of the targets has its old value or its new one. Build the move again, after "
-    "init_process_group() if ranks have ended, and run it: that sets all of them."
-)
+_UNTOUCHED = "Nothing was sent, and the targets are as they were."
+_TORN = "Each element of the targets has its old value or its new one."
+_CURE = "Build the move again, after init_process_group() if ranks have ended, and run it."
 
 
 class Reshard:
     """Moves tensors from any mesh to any other, as often as wanted.
 
-    All ranks of both sides build it together and call it together. The ranks of the two sides may
-    be the same, others, or overlap, in one default process group. Shapes and placements are
-    exchanged once, when it is built. A run begins with one write to the store by each rank and one
-    all-reduce of a number; then only data is exchanged. The move has a process group of its own, so
-    that it never queues behind a model's collectives. A rank receives every element of its targets
-    once, and not at all what it has already; among ranks that have the same, senders are on the
-    receiver's node if possible, and send equally much.
+    All `ranks` build it together, call it together and close it together. The ranks of the two
+    sides may be the same, others, or overlap, in one default process group. Shapes and placements
+    are exchanged once, when it is built. A run begins with one all-reduce of a number; then only
+    data is exchanged. The move has a process group of its own, so that it never queues behind a
+    model's collectives. A rank receives every element of its targets once, and not at all what it
+    has already; among ranks that have the same, senders are on the receiver's node if possible,
+    and send equally much.
 
     Args:
         source: tensors by name, to be read; None on ranks that have no part in this side. DTensors
             with any of `Replicate`, `Shard` and FSDP2's strided placements, on any meshes; plain
             tensors are whole on every rank that gives them.
         target: tensors by name, to be written in place; None on ranks that have no part in it. They
-            may be views, such as one third of a fused weight, and of another dtype.
+            may be views, such as one third of a fused weight, and of another dtype. A `Piece` is a
+            part of a tensor, on either side.
         rename: what sources are called in the target: by name, or a function of the name. Names
             that it lacks stay.
-        name: of this move. Needed where ranks have several moves with different other ranks.
-        ranks: all ranks that call it. By default those of the meshes that tensors are on and of the
-            meshes that these were derived from; where a rank gives plain tensors only, all ranks.
+        name: of this move, for messages. Threads that build moves of the same ranks at the same
+            time give each its own.
+        ranks: global ranks that call it; by default all ranks of the default group.
         buffer_bytes: memory for messages on each rank, at most. The same on all ranks.
         topology: which node each rank is on; by default nodes are blocks of `LOCAL_WORLD_SIZE`
             ranks.
         timeout: how long to wait for other ranks, here and in each run; by default that of the
-            default process group.
+            default process group. The same on all ranks.
+
+    Attributes:
+        ranks: global ranks that call it, ascending.
 
     Raises:
         TypeError: no dict of tensors, or tensors of a kind that cannot be moved.
-        ValueError: a `Partial` or unknown placement; names that one side lacks, shapes that differ,
-            dtypes that cannot be cast; sources and targets that overlap in memory.
-        RuntimeError: a rank did not come in time, or cannot take part: all ranks are told.
+        ValueError: this rank is not among `ranks`; a `Partial` or unknown placement; names that
+            one side lacks, shapes that differ, dtypes that cannot be cast; sources and targets
+            that overlap in memory.
+        RuntimeError: a rank did not join in time, or raised one of these: all ranks raise.
 
     Example:
         >>> move = Reshard(trainer, generator)  # doctest: +SKIP
@@ -94,143 +84,84 @@ class Reshard:
 
     def __init__(
         self,
-        source: Mapping[str, Tensor] | None,
-        target: Mapping[str, Tensor] | None,
+        source: Tensors | None,
+        target: Tensors | None,
         *,
         rename: Rename | None = None,
         name: str = "",
-        ranks: list[int] | None = None,
+        ranks: Sequence[int] | None = None,
         buffer_bytes: int = 64 * _MIB,
         topology: Topology | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        def given() -> Given:
-            return source, target
+        def read() -> dict[str, Side | None]:
+            return read_sides(renamed(source, rename), target)
 
-        meeting = Gathering("Reshard", name)
-        self._build(meeting, given, timeout, rename, ranks, buffer_bytes, topology)
+        self._build(MoveGroup("Reshard", name, ranks, timeout), read, buffer_bytes, topology)
 
     @classmethod
-    def _met(
-        cls, meeting: Gathering, given: Callable[[], Given], timeout: timedelta | None
-    ) -> Self:
-        """A move whose ranks have begun to meet. If `given` raises, all of them are told."""
+    def _over(cls, group: MoveGroup, read: Callable[[], dict[str, Side | None]]) -> Self:
+        """Build a move over a group that its ranks have created."""
         move = cls.__new__(cls)
-        move._build(meeting, given, timeout)
+        move._build(group, read)
         return move
-
-    # --- building -------------------------------------------------------------------------------
 
     def _build(
         self,
-        meeting: Gathering,
-        given: Callable[[], Given],
-        timeout: timedelta | None,
-        rename: Rename | None = None,
-        ranks: list[int] | None = None,
+        group: MoveGroup,
+        read: Callable[[], dict[str, Side | None]],
         buffer_bytes: int = 64 * _MIB,
         topology: Topology | None = None,
     ) -> None:
-        world = meeting.world
-        self._meeting, self._world, self._rank = meeting, world, world.rank
-        self._timeout = default_timeout(world)
+        self._group, self.ranks = group, group.ranks
         self._lock = threading.Lock()  # one run at a time
         self._last: ReshardWork | None = None
-        self._runs = 0
-        self._why_broken = ""
-        self._sides: dict[str, Side | None] = {"source": None, "target": None}
-        self._settings = Settings(buffer_bytes)
-        error: Exception | None = None
+        self._runs, self._why_broken = 0, ""
+        self._exchange: Exchange | None = None  # None once it is closed
+
+        def describe_own() -> Description:
+            if compat.is_faking():
+                raise TypeError(f"Reshard: {_FAKING}")
+            self._sides = read()
+            description, self._contents = describe(self._sides, buffer_bytes, topology)
+            return description
+
         try:
-            if timeout is not None:
-                check_timeout(timeout)
-                self._timeout = timeout
-            self._read(*given(), rename)
-            self._settings = read_settings(buffer_bytes, topology, ranks, world)
-        except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
-            error = caught
-        roster = self._gather(error)
-        self.ranks = tuple(roster.ranks)
-        self._moves = moves_of(roster, world.size)
-        self._tensors = {side: self._held(side) for side in SIDES}
-        self._plan_own(roster)
-        self._layouts = KnownLayouts(self._named_tensors())
-        self._together = Together(
-            self._meeting, self.ranks, self._rank, self._device, self._timeout
-        )
+            described = dict(zip(self.ranks, group.gather(describe_own), strict=True))
+            contents = group.share(self._contents, [each.digests for each in described.values()])
+            group.gather(lambda: self._make_plan(described, contents))
+        except BaseException:
+            group.close()
+            raise
 
-    def _read(
-        self,
-        source: Mapping[str, Tensor] | None,
-        target: Mapping[str, Tensor] | None,
-        rename: Rename | None,
-    ) -> None:
-        if compat.is_faking():
-            raise TypeError(f"Reshard: {_FAKING}")
-        self._sides["source"] = read_side(renamed(source, rename), "source")
-        self._sides["target"] = read_side(target, "target")
-        check_apart(self._sides["source"], self._sides["target"])
-
-    def _gather(self, error: Exception | None) -> Roster:
-        why = f"{type(error).__name__}: {error}" if error else ""
-        sides = {"source": None, "target": None} if error else self._sides
-        settings = Settings(0) if error else self._settings
-        said, contents = what_is_said(sides, settings, self._rank, why)
-        collector = RosterCollector(self._world.size, settings.ranks, self._timeout)
-        met = self._meeting.meet(said, contents, collector, self._timeout)
-        if error is not None:
-            raise error
-        roster = read_roster(met)
-        if self._rank not in roster.ranks and any(self._sides.values()):
-            raise RuntimeError(
-                f"Reshard: {in_words(roster.ranks)} made this move without this rank, which did "
-                "not come in time or was not waited for. If ranks have moves with different other "
-                "ranks, give each of these a name: Reshard(..., name=...). Or give ranks=."
-            )
-        return roster
-
-    def _plan_own(self, roster: Roster) -> None:
-        settings = roster.settings
-        self._plan = plan_of(
-            self._moves,
-            self._rank,
-            self._world.size,
-            settings.buffer_bytes,
-            settings.node_size,
-            settings.nodes,
-        )
-        self._device = _message_device(roster.device_types, self._sides)
-        self._wanted = sum(
-            local_tensor(tensor).numel() * move.dtype.itemsize
-            for move, tensor in zip(self._moves.moves, self._tensors["target"], strict=True)
-            if tensor is not None
-        )
-
-    def _held(self, side: str) -> list[Tensor | None]:
-        """This rank's tensors, one a move; None where it is none of the move's ranks."""
-        has = self._sides[side]
-        return [
-            None
-            if has is None or not self._moves.is_held(getattr(move, side), self._rank)
-            else has.tensors[move.name]
-            for move in self._moves.moves
-        ]
-
-    # --- running --------------------------------------------------------------------------------
+    def _make_plan(self, described: Mapping[int, Description], contents: Mapping[str, Any]) -> None:
+        own = described[self._group.rank]
+        _check_settings(described)
+        node_sizes = {each.node_size for each in described.values()}
+        node_size = own.node_size if len(node_sizes) == 1 else 1  # else only a topology tells
+        transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
+        world_size = dist.get_world_size()
+        self._plan = plan_of(transfers, self._group.rank, world_size, own.buffer_bytes, *nodes)
+        self._n_tensors = len({transfer.name for transfer in transfers.all})
+        # Messages are packed on the one type of device that all tensors are on, else on the CPU.
+        types = {each for description in described.values() for each in description.device_types}
+        tensors = {name: side.tensors if side else {} for name, side in self._sides.items()}
+        devices = [tensor.device for side in tensors.values() for tensor in side.values()]
+        self._device = torch.device(types.pop() if len(types) == 1 else "cpu")
+        if devices and devices[0].type == self._device.type:
+            self._device = devices[0]
+        self._exchange = Exchange(self._plan, self._device, tensors)
+        self._wanted_bytes = self._exchange.wanted_bytes
 
     def __call__(self, *, async_op: bool = False) -> ReshardWork | None:
-        """Copy what the sources have now into the targets, in place.
+        """Copy what the sources have now into the targets, in place. All `ranks` call it.
 
-        Args:
-            async_op: return at once. Sources must not be changed, nor targets used, until the
-                handle's `wait()` returns.
-
-        Returns:
-            A handle if `async_op`, else None.
+        With `async_op`, return a handle at once: sources must not be changed, nor targets used,
+        until its `wait()` returns.
 
         Raises:
             RuntimeError: before anything is sent: a tensor has another layout than when this was
-                built, on whichever rank; a rank did not come in time; the last run has not been
+                built, on whichever rank; a rank did not call it in time; the last run has not been
                 waited for; `close()` was called. Or while data is exchanged: a rank has ended, or
                 is too late. Then each element of the targets has its old value or its new one.
         """
@@ -243,55 +174,44 @@ class Reshard:
             if not async_op:
                 self._run()
                 return None
-            self._last = start(self._run, self._device)
+            self._last = ReshardWork(self._run, self._device)
             return self._last
 
     def _run(self) -> None:
-        if self._why_broken:
+        if self._why_broken or self._exchange is None:
             raise RuntimeError(self._why_broken)
-        if self._world.is_over:
+        if not self._group.is_open():
             raise RuntimeError(
-                "Reshard: the default process group in which this move was built is gone. Build "
-                "the move again after init_process_group()."
+                f"{self._group.label}: the default process group in which this move was built is "
+                "gone. Build the move again after init_process_group()."
             )
         self._runs += 1
-        changed = f"Reshard: {_FAKING}" if compat.is_faking() else self._layouts.what_changed()
-        with self._breaking("did not begin", _UNTOUCHED):
-            why_not = self._together.begin(self._runs, changed)
-        if why_not:
-            raise RuntimeError(why_not)
-        sources, targets = (
-            [None if tensor is None else local_tensor(tensor) for tensor in self._tensors[side]]
-            for side in SIDES
-        )
-        with self._breaking(f"failed on rank {self._rank} while data was exchanged", _CONDITION):
-            Exchange(self._plan, self._together.group, self._device).run(sources, targets)
+        change = _FAKING if compat.is_faking() else self._exchange.find_change()
+        with self._breaking("did not begin, as a rank has ended or did not call it", _UNTOUCHED):
+            rank, reason = self._group.find_reason(change, self._device)
+        if reason:
+            raise RuntimeError(
+                f"{self._group.label}: rank {rank} cannot run: {reason} {_UNTOUCHED}"
+            )
+        with self._breaking("failed while data was exchanged", _TORN):
+            self._exchange.run(self._group.group)
 
     @contextlib.contextmanager
-    def _breaking(self, what: str, condition: str) -> Iterator[None]:
+    def _breaking(self, what: str, state: str) -> Iterator[None]:
         """After an error inside, no run can be told from what is left of this one: none begins."""
         try:
             yield
         except BaseException as error:
-            behind = self._together.who_is_behind(self._runs)
-            for_whom = f", for which {in_words(behind)} did not come" if behind else ""
-            said = str(error) or type(error).__name__
-            self._why_broken = f"Reshard: run {self._runs} {what}{for_whom}: {said}\n{condition}"
+            text = str(error) or type(error).__name__
+            run = f"{self._group.label}: run {self._runs}"
+            self._why_broken = f"{run} {what}: {text}\n{state} {_CURE}"
             if isinstance(error, RuntimeError):
                 raise RuntimeError(self._why_broken) from error
             raise  # an interrupt stays one
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for side in SIDES:
-            for move, tensor in zip(self._moves.moves, self._tensors[side], strict=True):
-                if tensor is not None:
-                    yield f"{side} {move.name!r}", tensor
-
-    # --- telling --------------------------------------------------------------------------------
-
     def explain(self) -> Traffic:
-        """What this rank sends, receives and keeps in each run. Prints as a table."""
-        return Traffic(self._plan, self._rank, self._wanted)
+        """Return what this rank sends, receives and keeps in each run. Prints as a table."""
+        return Traffic(self._plan, self._group.rank, self._wanted_bytes)
 
     def close(self) -> None:
         """Free the process group of this move. All its ranks call it; none runs it afterwards."""
@@ -299,35 +219,187 @@ class Reshard:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
         self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
-        if not self._world.is_over:
-            self._together.close()
+        self._exchange, self._last, self._sides, self._contents = None, None, {}, {}
+        self._group.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # after an error the other ranks may not come here
             self.close()
 
     def __repr__(self) -> str:
         state = "closed or failed" if self._why_broken else f"{self._runs} runs"
-        return f"Reshard({len(self._moves.moves)} tensors, {in_words(self.ranks)}, {state})"
+        return f"Reshard({self._n_tensors} tensors, {in_words(self.ranks)}, {state})"
 
 
-def default_timeout(world: World) -> timedelta:
-    """How long a rank waits for others where nothing else is said: as its default group does."""
-    group = world.default_group
-    return compat.default_timeout(compat.default_backend(group), group)
+def read_sides(source: Tensors | None, target: Tensors | None) -> dict[str, Side | None]:
+    """Return both sides, as `read_side` reads them."""
+    return {"source": read_side(source, "source"), "target": read_side(target, "target")}
 
 
-def _message_device(device_types: set[str], sides: Mapping[str, Side | None]) -> torch.device:
-    """Where messages are packed: the one kind of device that all tensors are on, else the CPU."""
-    if len(device_types) != 1:
-        return torch.device("cpu")
-    tensors = [tensor for side in sides.values() if side for tensor in side.tensors.values()]
-    return tensors[0].device if tensors else torch.device(next(iter(device_types)))
+def _check_settings(described: Mapping[int, Description]) -> None:
+    for setting, name in {"buffer_bytes": "buffer_bytes", "nodes": "topology"}.items():
+        found = {getattr(each, setting): rank for rank, each in described.items()}
+        if len(found) > 1:
+            one, other, *_ = sorted(found.values())
+            raise RuntimeError(
+                f"Reshard: ranks {one} and {other} give different {name}: {list(found)[:2]}. Give "
+                "the same on all ranks."
+            )
+
+
+class ReshardWork:
+    """A run that is under way, as `Reshard(...)(async_op=True)` gives it."""
+
+    def __init__(self, run: Callable[[], None], device: torch.device) -> None:
+        """Run something in a thread, on a stream of its own where the device has streams."""
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._begun = self._ready = None if device.type == "cpu" else torch.Event(device=device)
+        if self._begun is not None:
+            self._begun.record()
+        thread = threading.Thread(
+            target=self._body, args=(run, device), name="meshverse reshard", daemon=True
+        )
+        thread.start()
+
+    def _body(self, run: Callable[[], None], device: torch.device) -> None:
+        try:
+            if self._begun is None:
+                run()
+                return
+            with torch.Stream(device=device):
+                self._begun.wait()
+                run()
+                self._ready = torch.Event(device=device)
+                self._ready.record()
+        except BaseException as error:  # noqa: BLE001  (`wait` raises it)
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """Whether the run has ended, well or not. Does not wait."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until the targets have the new values.
+
+        Args:
+            timeout: how long at most; by default until the run ends, which its own timeout bounds.
+
+        Raises:
+            TimeoutError: it is still under way. It goes on.
+            RuntimeError: the run failed; the message says in which condition the targets are.
+        """
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise TimeoutError(f"The move is still under way after {timeout}. It goes on.")
+        if self._error is not None:
+            raise self._error
+        if self._ready is not None:
+            self._ready.wait()
+
+
+def redistribute(
+    dtensor: DTensor | None,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    name: str = "",
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> DTensor:
+    """Return a DTensor with the same values on any mesh. On its own mesh: DTensor's `redistribute`.
+
+    All `ranks` call it. For several tensors, or more than once, build a `Reshard`. A rank that is
+    given something wrong raises what it is; the other ranks raise a RuntimeError with its text.
+
+    Args:
+        dtensor: the tensor; None on ranks that are not in its mesh.
+        mesh: to have it on.
+        placements: one for each axis of the mesh: `Replicate` or `Shard`.
+        name: as of `Reshard`.
+        ranks: global ranks that call it, those of both meshes among them; by default all ranks of
+            the default group.
+        timeout: how long to wait for other ranks.
+
+    Returns:
+        A DTensor without a gradient's history, unless it stays on its mesh.
+
+    Raises:
+        RuntimeError: the tensor needs a gradient, which does not pass between meshes; other ranks
+            did not join, or cannot take part.
+        TypeError: no DTensor, no mesh, or no placements that can be moved to.
+        ValueError: another number of placements than axes, or a dimension that is not there.
+    """
+    if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh:
+        return dtensor.redistribute(mesh, placements)
+    group = MoveGroup("redistribute", name, ranks, timeout)
+
+    def describe() -> tuple[torch.Size, torch.dtype] | None:
+        _check(dtensor, mesh, placements)
+        return None if dtensor is None else (dtensor.shape, dtensor.dtype)
+
+    try:
+        found = [each for each in group.gather(describe) if each is not None]
+    except BaseException:
+        group.close()
+        raise
+    made: list[DTensor] = []
+
+    def read() -> dict[str, Side | None]:
+        if not found:
+            raise ValueError(
+                "redistribute(None, ...) on all ranks. Those of the tensor's mesh give the tensor."
+            )
+        made.append(_empty(mesh, placements, *found[0]))
+        source = None if dtensor is None else {"tensor": dtensor.detach()}
+        return read_sides(source, {"tensor": made[0]})
+
+    with Reshard._over(group, read) as move:
+        move()
+    return made[0]
+
+
+def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> None:
+    if dtensor is not None and not isinstance(dtensor, DTensor):
+        raise TypeError(
+            f"redistribute({type(dtensor).__name__}, ...): give a DTensor, as of "
+            "distribute_tensor, or None on ranks that are not in its mesh."
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"redistribute to {type(mesh).__name__}: give a DeviceMesh.")
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
+            "for each."
+        )
+    for placement in placements:
+        if type(placement) not in (Replicate, Shard):
+            raise TypeError(f"redistribute to {placement}: give Replicate() or Shard(dim).")
+    if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "redistribute to another mesh: gradients do not pass between meshes. Give "
+            "dtensor.detach(), or call it under torch.no_grad()."
+        )
+
+
+def _empty(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+) -> DTensor:
+    for placement in placements:
+        if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
+            raise ValueError(
+                f"redistribute to {placement}: a tensor of shape {tuple(shape)} has no such "
+                "dimension."
+            )
+    local_shape: Sequence[int] = (0,)  # as torch's, on ranks that are not in the mesh
+    if mesh.get_coordinate() is not None:
+        dims = [each.dim % len(shape) if isinstance(each, Shard) else -1 for each in placements]
+        at = shard_coordinates(mesh)
+        local_shape = shard_shape(shape, dims, [1] * mesh.ndim, False, list(mesh.shape), at)
+    local = torch.empty(local_shape, dtype=dtype, device=mesh.device_type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

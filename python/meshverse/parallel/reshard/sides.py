@@ -1,12 +1,13 @@
-"""What one rank has of the tensors that move: said in a few numbers, and the tensors themselves."""
+"""Tensors of one side, as one rank has them: read from the user, and described to other ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
+import operator
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,134 +16,220 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshverse import DeviceMesh
+from meshverse import DeviceMesh, Topology
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, Layout, RankMap, shard_shape
-from meshverse.graphs.traced_coordinates import rank_digits
+from meshverse._core import Layout, shard_shape
 
-__all__ = [
-    "Content",
-    "Grid",
-    "Side",
-    "Spec",
-    "digest_of",
-    "has_memory",
-    "layout_of",
-    "local_tensor",
-    "ranks_of_root",
-    "read_side",
-]
+Window = tuple[tuple[int, int], ...]  # by dimension: start and length
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements `start` to `start + length` of a tensor along one dimension, read or written there.
+
+    A slice of a DTensor that is split along the dimension is a copy; this is the tensor's memory,
+    wherever the elements are.
+
+    Args:
+        tensor: a DTensor, a plain tensor, or another piece.
+        dim: the dimension, of the whole tensor; negative ones count from the end.
+        start: the first element, in the whole tensor or the other piece.
+        length: how many.
+
+    Example:
+        >>> from torch import zeros
+        >>> Piece(zeros(8, 4), 0, 2, 3).shape
+        (3, 4)
+    """
+
+    tensor: Tensor | Piece
+    dim: int
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, (Tensor, Piece)):
+            raise TypeError(
+                f"Piece({type(self.tensor).__name__}, ...): give a DTensor, a tensor or a Piece."
+            )
+        shape = tuple(self.tensor.shape)
+        for name in ("dim", "start", "length"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        if not -len(shape) <= self.dim < len(shape):
+            raise IndexError(f"{self!r}: a tensor of shape {shape} has no such dimension.")
+        object.__setattr__(self, "dim", self.dim % len(shape))
+        last = shape[self.dim] - 1
+        if self.start < 0 or self.length < 0 or self.start + self.length > last + 1:
+            raise IndexError(f"{self!r}: dimension {self.dim} has elements 0 to {last}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        shape = tuple(self.tensor.shape)
+        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
+
+    @property
+    def whole(self) -> Tensor:
+        """The tensor that it is a piece of, also where it is a piece of another piece."""
+        return self.tensor.whole if isinstance(self.tensor, Piece) else self.tensor
+
+    @property
+    def window(self) -> Window:
+        """Start and length in the whole tensor, by dimension."""
+        if isinstance(self.tensor, Piece):
+            around = list(self.tensor.window)
+        else:
+            around = [(0, size) for size in self.tensor.shape]
+        around[self.dim] = (around[self.dim][0] + self.start, self.length)
+        return tuple(around)
+
+    def __repr__(self) -> str:
+        given = f"dim={self.dim}, start={self.start}, length={self.length}"
+        return f"Piece(tensor of shape {tuple(self.tensor.shape)}, {given})"
+
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+_Tensor = TypeVar("_Tensor")
+
+_LEAST_BUFFER_BYTES = 1024  # for the messages of two rounds
 
 
 class Grid(NamedTuple):
-    """The ranks of a mesh, from its first one on.
+    """The ranks of a mesh, from its first one on."""
 
-    Attributes:
-        axes: for each axis the sizes and strides of its digits, over ranks; over `ranks` if given.
-        ranks: row-major, where they follow no arithmetic.
-    """
-
-    axes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    ranks: tuple[int, ...] | None = None
+    layout: Layout  # of the axes, over ranks; over `ranks` if given
+    ranks: tuple[int, ...] | None = None  # row-major, where they follow no arithmetic
 
 
 class Spec(NamedTuple):
-    """What all ranks that hold a tensor say of it alike.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: such as "bfloat16".
-        mesh: number of its mesh among those of the side; -1 for a plain tensor, which is whole.
-        dims: by axis of the mesh, the dimension that it splits, or -1.
-        factors: by axis, the split factor of a `_StridedShard`, else 1.
-    """
+    """Shape, dtype and placements of a tensor, the same on all ranks that hold it."""
 
     shape: tuple[int, ...]
     dtype: str
+    window: Window  # start and length by dimension of the piece that moves, or of the whole tensor
+    # Number of its mesh among those of the side; -1 for a plain tensor, which is whole.
     mesh: int = -1
-    dims: tuple[int, ...] = ()
-    factors: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()  # by axis of the mesh, the dimension that it splits, or -1
+    factors: tuple[int, ...] = ()  # by axis, the split factor of a `_StridedShard`, else 1
+
+
+class Content(NamedTuple):
+    """Tensors and meshes of one side, the same on all ranks of a pipeline stage."""
+
+    specs: dict[str, Spec]
+    grids: list[Grid]
 
 
 @dataclass
 class Side:
-    """One side of a move, as one rank has it.
-
-    Attributes:
-        specs: by name.
-        tensors: by name.
-        grids: the meshes of the tensors.
-        firsts: the ranks at which these meshes begin.
-        right_to_left: names of tensors that are split as only FSDP2 splits what is split already.
-        left_to_right: names of those that are split as only `distribute_tensor` splits.
-        roots: ranks of the meshes that these ones were derived from: all of them have to come.
-    """
+    """Tensors of one side, as one rank has them."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
+    # The ranks at which the meshes in `grids` begin.
     firsts: list[int] = field(default_factory=list)
+    # Names of tensors that are split as only FSDP2 splits what is split already.
     right_to_left: list[str] = field(default_factory=list)
+    # Names of those that are split as only `distribute_tensor` splits.
     left_to_right: list[str] = field(default_factory=list)
-    roots: list[Any] = field(default_factory=list)
-
-    def placed(self, name: str) -> Any:
-        """How a tensor is laid out, over which ranks."""
-        spec = self.specs[name]
-        if spec.mesh < 0:
-            return spec
-        return spec._replace(mesh=0), self.grids[spec.mesh], self.firsts[spec.mesh]
-
-    def content(self) -> str:
-        """What ranks of the same pipeline stage say alike, as JSON: all but the first ranks."""
-        return json.dumps({"specs": self.specs, "grids": self.grids, "roots": self.roots})
 
 
-class Content(NamedTuple):
-    """What `Side.content` says; see there."""
+class SideDescription(NamedTuple):
+    """One side of one rank: digests of contents that other ranks may have too, and `firsts`."""
 
-    specs: dict[str, Spec]
-    grids: list[Grid]
-    roots: list[Any]
+    content: str
+    orders: str
+    firsts: list[int]
 
-    @classmethod
-    def read(cls, text: str) -> Content:
-        """The content that a text says."""
-        said = json.loads(text)
-        specs = {
-            name: Spec(tuple(shape), dtype, mesh, tuple(dims), tuple(factors))
-            for name, (shape, dtype, mesh, dims, factors) in said["specs"].items()
-        }
-        grids = [
-            Grid(
-                tuple((tuple(sizes), tuple(strides)) for sizes, strides in axes),
-                None if ranks is None else tuple(ranks),
+
+class Description(NamedTuple):
+    """A few numbers about the tensors and the settings of one rank, which all ranks get."""
+
+    sides: dict[str, SideDescription]  # by "source" and "target", where the rank has tensors
+    device_types: list[str]
+    buffer_bytes: int
+    node_size: int  # ranks on each node, 1 if that is not known
+    nodes: str  # digest of the node of every rank, or of None
+
+    @property
+    def digests(self) -> set[str]:
+        """Digests of the contents that the rank has."""
+        return {self.nodes}.union(*(side[:2] for side in self.sides.values()))
+
+
+def describe(
+    sides: Mapping[str, Side | None], buffer_bytes: int, topology: Topology | None
+) -> tuple[Description, dict[str, Any]]:
+    """Return the description of this rank, and the contents that it refers to, by digest."""
+    if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int):
+        raise TypeError(f"buffer_bytes={buffer_bytes!r}: give an int.")
+    if buffer_bytes < _LEAST_BUFFER_BYTES:
+        raise ValueError(f"buffer_bytes={buffer_bytes}: give at least {_LEAST_BUFFER_BYTES}.")
+    contents: dict[str, Any] = {}
+
+    def digest(content: object) -> str:
+        # Of the text: pickles of equal objects can differ.
+        found = hashlib.sha256(repr(content).encode()).hexdigest()[:32]
+        contents[found] = content
+        return found
+
+    described = {}
+    for name, side in sides.items():
+        if side is not None:
+            orders = tuple(side.right_to_left), tuple(side.left_to_right)
+            content = Content(side.specs, side.grids)
+            described[name] = SideDescription(digest(content), digest(orders), side.firsts)
+    types = {each.device.type for side in sides.values() if side for each in side.tensors.values()}
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    node_size = int(local) if local.isdecimal() and topology is None else 1
+    nodes = digest(_nodes_of(topology))
+    return Description(described, sorted(types), buffer_bytes, max(node_size, 1), nodes), contents
+
+
+def _nodes_of(topology: Topology | None) -> tuple[int, ...] | None:
+    if topology is None:
+        return None
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            f"topology={topology!r:.80} of type {type(topology).__name__}: give a Topology."
+        )
+    level, size = topology.level("node"), dist.get_world_size()
+    if level is None or topology.world_size != size:
+        raise ValueError(
+            f"topology={topology!r} of {topology.world_size} ranks: give one with nodes, of the "
+            f"world's {size} ranks."
+        )
+    return tuple(level.of_rank.tolist())
+
+
+def renamed(
+    source: Mapping[str, _Tensor] | None, rename: Rename | None
+) -> Mapping[str, _Tensor] | None:
+    """Return the sources under their names in the target, each under another."""
+    if source is None or rename is None or not isinstance(source, Mapping):
+        return source
+    if not isinstance(rename, Mapping) and not callable(rename):
+        raise TypeError(
+            f"rename={rename!r:.80} of type {type(rename).__name__}: give a dict or a function."
+        )
+    old_names: dict[str, str] = {}
+    for old in source:
+        new = rename(old) if callable(rename) else rename.get(old, old)
+        if not isinstance(new, str):
+            raise TypeError(f"rename gives {new!r} for source {old!r}: give a str.")
+        if new in old_names:
+            raise ValueError(
+                f"rename gives {new!r} for source {old!r} and for {old_names[new]!r}: give every "
+                "source a name of its own."
             )
-            for axes, ranks in said["grids"]
-        ]
-        return cls(specs, grids, said["roots"])
+        old_names[new] = old
+    return {new: source[old] for new, old in old_names.items()}
 
 
-def digest_of(text: str) -> str:
-    """Stands for a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def read_side(tensors: Mapping[str, Tensor] | None, what: str) -> Side | None:
-    """What this rank has of one side.
-
-    Args:
-        tensors: by name; None where this rank has no part.
-        what: "source" or "target", for messages.
-
-    Returns:
-        None where this rank has no part: no dict, or only DTensors of meshes it is not in.
-
-    Raises:
-        TypeError: no dict, a name that is no string, what is no tensor or of an unknown kind.
-        ValueError: a placement that cannot be moved, such as `Partial`; a local tensor of another
-            shape than its placements say.
-    """
+def read_side(tensors: Mapping[str, Tensor | Piece] | None, what: str) -> Side | None:
+    """Return the tensors of one side that are on this rank; None where it has no part."""
     if tensors is None:
         return None
     if not isinstance(tensors, Mapping):
@@ -155,48 +242,42 @@ def read_side(tensors: Mapping[str, Tensor] | None, what: str) -> Side | None:
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{what} has the name {name!r} of type {type(name).__name__}: give str")
-        _add(side, meshes, name, tensor, what)
+        _add(side, meshes, name, tensor, f"{what} {name!r}")
     return side if side.specs else None
 
 
-def _add(
-    side: Side,
-    meshes: dict[int, int],
-    name: str,
-    tensor: Tensor,
-    what: str,
-) -> None:
+def _add(side: Side, meshes: dict[int, int], name: str, given: Tensor | Piece, what: str) -> None:
+    window = given.window if isinstance(given, Piece) else None
+    tensor = given.whole if isinstance(given, Piece) else given
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{what} {name!r} is a {type(tensor).__name__}: give a DTensor or a tensor."
+            f"{what} is a {type(tensor).__name__}: give a DTensor, a tensor or a Piece of one."
         )
-    if not isinstance(tensor, DTensor):
-        _check_kind(local_tensor(tensor), f"{what} {name!r}")
-        side.specs[name] = Spec(tuple(tensor.shape), _dtype_name(tensor.dtype))
-        side.tensors[name] = tensor
-        return
-    mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None:
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if mesh is not None and mesh.get_coordinate() is None:
         return
     local = local_tensor(tensor)
-    _check_kind(local, f"The local tensor of {what} {name!r}")
+    _check_kind(local, what if mesh is None else f"The local tensor of {what}")
+    side.tensors[name] = tensor
+    shape = tuple(tensor.shape)
+    window = window or tuple((0, size) for size in shape)
+    side.specs[name] = spec = Spec(shape, str(tensor.dtype).removeprefix("torch."), window)
+    if not isinstance(tensor, DTensor) or mesh is None:
+        return
+    _check_is_no_copy(tensor, local, what)
     if id(mesh) not in meshes:
         meshes[id(mesh)] = len(side.grids)
         grid, first = _grid_of(mesh)
         side.grids.append(grid)
         side.firsts.append(first)
-        root = _root_of(mesh)
-        if root not in side.roots:
-            side.roots.append(root)
-    dims, factors = _splits(tensor, f"{what} {name!r}")
-    dtype = _dtype_name(tensor.dtype)
-    spec = Spec(tuple(tensor.shape), dtype, meshes[id(mesh)], dims, factors)
-    _check_local_shape(side, name, spec, mesh, local, f"{what} {name!r}")
-    side.specs[name], side.tensors[name] = spec, tensor
+    splits = [_split(placement, tensor, what) for placement in tensor.placements]
+    dims, factors = tuple(dim for dim, _ in splits), tuple(factor for _, factor in splits)
+    side.specs[name] = spec._replace(mesh=meshes[id(mesh)], dims=dims, factors=factors)
+    _check_local_shape(side, name, local, what)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank, without autograd."""
+    """Return the part of a tensor that is on this rank, without autograd."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return compat.waited(local)
@@ -223,14 +304,21 @@ def _check_kind(tensor: Tensor, what: str) -> None:
         )
 
 
+def _check_is_no_copy(tensor: DTensor, local: Tensor, what: str) -> None:
+    base = compat.base_of(tensor)
+    if not isinstance(base, DTensor):
+        return
+    if local_tensor(base).untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{what} is a copy of what it was sliced from: a slice of a DTensor along a dimension "
+            f"that is split, here of shape {tuple(base.shape)} with placements {base.placements}, "
+            "has memory of its own. Give meshverse.parallel.Piece(tensor, dim, start, length)."
+        )
+
+
 def has_memory(local: Tensor) -> bool:
     """Whether a tensor's memory is there; FSDP2 frees that of what it has put back into shards."""
     return local.untyped_storage().nbytes() > 0 or local.numel() == 0
-
-
-def _splits(tensor: DTensor, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    pairs = [_split(placement, tensor, what) for placement in tensor.placements]
-    return tuple(dim for dim, _ in pairs), tuple(factor for _, factor in pairs)
 
 
 def _split(placement: Placement, tensor: DTensor, what: str) -> tuple[int, int]:
@@ -240,66 +328,78 @@ def _split(placement: Placement, tensor: DTensor, what: str) -> tuple[int, int]:
         dim: int = placement.dim  # type: ignore[attr-defined]
         factor = int(getattr(placement, "split_factor", 1))
         return dim % max(tensor.ndim, 1), factor
-    cure = (
-        "redistribute it to Replicate() or Shard() first, which sums its parts."
-        if placement.is_partial()
-        else "only Replicate and Shard say which elements a rank has."
-    )
+    cure = "only Replicate and Shard say which elements a rank has."
+    if placement.is_partial():
+        cure = "redistribute it to Replicate() or Shard() first, which sums its parts."
     raise ValueError(f"{what} has the placement {placement}, which cannot be moved: {cure}")
 
 
-def _check_local_shape(
-    side: Side, name: str, spec: Spec, mesh: StockDeviceMesh, local: Tensor, what: str
-) -> None:
-    coordinates, sizes = list(mesh.get_coordinate() or ()), list(mesh.shape)
+def _check_local_shape(side: Side, name: str, local: Tensor, what: str) -> None:
+    spec = side.specs[name]
+    grid = side.grids[spec.mesh]
+    sizes, coordinates = list(grid.layout.shape), _coordinates(grid, side.firsts[spec.mesh])
     shapes = [
         shard_shape(spec.shape, spec.dims, spec.factors, right_to_left, sizes, coordinates)
         for right_to_left in (False, True)
     ]
     found = tuple(local.shape)
-    if found not in shapes:
+    # FSDP2 keeps what is empty with other sizes than its placements say.
+    fits = [found == shape or (not local.numel() and 0 in shape) for shape in shapes]
+    if not any(fits):
         raise ValueError(
             f"{what} of shape {spec.shape} has a local tensor of shape {found} on this rank, but "
-            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}. A DTensor that "
-            "was made of unequal parts needs placements that say so."
+            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}."
         )
-    if shapes[0] != shapes[1]:
-        (side.left_to_right if found == shapes[0] else side.right_to_left).append(name)
+    if fits[0] != fits[1]:
+        (side.left_to_right if fits[0] else side.right_to_left).append(name)
+
+
+def shard_coordinates(mesh: StockDeviceMesh) -> list[int]:
+    """Return this rank's shard along each axis of a mesh: its rank in the group."""
+    return _coordinates(*_grid_of(mesh))
+
+
+def _coordinates(grid: Grid, first: int) -> list[int]:
+    rank = dist.get_rank()
+    position = rank - first if grid.ranks is None else grid.ranks.index(rank)
+    return list(grid.layout.coordinate(position))
 
 
 def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
+    """Return the ranks of a mesh by their ranks in its groups, by which DTensor hands out shards.
+
+    Raises:
+        ValueError: these are the same for several ranks.
+    """
+    groups = compat.group_ranks_of(mesh)
+    has_groups = mesh.has_groups if isinstance(mesh, DeviceMesh) else bool(groups)
+    are_sorted = all(ranks == sorted(ranks) for ranks in groups)
+    sorts = has_groups and are_sorted and not compat.keeps_rank_order(mesh)
     if isinstance(mesh, DeviceMesh) and mesh.universe.rank_map.is_identity:
-        return Grid(_digits(mesh.layout)), mesh.layout.base(dist.get_rank())
-    ranks = mesh.mesh.flatten().tolist()
-    found = rank_digits(RankMap.from_ranks(ranks))
-    if found is None:
-        return Grid(_digits(Layout.from_shape(mesh.shape)), tuple(ranks)), 0
-    return Grid(_digits(Layout([found.layout]).unflatten(0, mesh.shape))), found.first
+        layout = Layout(mesh.layout.ascending) if sorts else mesh.layout
+        return Grid(layout), mesh.layout.base(dist.get_rank())
+    ranks: list[int] = (_by_group_ranks(mesh.mesh) if sorts else mesh.mesh).flatten().tolist()
+    rows = Layout.from_shape(mesh.shape)
+    # Where each axis steps over ranks by a constant, meshes differ in their first rank only.
+    steps = [ranks[axis(1)] - ranks[0] if axis.size > 1 else 0 for axis in rows]
+    if min(steps, default=0) >= 0:
+        layout = Layout.from_shape(rows.shape, steps)
+        positions = layout.collapse()
+        if layout.is_orthogonal() and ranks == [ranks[0] + positions(p) for p in range(len(ranks))]:
+            return Grid(layout), ranks[0]
+    return Grid(rows, tuple(ranks)), 0
 
 
-def _root_of(mesh: StockDeviceMesh) -> Any:
-    root = compat.root_of(mesh)
-    grid, first = _grid_of(root)
-    return [first, grid.axes] if grid.ranks is None else [list(grid.ranks)]
-
-
-def ranks_of_root(root: Any) -> list[int]:
-    """The ranks that `Side.roots` lists in one of its items. O(ranks)."""
-    if len(root) == 1:
-        return list(root[0])
-    first, axes = root
-    positions = layout_of(axes).collapse()
-    return [first + positions(index) for index in range(positions.size)]
-
-
-def _digits(layout: Layout) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    return tuple((tuple(axis.sizes), tuple(axis.strides)) for axis in layout)
-
-
-def layout_of(axes: Any) -> Layout:
-    """The layout of the axes of a `Grid`."""
-    return Layout([AxisLayout(list(sizes), list(strides)) for sizes, strides in axes])
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _by_group_ranks(ranks: Tensor) -> Tensor:
+    """Return the ranks of a mesh at their places in groups whose ranks are sorted."""
+    places = torch.zeros_like(ranks, dtype=torch.int64)
+    for axis, size in enumerate(ranks.shape):
+        places = places * size + ranks.argsort(dim=axis).argsort(dim=axis)
+    if len(torch.unique(places)) < places.numel():
+        raise ValueError(
+            f"The mesh {ranks.tolist()} has several ranks for one shard, as torch sorts the ranks "
+            "of groups. Make the mesh with preserve_rank_order=True, or with "
+            "meshverse.init_device_mesh(..., ranks=...)."
+        )
+    flat = torch.empty_like(ranks).flatten()
+    return flat.scatter(0, places.flatten(), ranks.flatten()).view(ranks.shape)

@@ -19,17 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 
-__all__ = ["context_parallel"]
-
-_CP = "cp"
 # Where torch has attention for parts of sequences, and its kernels for it. The one in plain
 # operations would take the parts, which are not in order, for a whole.
 _DEVICES = ("cuda",)
-_KERNELS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-]
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
 @contextlib.contextmanager
@@ -40,7 +33,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int],
     no_restore_buffers: Collection[Tensor] = (),
 ) -> Iterator[None]:
-    """Within the context, buffers have this rank's part of the sequence, and attention all of it.
+    """Give buffers this rank's part of the sequence within the context, and attention all of it.
 
     torch's `context_parallel`, checked first. Forward and backward both belong inside. Attention
     must be `scaled_dot_product_attention`, causal and without a mask. What depends on a token's
@@ -58,23 +51,31 @@ def context_parallel(
     Raises:
         KeyError: the mesh has several axes and none of them is cp.
         NotImplementedError: torch has no such attention for the mesh's device, as for the CPU.
-        ValueError: no buffers, or not one dim for each; buffers of different or indivisible
-            lengths, that share memory, or are parameters. Nothing is changed then.
+        ValueError: buffers without a dim each, of different or indivisible lengths, that share
+            memory, or are parameters. Nothing is changed then.
     """
-    cp_mesh = _axis(mesh)
+    axes = mesh.mesh_dim_names or ()
+    if "cp" not in axes and mesh.ndim != 1:
+        raise KeyError(
+            f"No axis 'cp': the mesh has the axes {axes}. Give a mesh with it, or the 1-D mesh "
+            "of the ranks that share a sequence."
+        )
+    cp_mesh = mesh["cp"] if "cp" in axes else mesh
     if cp_mesh.size() == 1:
         yield
         return
-    _check_device(cp_mesh)
+    if cp_mesh.device_type not in _DEVICES:
+        raise NotImplementedError(
+            f"Context parallelism over {cp_mesh.size()} ranks on {cp_mesh.device_type!r}: torch "
+            f"has no attention for parts of sequences there, only on {', '.join(_DEVICES)}. Use "
+            "cp_size=1, or give each of these ranks sequences of its own."
+        )
     _check(buffers, buffer_seq_dims, cp_mesh.size())
+    # From the front: torch takes a dim from the end for another one.
+    dims = [dim % buffer.ndim for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
+    kept = set(no_restore_buffers)
     split = split_by_torch(
-        cp_mesh,
-        buffers=list(buffers),
-        # From the front: torch takes a dim from the end for another one.
-        buffer_seq_dims=[
-            dim % buffer.ndim for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)
-        ],
-        no_restore_buffers=set(no_restore_buffers),
+        cp_mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=kept
     )
     split.__enter__()
     try:
@@ -86,28 +87,8 @@ def context_parallel(
         split.__exit__(None, None, None)
 
 
-def _axis(mesh: DeviceMesh) -> DeviceMesh:
-    axes = mesh.mesh_dim_names or ()
-    if _CP in axes:
-        return mesh[_CP]
-    if mesh.ndim != 1:
-        raise KeyError(
-            f"No axis {_CP!r}: the mesh has the axes {axes}. Give a mesh with it, or the 1-D mesh "
-            "of the ranks that share a sequence."
-        )
-    return mesh
-
-
-def _check_device(mesh: DeviceMesh) -> None:
-    if mesh.device_type not in _DEVICES:
-        raise NotImplementedError(
-            f"Context parallelism over {mesh.size()} ranks on {mesh.device_type!r}: torch has no "
-            f"attention for parts of sequences there, only on {', '.join(_DEVICES)}. Use "
-            "cp_size=1, or give each of these ranks sequences of its own, as data parallelism does."
-        )
-
-
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
+    """Check buffers: one dim for each, lengths that divide, and memory of their own."""
     if not buffers or len(buffers) != len(dims):
         raise ValueError(
             f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one or more buffers, "
@@ -119,9 +100,8 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
             raise ValueError(f"Buffer {number} of shape {tuple(buffer.shape)} has no dim {dim}.")
         if buffer.requires_grad or not buffer.is_contiguous():
             raise ValueError(
-                f"Buffer {number} of shape {tuple(buffer.shape)} is a parameter, has a gradient to "
-                "get, or is a view with gaps: it cannot be split in place. Give a tensor of its "
-                "own, by detach().clone()."
+                f"Buffer {number} of shape {tuple(buffer.shape)} is a parameter, needs a gradient, "
+                "or is a view with gaps, and cannot be split in place. Give its detach().clone()."
             )
         lengths.append(buffer.size(dim))
     if len(set(lengths)) > 1 or lengths[0] % ranks:
@@ -129,18 +109,10 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
             f"Buffers of lengths {lengths}: they must be of one length, which divides by the "
             f"{ranks} ranks of context parallelism. Pad the sequences."
         )
-    _check_apart(buffers)
-
-
-def _check_apart(buffers: Sequence[Tensor]) -> None:
-    """Check that no buffer is changed when another is split."""
-    spans = sorted(
-        (each.data_ptr(), each.data_ptr() + each.nbytes, number)
-        for number, each in enumerate(buffers)
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
+    starts = [(each.data_ptr(), number) for number, each in enumerate(buffers)]
+    for (first_start, first), (start, second) in itertools.pairwise(sorted(starts)):
+        if start < first_start + buffers[first].nbytes:
             raise ValueError(
-                f"Buffers {first} and {second} share memory, as slices of one tensor do: to split "
-                "one in place would change the other. Give clones of them."
+                f"Buffers {first} and {second} share memory: to split one would change the other. "
+                "Give clones of them."
             )

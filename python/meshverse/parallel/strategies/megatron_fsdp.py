@@ -13,8 +13,12 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,36 +26,11 @@ from torch import nn
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import MegatronFSDPConfig, TPPlan
-from meshverse.parallel.meshes.submesh import get_flat_mesh, get_submesh
-from meshverse.parallel.models.checkpointing import apply_activation_checkpointing
+from meshverse.parallel.meshes.create import asked_ep_size
+from meshverse.parallel.meshes.submesh import axis_size, check_covered, get_flat_mesh, get_submesh
+from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
+from meshverse.parallel.models.modules import import_class_from_path
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
-
-from .megatron_arguments import (
-    fully_shard_arguments,
-    import_megatron_fsdp,
-    training_device,
-    unit_modules,
-)
-from .megatron_optimizer import (
-    check_optimizer,
-    first_step_without_effect,
-    named_parameters,
-    point_to_new_parameters,
-    warn_of_lost_groups,
-)
-from .other_degrees import (
-    refuse_experts,
-    refuse_pipeline,
-    refuse_replicas,
-    refuse_uncovered,
-    tell_of_context,
-)
-
-__all__ = [
-    "MegatronFSDPManager",
-    "megatron_fsdp_strategy_parallelize",
-    "nvfsdp_strategy_parallelize",
-]
 
 
 def megatron_fsdp_strategy_parallelize(
@@ -88,52 +67,68 @@ def megatron_fsdp_strategy_parallelize(
     Raises:
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh has not the axes.
-        TypeError: a setting that is none.
-        ValueError: the mesh has axes over which nothing is split here, such as those of pipeline
-            stages, replicas or experts; a setting that the installed version does not know; the
-            model has no unit
-            modules, or not all parameters of the optimizer. The model is as it was then.
+        TypeError: there is no such setting.
+        ValueError: the mesh has axes over which nothing is split here; the installed version does
+            not know a setting; the model has no unit modules, or not all parameters of the
+            optimizer. The model is as it was then.
     """
     config = MegatronFSDPConfig(**settings)
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
-    check_optimizer(optimizer, names, model)
-    shard_dim = dp_shard_dim or _default_shard_dim(device_mesh)
-    tp_mesh = get_flat_mesh(device_mesh, tp_dim)
-    _refuse_other_degrees(model, device_mesh, (get_flat_mesh(device_mesh, shard_dim), tp_mesh))
-    tell_of_context(device_mesh)
-    if get_flat_mesh(device_mesh, shard_dim).size() == 1:
+    names = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
+    groups = [] if optimizer is None else optimizer.param_groups
+    foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
+    if foreign:
+        raise ValueError(
+            f"The optimizer has {len(foreign)} parameters that {type(model).__name__} has not, of "
+            f"shapes {[tuple(shape) for shape in foreign]}. Make it of the model's parameters."
+        )
+    shard_dim = dp_shard_dim or ("dp_cp" if axis_size(device_mesh, "cp") > 1 else "dp")
+    shard_mesh, tp_mesh = get_flat_mesh(device_mesh, shard_dim), get_flat_mesh(device_mesh, tp_dim)
+    sizes = {axis: axis_size(device_mesh, axis) for axis in ("pp", "dp_replicate")}
+    for name, size in (sizes | {"ep_size": asked_ep_size(device_mesh)}).items():
+        if size > 1:
+            raise ValueError(
+                f"Megatron-FSDP does not support {name}={size}. Make the mesh with "
+                "create_megatron_fsdp_device_mesh, or use FSDP2."
+            )
+    check_covered(device_mesh, (shard_mesh, tp_mesh))
+    if config.activation_checkpointing:
+        checkpointed_layers(model, "all")
+    package: Any = None
+    arguments: dict[str, Any] = {}
+    if shard_mesh.size() > 1:
+        package = _import_megatron_fsdp()
+        shard = package.fully_shard_model if optimizer is None else package.fully_shard
+        place = (torch.cuda.current_device(),) if device_mesh.device_type == "cuda" else ()
+        arguments = {
+            **fully_shard_arguments(config, shard, package),
+            # Both axes as the mesh's own: the package slices by them, which torch refuses for
+            # flattened axes.
+            "device_mesh": get_submesh(device_mesh, (shard_dim, tp_dim)),
+            "dp_shard_dim": shard_dim,
+            "tp_dim": tp_dim,
+            "fsdp_unit_modules": _unit_modules(model, config.megatron_fsdp_unit_modules),
+            "device": torch.device(device_mesh.device_type, *place),
+        }
+    if tp_mesh.size() > 1:
+        check_heads(model, tp_mesh.size())
+        apply_tensor_parallelism(model, tp_mesh, tp_shard_plan)
+    prepare(model, config.activation_checkpointing, "all", reapply_trainability)
+    if package is None:
         warnings.warn(
             f"The axis {shard_dim!r} has size 1: Megatron-FSDP has nothing to shard, and only "
             "tensor parallelism is applied.",
             stacklevel=2,
         )
-        _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
-        point_to_new_parameters(optimizer, names, model)
+        current = dict(model.named_parameters(remove_duplicate=False))
+        for group in groups:
+            group["params"] = [current[names[id(old)]] for old in group["params"]]
         return model, optimizer
-
-    package = import_megatron_fsdp()
-    shard = package.fully_shard_model if optimizer is None else package.fully_shard
-    arguments = {
-        **fully_shard_arguments(config, shard, package),
-        # Both axes as the mesh's own: the package slices by them, which torch refuses for
-        # flattened axes.
-        "device_mesh": get_submesh(device_mesh, (shard_dim, tp_dim)),
-        "dp_shard_dim": shard_dim,
-        "tp_dim": tp_dim,
-        "fsdp_unit_modules": unit_modules(model, config.megatron_fsdp_unit_modules),
-        "device": training_device(device_mesh),
-    }
-    _split(model, tp_mesh, tp_shard_plan, config, reapply_trainability)
     if optimizer is None:
-        return shard(model, **arguments), None
-    warn_of_lost_groups(optimizer)
-    with first_step_without_effect(optimizer):
-        wrapped, optimizer = shard(model, optimizer, **arguments)
+        return package.fully_shard_model(model, **arguments), None
+    _warn_of_lost_groups(optimizer)
+    with _first_step_without_effect(optimizer):
+        wrapped, optimizer = package.fully_shard(model, optimizer, **arguments)
     return wrapped, optimizer
-
-
-nvfsdp_strategy_parallelize = megatron_fsdp_strategy_parallelize
-"""The name that Megatron-FSDP's helper had when the package was called nvFSDP."""
 
 
 class MegatronFSDPManager:
@@ -154,19 +149,10 @@ class MegatronFSDPManager:
         optimizer: torch.optim.Optimizer | None = None,
         reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """Split and shard a model, and the optimizer of its parameters.
-
-        Returns:
-            The wrapped model, or where there is nothing to split the model itself; the optimizer.
-
-        Raises:
-            As `megatron_fsdp_strategy_parallelize`.
-        """
+        """Split and shard as `megatron_fsdp_strategy_parallelize` does, on several ranks."""
         if self.device_mesh is None or self.device_mesh.size() == 1:
-            if self.config.activation_checkpointing:
-                apply_activation_checkpointing(model, "full")
-            if reapply_trainability is not None:
-                reapply_trainability(model)
+            mode = self.config.activation_checkpointing
+            prepare(model, mode, "all", reapply_trainability)
             return model, optimizer
         return megatron_fsdp_strategy_parallelize(
             model,
@@ -177,31 +163,102 @@ class MegatronFSDPManager:
         )
 
 
-def _split(
-    model: nn.Module,
-    tp_mesh: DeviceMesh,
-    plan: TPPlan | None,
-    config: MegatronFSDPConfig,
-    reapply_trainability: Callable[[nn.Module], None] | None,
-) -> None:
-    if tp_mesh.size() > 1:
-        check_heads(model, tp_mesh.size())
-        apply_tensor_parallelism(model, tp_mesh, plan)
-    if config.activation_checkpointing:
-        apply_activation_checkpointing(model, "full")
-    if reapply_trainability is not None:
-        reapply_trainability(model)
+def _import_megatron_fsdp() -> ModuleType:
+    try:
+        return importlib.import_module("megatron_fsdp")
+    except ImportError as error:
+        raise ImportError(
+            f"megatron-fsdp cannot be imported: {error}. Install it with `pip install "
+            'megatron-fsdp`, or `pip install "meshverse[megatron]"`.'
+        ) from error
 
 
-def _refuse_other_degrees(
-    model: nn.Module, mesh: DeviceMesh, used: tuple[DeviceMesh, DeviceMesh]
-) -> None:
-    refuse_pipeline(model, mesh)
-    refuse_replicas(mesh)
-    refuse_experts(mesh)
-    refuse_uncovered(mesh, used)
+def fully_shard_arguments(
+    config: MegatronFSDPConfig, shard: Callable[..., Any], package: ModuleType
+) -> dict[str, Any]:
+    """Return a config as arguments of the installed package.
+
+    Args:
+        config: the settings.
+        shard: `fully_shard` or `fully_shard_model`, whose signature decides.
+        package: `megatron_fsdp`.
+
+    Raises:
+        ValueError: a setting that is on, and not by default, has no argument.
+    """
+    known = inspect.signature(shard).parameters
+    wanted = config.to_dict()
+    del wanted["megatron_fsdp_unit_modules"], wanted["activation_checkpointing"]  # ours
+    wanted["init_model_with_meta_device"] = wanted.pop("init_fsdp_with_meta_device")
+    arguments = {name: value for name, value in wanted.items() if name in known}
+    if "mixed_precision_policy" in known:  # newer versions, in place of the two
+        reduced = torch.float32 if wanted.pop("grad_reduce_in_fp32") else None
+        kept = torch.float32 if wanted.pop("preserve_fp32_weights") else None
+        arguments["mixed_precision_policy"] = package.MixedPrecisionPolicy(
+            main_params_dtype=kept, main_grads_dtype=reduced, grad_comm_dtype=reduced
+        )
+    defaults = MegatronFSDPConfig().to_dict()
+    changed = {name: value for name, value in wanted.items() if value != defaults.get(name)}
+    unknown = {name: value for name, value in changed.items() if value and name not in known}
+    if unknown:
+        raise ValueError(
+            f"megatron-fsdp {package.__version__} has no argument for {unknown}. Leave them at "
+            "their defaults, or install a version that knows them."
+        )
+    return arguments
 
 
-def _default_shard_dim(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or ()
-    return "dp_cp" if "cp" in names and mesh["cp"].size() > 1 else "dp"
+def _unit_modules(
+    model: nn.Module, asked: Sequence[str | type[nn.Module]] | None
+) -> list[type[nn.Module]]:
+    """Return the classes of modules to shard one by one: as asked, else `_no_split_modules`."""
+    present = {type(module) for module in model.modules()}
+    if asked is None:
+        names = getattr(model, "_no_split_modules", None) or ()
+        units = [each for each in present if each.__name__ in names]
+        absent = [] if units else [*names, "its _no_split_modules"]
+    else:
+        units = [import_class_from_path(each) if isinstance(each, str) else each for each in asked]
+        absent = [unit for unit in units if not any(issubclass(each, unit) for each in present)]
+    if absent:
+        raise ValueError(
+            f"{type(model).__name__} has no modules of {absent}. Give classes of its modules as "
+            "megatron_fsdp_unit_modules."
+        )
+    return sorted(units, key=lambda cls: cls.__qualname__)
+
+
+@contextlib.contextmanager
+def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo the step that megatron-fsdp takes with zero gradients to have the optimizer's state.
+
+    It would decay the weights, and count as the first step in Adam's correction of its averages.
+    """
+    learning_rate = optimizer.defaults["lr"]
+    optimizer.defaults["lr"] = 0.0
+    try:
+        yield
+    finally:
+        optimizer.defaults["lr"] = learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0  # a tensor or a number
+
+
+def _warn_of_lost_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where an optimizer has groups or settings that megatron-fsdp gives up."""
+    groups = optimizer.param_groups
+    changed = [
+        {name: group[name] for name, value in optimizer.defaults.items() if group[name] != value}
+        for group in groups
+    ]
+    if len(groups) > 1 or any(changed):
+        warnings.warn(
+            f"megatron-fsdp puts all parameters into one group with the optimizer's defaults: the "
+            f"settings {changed} of its {len(groups)} groups are lost. To keep them, leave the "
+            "optimizer out here, make it of the wrapped model's parameters, and call "
+            "megatron_fsdp.fully_shard_optimizer.",
+            stacklevel=3,
+        )

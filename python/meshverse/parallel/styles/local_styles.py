@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-
-__all__ = [
-    "CheckedStyle",
-    "LocalParameters",
-    "PackedColwiseParallel",
-    "PackedRowwiseParallel",
-    "ReplicatedWithGradAllreduce",
-    "SharedKeyGradAllreduce",
-]
+from torch.utils._pytree import tree_map_only
 
 
 def split_parameters(
@@ -50,13 +43,10 @@ def split_parameters(
     mesh: DeviceMesh,
     src_data_rank: int | None,
 ) -> None:
-    """Make DTensors of a module's parameters, in place.
+    """Make DTensors of a module's parameters over a 1-D mesh, in place.
 
-    Args:
-        module: that has them.
-        placements: by name of the parameter, which may be one of a submodule.
-        mesh: 1-D.
-        src_data_rank: whose values all ranks take; None if each keeps its own.
+    Placements are by name, also of submodules' parameters. All ranks take the values of
+    `src_data_rank`; if it is None, each keeps its own.
     """
     for name, placement in placements.items():
         owner, _, own_name = name.rpartition(".")
@@ -68,8 +58,8 @@ def split_parameters(
 
 
 @contextlib.contextmanager
-def hidden_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """In the block, a module has these tensors in place of its parameters of the same names."""
+def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """Put tensors in the place of a module's parameters of the same names, within the block."""
     # An attribute of the instance hides the parameter, which stays registered all the while.
     module.__dict__.update(tensors)
     try:
@@ -80,20 +70,9 @@ def hidden_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Itera
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor itself, equal on all ranks; its gradient is summed over the mesh in backward.
-
-    Args:
-        tensor: local, the same on all ranks.
-        mesh: 1-D.
-    """
+    """Return a local tensor that all ranks have; its gradient is summed over the 1-D mesh."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])
-
-
-def gather_features(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All ranks' features, from my share of the last dim; gradients are summed over the mesh."""
-    sharded = DTensor.from_local(tensor, mesh, [Shard(-1)], run_check=False)
-    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class CheckedStyle(ParallelStyle):
@@ -101,15 +80,10 @@ class CheckedStyle(ParallelStyle):
 
     @abstractmethod
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check a module that is to be split, and change nothing.
-
-        Args:
-            name: of the module, for the message.
-            module: with whole parameters.
-            size: number of ranks.
+        """Check a module, with whole parameters, that is to be split over this number of ranks.
 
         Raises:
-            ValueError: the module cannot have this style.
+            ValueError: the module, of this name, cannot have this style.
         """
 
 
@@ -123,12 +97,11 @@ class LocalParameters(CheckedStyle):
         placements: by name of the module's own parameter.
     """
 
-    def __init__(self, placements: Mapping[str, Placement]) -> None:
-        super().__init__()
-        self.placements = dict(placements)
+    def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
+        self.placements = dict(placements or {})
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """The placement of each parameter of a module that becomes a DTensor, by name."""
+        """Return the placement of each parameter of a module that becomes a DTensor, by name."""
         return self.placements
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
@@ -139,24 +112,34 @@ class LocalParameters(CheckedStyle):
                 raise ValueError(
                     f"{name!r} has no parameter {own_name!r} of its own: it has {[*own]}."
                 )
-            if isinstance(placement, Shard) and own[own_name].size(placement.dim) % size:
+            if isinstance(placement, Shard) and (n := own[own_name].size(placement.dim)) % size:
                 raise ValueError(
-                    f"{name}.{own_name}: size {own[own_name].size(placement.dim)} of dim "
-                    f"{placement.dim} does not divide by the {size} ranks of tensor parallelism. "
-                    "Choose a number of ranks that divides it."
+                    f"{name}.{own_name}: size {n} of dim {placement.dim} does not divide by the "
+                    f"{size} ranks of tensor parallelism. Choose a number of ranks that divides it."
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements = self.placements_of(module)
-        split_parameters(module, placements, device_mesh, self.src_data_rank)
-        _forward_on(module, list(placements), self._local)
+        names = self.placements_of(module)
+        split_parameters(module, names, device_mesh, self.src_data_rank)
+
+        # An attribute of the instance hides the parameter, which stays registered all the while.
+        def hide(module: nn.Module, arguments: Any) -> None:
+            for name in names:
+                module.__dict__[name] = self._local(cast("DTensor", module._parameters[name]))
+
+        def show(module: nn.Module, arguments: Any, output: Any) -> None:
+            for name in names:
+                module.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(hide)
+        module.register_forward_hook(show, always_call=True)
         return module
 
     def _local(self, parameter: DTensor) -> Tensor:
         return parameter.to_local()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.placements})"
+        return f"{type(self).__name__}({self.placements or ''})"
 
 
 class ReplicatedWithGradAllreduce(LocalParameters):
@@ -165,36 +148,15 @@ class ReplicatedWithGradAllreduce(LocalParameters):
     Such as the norm of queries and keys in attention: a rank's gradient is that of its heads.
     """
 
-    def __init__(self) -> None:
-        super().__init__({})
-
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """All of the module's own parameters are replicated."""
+        """Return the placements: all of the module's own parameters are replicated."""
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
     def _local(self, parameter: DTensor) -> Tensor:
         return sum_gradients(parameter.to_local(), parameter.device_mesh)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
-
-def _forward_on(module: nn.Module, names: list[str], local: Callable[[DTensor], Tensor]) -> None:
-    """Let a module's forward see local tensors in place of its parameters of these names."""
-
-    # An attribute of the instance hides the parameter, which stays registered all the while.
-    def hide(module: nn.Module, arguments: Any) -> None:
-        for name in names:
-            module.__dict__[name] = local(cast("DTensor", module._parameters[name]))
-
-    def show(module: nn.Module, arguments: Any, output: Any) -> None:
-        for name in names:
-            module.__dict__.pop(name, None)
-
-    module.register_forward_pre_hook(hide)
-    module.register_forward_hook(show, always_call=True)
-
-
+@dataclass(eq=False)
 class SharedKeyGradAllreduce(CheckedStyle):
     """A layer whose last output features are used by every head as they are, on all ranks.
 
@@ -207,9 +169,7 @@ class SharedKeyGradAllreduce(CheckedStyle):
             `get_hf_tp_shard_plan` finds in the model's config.
     """
 
-    def __init__(self, shared_size: int | None = None) -> None:
-        super().__init__()
-        self.shared_size = shared_size
+    shared_size: int | None = None
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the number of shared features is known."""
@@ -230,35 +190,57 @@ class SharedKeyGradAllreduce(CheckedStyle):
         module.register_forward_hook(sum_shared)
         return module
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(shared_size={self.shared_size})"
+
+@dataclass(eq=False)
+class GatherTokens(ParallelStyle):
+    """A module that works on all tokens on every rank, between others that are split by tokens.
+
+    For what sequence parallelism does not split, such as a router with its experts. Its output,
+    or the first one of several, has the shape of the hidden states, and is split by tokens again.
+
+    Args:
+        dim: of the tokens in the hidden states.
+    """
+
+    dim: int = 1
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split = [Shard(self.dim)]
+
+        def gather(module: nn.Module, arguments: Any, keywords: Any) -> Any:
+            # All ranks compute the same with it, so that each has the whole gradient.
+            return tree_map_only(DTensor, DTensor.full_tensor, (arguments, keywords))
+
+        def split_again(module: nn.Module, arguments: Any, output: Any) -> Any:
+            first, *others = output if isinstance(output, tuple) else (output,)
+            whole = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)
+            tokens = whole.redistribute(placements=split)
+            return (tokens, *others) if isinstance(output, tuple) else tokens
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_hook(split_again)
+        return module
 
 
+@dataclass(eq=False)
 class _PackedParallel(CheckedStyle):
-    """What both packed styles have in common.
+    """A linear layer of several equal parts in one.
 
     Args:
         parts: number of parts.
     """
 
-    def __init__(self, parts: int = 2) -> None:
-        super().__init__()
-        self.parts = parts
+    parts: int = 2
+    _features: ClassVar[str]  # the attribute with the number of features that have parts
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module is linear, and each of its parts divides."""
-        width = self._width(module) if isinstance(module, nn.Linear) else None
-        if width is None or width % (self.parts * size):
+        is_linear = isinstance(module, nn.Linear)
+        if not is_linear or getattr(module, self._features) % (self.parts * size):
             raise ValueError(
                 f"{name}: {self} needs a linear layer whose features are {self.parts} equal parts "
                 f"that divide by the {size} ranks of tensor parallelism, and this is {module}."
             )
-
-    @abstractmethod
-    def _width(self, module: nn.Linear) -> int: ...
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(parts={self.parts})"
 
 
 class PackedColwiseParallel(_PackedParallel):
@@ -267,10 +249,9 @@ class PackedColwiseParallel(_PackedParallel):
     A rank's output has its share of each part. The weight is split as it lies, into contiguous
     rows, so that its full tensor is that of one process: the output is gathered and picked from,
     which costs an all-gather more than separate layers.
-
-    Args:
-        parts: number of layers in one.
     """
+
+    _features = "out_features"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inner = ColwiseParallel()
@@ -279,12 +260,9 @@ class PackedColwiseParallel(_PackedParallel):
         module.register_forward_hook(partial(self._pick, device_mesh))
         return module
 
-    def _width(self, module: nn.Linear) -> int:
-        return module.out_features
-
     def _pick(self, mesh: DeviceMesh, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        features = gather_features(output, mesh)
-        by_rank = features.reshape(*features.shape[:-1], self.parts, mesh.size(), -1)
+        whole = _gathered(output, mesh).to_local(grad_placements=[Partial()])
+        by_rank = whole.reshape(*whole.shape[:-1], self.parts, mesh.size(), -1)
         return by_rank.select(-2, mesh.get_local_rank()).flatten(-2)
 
 
@@ -293,10 +271,9 @@ class PackedRowwiseParallel(_PackedParallel):
 
     The counterpart of `PackedColwiseParallel`: the input is gathered and put in the order of one
     process.
-
-    Args:
-        parts: number of parts in the input.
     """
+
+    _features = "in_features"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(self._unpack, device_mesh))
@@ -304,12 +281,14 @@ class PackedRowwiseParallel(_PackedParallel):
         inner.src_data_rank = self.src_data_rank
         return inner._apply(module, device_mesh)
 
-    def _width(self, module: nn.Linear) -> int:
-        return module.in_features
-
     def _unpack(self, mesh: DeviceMesh, module: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
-        sharded = DTensor.from_local(arguments[0], mesh, [Shard(-1)], run_check=False)
         # The row-wise layer gives every rank the whole gradient of its replicated input.
-        features = sharded.redistribute(placements=[Replicate()]).to_local()
-        by_rank = features.reshape(*features.shape[:-1], mesh.size(), self.parts, -1)
+        whole = _gathered(arguments[0], mesh).to_local()
+        by_rank = whole.reshape(*whole.shape[:-1], mesh.size(), self.parts, -1)
         return by_rank.transpose(-3, -2).flatten(-3), *arguments[1:]
+
+
+def _gathered(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return all ranks' features, from my share of the last dim."""
+    sharded = DTensor.from_local(tensor, mesh, [Shard(-1)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()])

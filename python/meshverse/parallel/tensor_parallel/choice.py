@@ -1,17 +1,11 @@
-"""Which tensor-parallel plan a model gets: given, registered, its own, or that of a Llama.
-
-Example:
-    >>> register_tp_plan(  # doctest: +SKIP
-    ...     MyModel, lambda model, sequence_parallel: {"up": ColwiseParallel(), ...}
-    ... )
-    >>> apply_tensor_parallelism(my_model, mesh["tp"])  # doctest: +SKIP
-"""
+"""The tensor-parallel plan of a model: given, registered, its own, or that of a Llama."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -20,33 +14,49 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
 )
 
 from meshverse.parallel.config import TPPlan
-from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
-from meshverse.parallel.experts.features import ExpertFeaturesParallel
-from meshverse.parallel.models.import_paths import import_class_from_path
-from meshverse.parallel.models.module_names import is_present, matching_modules
+from meshverse.parallel.experts.expert_parallel import expert_modules
+from meshverse.parallel.experts.stacked import StackedStyle
+from meshverse.parallel.models.modules import (
+    adapted,
+    child_name,
+    import_class_from_path,
+    is_present,
+    layer_lists,
+    matching_modules,
+    parent_name,
+)
+from meshverse.parallel.styles.local_styles import GatherTokens
 
 from .apply import apply_tp_plan
+from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
-
-__all__ = ["apply_tensor_parallelism", "check_heads", "llama_tp_plan", "register_tp_plan"]
 
 _logger = logging.getLogger(__name__)
 
-PlanFunction = Callable[[nn.Module, bool], dict[str, ParallelStyle]]
+_Plan = dict[str, ParallelStyle]
+PlanFunction = Callable[[nn.Module, bool], _Plan]
 _registered: dict[type[nn.Module], PlanFunction] = {}
+_LLAMA = "For a model built like Llama, give tp_shard_plan='meshverse.parallel.llama_tp_plan'"
+_QUERIES = "self_attn.q_proj"
+_COLUMNS = (_QUERIES, "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
 def register_tp_plan(model_class: type[nn.Module], function: PlanFunction) -> None:
-    """Say which plan the models of a class get, where none is given.
+    """Register the plan that the models of a class get, where none is given.
 
     Args:
         model_class: also for classes derived from it that have none of their own.
         function: called as `function(model, sequence_parallel)`; gives the plan.
+
+    Example:
+        >>> register_tp_plan(MyModel, lambda model, _: {"up": ColwiseParallel()})  # doctest: +SKIP
     """
     _registered[model_class] = function
 
@@ -76,70 +86,29 @@ def apply_tensor_parallelism(
         ValueError: the plan does not fit the model, or does not know of sequence parallelism.
     """
     plan = _choose(model, tp_shard_plan, sequence_parallel)
+    if any(map(_splits_tokens, plan.values())):
+        _check_experts_get_all_tokens(model, plan)
+    elif sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=True, and the plan for {type(model).__name__} splits no tokens: "
+            f"{dict(plan)} has no SequenceParallel, and no layout Shard(1). {_LLAMA}; else add "
+            "these to the plan, or use sequence_parallel=False."
+        )
+    inside = tuple(f"{name}." for name in handed_out)
+
+    def is_left_alone(key: str, style: ParallelStyle) -> bool:
+        found = matching_modules(model, key)
+        if isinstance(style, StackedStyle):
+            return set(found) <= set(handed_out)
+        return bool(found) and all(name.startswith(inside) for name in found)
+
     if handed_out:
-        plan = {
-            key: style
-            for key, style in plan.items()
-            if not _is_of_experts(model, key, style, handed_out)
-        }
+        plan = {key: style for key, style in plan.items() if not is_left_alone(key, style)}
     apply_tp_plan(model, tp_mesh, plan)
 
 
-def _is_of_experts(
-    model: nn.Module, key: str, style: ParallelStyle, handed_out: Collection[str]
-) -> bool:
-    """Whether an entry of a plan is only for experts that are handed out, or for parts of these."""
-    found = matching_modules(model, key)
-    if isinstance(style, ExpertFeaturesParallel | SameTokensExpertParallel):
-        return set(found) <= set(handed_out)
-    inside = tuple(f"{name}." for name in handed_out)
-    return bool(found) and all(name.startswith(inside) for name in found)
-
-
-def _choose(
-    model: nn.Module, given: TPPlan | None, sequence_parallel: bool
-) -> dict[str, ParallelStyle]:
-    if given is not None:
-        return _resolve(model, given, sequence_parallel)
-    for model_class in type(model).__mro__:
-        if model_class in _registered:
-            return _registered[model_class](model, sequence_parallel)
-    if has_hf_plan(model):
-        if sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel=True: the plan that {type(model).__name__} carries does not "
-                "know of it. For a model built like Llama, give "
-                "tp_shard_plan='meshverse.parallel.tp_choice.llama_tp_plan'; else a plan of yours."
-            )
-        return get_hf_tp_shard_plan(model)
-    plan = llama_tp_plan(model, sequence_parallel)
-    _logger.warning(
-        "No tensor-parallel plan is known for %s: split like a Llama, at %s. Register one with "
-        "register_tp_plan if the model is built otherwise.",
-        type(model).__name__,
-        sorted(plan),
-    )
-    return plan
-
-
-def _resolve(model: nn.Module, given: TPPlan, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    plan: Any = import_class_from_path(given) if isinstance(given, str) else given
-    if callable(plan):
-        plan = plan(model, sequence_parallel) if inspect.signature(plan).parameters else plan()
-    if not isinstance(plan, dict):
-        raise TypeError(
-            f"tp_shard_plan={given!r} gives {plan!r}: expected a dictionary of parallel styles by "
-            "module name, its import path, or a function that gives it."
-        )
-    return plan
-
-
 def check_heads(model: nn.Module, tp_size: int) -> None:
-    """Check that the heads which a model's config counts divide by the size of TP.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that the heads which a model's config counts divide by the size of TP."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -152,56 +121,152 @@ def check_heads(model: nn.Module, tp_size: int) -> None:
             )
 
 
-def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """The plan for a model built like Llama, as far as the model has such modules.
+def _splits_tokens(style: ParallelStyle) -> bool:
+    names = ("input_layouts", "output_layouts", "desired_output_layouts")
+    given = [getattr(style, name, ()) for name in names]
+    layouts = chain.from_iterable(each if isinstance(each, tuple) else [each] for each in given)
+    shards = [each for each in layouts if isinstance(each, Shard)]
+    return isinstance(style, SequenceParallel) or any(each.dim in (0, 1) for each in shards)
 
-    Args:
-        model: with its layers at `model.layers` or `layers`.
-        sequence_parallel: whether norms and residuals are split by tokens; what passes between the
-            layers are DTensors then.
+
+def _check_experts_get_all_tokens(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    gathering = (GatherTokens, PrepareModuleInput, PrepareModuleInputOutput)
+    keys = [key for key, style in plan.items() if isinstance(style, gathering)]
+    gathered = tuple(f"{name}." for key in keys for name in matching_modules(model, key))
+    split = [name for name in expert_modules(model) if not f"{name}.".startswith(gathered)]
+    if split:
+        raise ValueError(
+            f"The plan for {type(model).__name__} splits tokens over the ranks of tensor "
+            f"parallelism, and the experts {split[:4]} need all of them: routers and experts would "
+            "get wrong gradients. Give the blocks around them GatherTokens() in the plan, or use "
+            "sequence_parallel=False."
+        )
+
+
+def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> _Plan:
+    name = type(model).__name__
+    found: Any = import_class_from_path(given) if isinstance(given, str) else given
+    if given is not None:
+        if callable(found):
+            takes_model = bool(inspect.signature(found).parameters)
+            found = found(model, sequence_parallel) if takes_model else found()
+        if not isinstance(found, dict):
+            raise TypeError(
+                f"tp_shard_plan={given!r} gives {found!r}: expected a dictionary of parallel "
+                "styles by module name, its import path, or a function that gives it."
+            )
+        return found
+    if plan := _registered_plan(model, sequence_parallel):
+        return plan
+    if not has_hf_plan(model):
+        plan = llama_tp_plan(model, sequence_parallel)
+        _logger.warning(
+            "No tensor-parallel plan is known for %s: split like a Llama, at %s. Otherwise "
+            "register one with register_tp_plan.",
+            name,
+            sorted(plan),
+        )
+        return plan
+    if sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=True: the plan that {name} carries does not know of it. {_LLAMA}; "
+            "else a plan of yours."
+        )
+    plan = get_hf_tp_shard_plan(model)
+    layers = [f"{layer}." for layer, _ in chain.from_iterable(layer_lists(model))]
+    split = [each for key in plan for each in matching_modules(model, key)]
+    if layers and not any(each.startswith(tuple(layers)) for each in split):
+        raise ValueError(
+            f"The tensor-parallel plan that {name} carries splits none of its {len(layers)} "
+            f"layers: it names {sorted(plan)}. Give a plan as tp_shard_plan, or use tp_size=1."
+        )
+    return plan
+
+
+def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") -> _Plan:
+    """Return the plan registered for a model, or for the outermost modules in it that have one."""
+    for model_class in type(model).__mro__:
+        if model_class in _registered:
+            plan = _registered[model_class](model, sequence_parallel)
+            return {child_name(name, key): style for key, style in plan.items()}
+    plans: _Plan = {}
+    for own_name, child in model.named_children() if _registered else ():
+        plans |= _registered_plan(child, sequence_parallel, child_name(name, own_name))
+    return plans
+
+
+def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """Return the plan for a model built like Llama, as far as the model has such modules.
+
+    Norms of queries and keys are in it. Blocks with experts are left whole; with sequence
+    parallelism, which splits norms and residuals by tokens, they get all tokens, and what passes
+    between the layers are DTensors.
 
     Raises:
-        ValueError: the model has no such layers.
+        ValueError: the model has no such layers, a norm needs all heads at once, or sequence
+            parallelism meets a module with parameters that is not like one of Llama's.
     """
-    inner = _sequence_parallel_plan() if sequence_parallel else _plain_plan()
-    prefix = "model." if is_present(model, "model.layers") else ""
-    plan = {prefix + key: style for key, style in inner.items()}
-    tokens = {"input_layouts": Shard(1)} if sequence_parallel else {}
-    plan["lm_head"] = ColwiseParallel(**tokens, output_layouts=Shard(-1), use_local_output=False)
-    found = {key: style for key, style in plan.items() if is_present(model, key)}
-    if f"{prefix}layers.*.self_attn.q_proj" not in found:
+    queries = f"layers.*.{_QUERIES}"
+    around = (name for name, module in model.named_modules() if is_present(module, queries))
+    if (owner := next(around, None)) is None:
         raise ValueError(
-            f"{type(model).__name__} is not built like Llama: it has no "
-            f"'{prefix}layers.*.self_attn.q_proj'. Give a plan as tp_shard_plan."
+            f"{type(model).__name__} is not built like Llama: it has no {queries!r}. Give a plan "
+            "as tp_shard_plan."
         )
-    return found
-
-
-def _plain_plan() -> dict[str, ParallelStyle]:
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    prefix = child_name(owner, "")
+    layers = f"{prefix}layers.*"
+    columns = [name for name in _COLUMNS if is_present(model, f"{layers}.{name}")]
+    tokens: dict[str, Any] = {"input_layouts": Shard(1)} if sequence_parallel else {}
+    split: dict[str, Any] = (
+        {"output_layouts": Shard(1), "use_local_output": False} if sequence_parallel else {}
+    )
     plan: dict[str, ParallelStyle] = {
-        "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "layers.*.self_attn.o_proj": RowwiseParallel(),
-        "layers.*.mlp.down_proj": RowwiseParallel(),
+        f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate(), **split)
     }
-    for name in (*columns, "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"layers.*.{name}"] = ColwiseParallel()
-    return plan
-
-
-def _sequence_parallel_plan() -> dict[str, ParallelStyle]:
-    tokens = Shard(1)
-    plan: dict[str, ParallelStyle] = {
-        "embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=tokens, use_local_output=False
-        ),
-        "norm": SequenceParallel(),
-    }
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        plan[f"layers.*.{name}"] = SequenceParallel()
+    for head in (child_name(owner, "lm_head"), child_name(parent_name(owner), "lm_head")):
+        plan[head] = ColwiseParallel(**tokens, output_layouts=Shard(-1), use_local_output=False)
+    plan |= {f"{layers}.{name}": ColwiseParallel(**tokens) for name in columns}
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=tokens, use_local_output=False)
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    for name in (*columns, "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"layers.*.{name}"] = ColwiseParallel(input_layouts=tokens)
+        if any(parent_name(column) == parent_name(name) for column in columns):
+            plan[f"{layers}.{name}"] = RowwiseParallel(**split)
+    plan = {key: style for key, style in plan.items() if is_present(model, key)}
+    if sequence_parallel:
+        plan |= _styles_of_tokens(model, prefix)
+    plan = fill_gaps(model, plan)
+    if sequence_parallel:
+        _check_all_are_known(model, plan)
     return plan
+
+
+def _styles_of_tokens(model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
+    """Return styles of norms, and of blocks with experts, for tokens that are split."""
+    plan: dict[str, ParallelStyle] = {f"{prefix}norm": SequenceParallel()}
+    for layer in matching_modules(model, f"{prefix}layers.*"):
+        for name, child in model.get_submodule(layer).named_children():
+            own = list(child.parameters())
+            if own and all(each.ndim == 1 for each in own) and not any(child.children()):
+                plan[f"{prefix}layers.*.{name}"] = SequenceParallel()
+    depth = len(f"{prefix}layers.0.mlp".split("."))
+    blocks = dict.fromkeys(".".join(name.split(".")[:depth]) for name in expert_modules(model))
+    return plan | {name: GatherTokens() for name in blocks}
+
+
+def _check_all_are_known(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    """Check that a plan for split tokens has a style for each module with parameters."""
+    known = {name: style for key, style in plan.items() for name in matching_modules(model, key)}
+    blocks = tuple(f"{name}." for name, each in known.items() if isinstance(each, GatherTokens))
+    modules = {name: model.get_submodule(name) for name in known}
+    adapters = tuple(f"{name}." for name, each in modules.items() if adapted(each) is not each)
+    unknown = [
+        name or "itself"
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and (name in known) == name.startswith(blocks)  # not split in a block, nor whole elsewhere
+        and not name.startswith(adapters)
+    ]
+    if unknown:
+        raise ValueError(
+            f"sequence_parallel=True: the modules {unknown[:6]} of {type(model).__name__} are not "
+            "like those of a Llama, and would get parts of the tokens. Use "
+            "sequence_parallel=False, or give a plan of yours as tp_shard_plan."
+        )

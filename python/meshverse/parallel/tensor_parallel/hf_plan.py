@@ -1,39 +1,120 @@
-"""The tensor-parallel plan that a Hugging Face model carries, as torch's parallel styles.
-
-Example:
-    >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
-    >>> plan = get_hf_tp_shard_plan(LlamaForCausalLM(LlamaConfig()))  # doctest: +SKIP
-    >>> plan["model.layers.*.mlp.down_proj"]  # doctest: +SKIP
-    RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), ...)
-"""
+"""The tensor-parallel plan that a Hugging Face model carries, and its styles, as torch's."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
-from meshverse.parallel.experts.hf_experts import take_experts
-from meshverse.parallel.models.module_names import is_present, matching_modules, parameter_of
-from meshverse.parallel.styles.local_styles import LocalParameters, SharedKeyGradAllreduce
+from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
+from meshverse.parallel.experts.features import ExpertFeaturesParallel
+from meshverse.parallel.experts.stacked import describe
+from meshverse.parallel.models.modules import (
+    child_name,
+    is_present,
+    matching_modules,
+    parameter_of,
+    parent_name,
+)
+from meshverse.parallel.styles.local_styles import (
+    LocalParameters,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    ReplicatedWithGradAllreduce,
+    SharedKeyGradAllreduce,
+)
 
-from .hf_plan_gaps import fill_gaps
-from .hf_styles import EXPERT_STYLES, translate_to_torch_parallel_style
-
-__all__ = ["get_hf_tp_shard_plan", "has_hf_plan"]
+from .gaps import fill_gaps
 
 _logger = logging.getLogger(__name__)
 _GATHERED = ("colwise_gather_output", "colwise_rep")
+# transformers' words for partial sums: a layer computes one, a module passes it on, and an outer
+# module adds them up over the ranks.
+_TERM, _LEFT_ALONE, _SUM = "local_rowwise", "local", "gather"
+_ROUTER = "ep_router"
+
+_GATHERED_COLUMNS = partial(ColwiseParallel, output_layouts=Replicate())
+_SPLIT_ROWS = partial(RowwiseParallel, input_layouts=Replicate())
+_SUMMED = partial(PrepareModuleOutput, output_layouts=Partial(), desired_output_layouts=Replicate())
+
+# Where transformers renamed a style, the older name follows the current one.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "local_colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # Its output is a rank's term of a sum that the module around it makes ("gather").
+    "local_rowwise": partial(RowwiseParallel, output_layouts=Partial()),
+    "all_reduce": _SUMMED,
+    "gather": _SUMMED,
+    "colwise_gather_output": _GATHERED_COLUMNS,
+    "colwise_rep": _GATHERED_COLUMNS,
+    "embedding_colwise": _GATHERED_COLUMNS,
+    "rowwise_split_input": _SPLIT_ROWS,
+    "rowwise_rep": _SPLIT_ROWS,
+    "embedding_rowwise": _SPLIT_ROWS,
+    "sequence_parallel": SequenceParallel,
+    "packed_colwise": PackedColwiseParallel,
+    "local_packed_colwise": PackedColwiseParallel,
+    "packed_rowwise": PackedRowwiseParallel,
+    "local_packed_rowwise": PackedRowwiseParallel,
+    "replicated_with_grad_allreduce": ReplicatedWithGradAllreduce,
+    "mla_kv_a_proj": SharedKeyGradAllreduce,
+    "local_params": LocalParameters,
+    "replicate": LocalParameters,
+}
+
+# Styles of the modules of experts and what is around them: a plan here makes one of them all.
+EXPERT_STYLES = frozenset(
+    {
+        *("ep_dispatch_experts", "ep_router", "grouped_gemm", "local"),
+        *("moe_identity_expert", "moe_tp_experts"),
+    }
+)
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Return a new torch style for a style's name in a plan of transformers, current or older.
+
+    Raises:
+        TypeError: the style is not a string.
+        ValueError: the name is unknown, or that of a way to split experts.
+    """
+    if not isinstance(style, str):
+        raise TypeError(
+            f"A parallel style is named by a string, got {style!r} of type "
+            f"{type(style).__name__}. Give one of {sorted(_STYLES)}."
+        )
+    if style not in _STYLES:
+        problem = "is unknown"
+        if style in EXPERT_STYLES:
+            problem = "splits experts: give their module ExpertFeaturesParallel or ExpertParallel"
+        raise ValueError(
+            f"Parallel style {style!r} {problem}. Known styles of tensor parallelism: "
+            f"{sorted(_STYLES)}."
+        )
+    return _STYLES[style]()
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """A model's own plan, completed so that tensor parallelism gives what one process gives.
+    """Return a model's own plan, completed so that it gives what one process gives.
 
     It is merged from the `_tp_plan` of the model's class, of the model and of its inner model;
-    later ones win. Entries for layers that this model has not are left out. What is added:
+    later ones win. Of a model in wrappers, as PEFT's and those with a value head, it is the plan of
+    the model inside, by the names that its modules have in the wrapper. Entries for layers that
+    this model has not are left out. What is added:
 
     - the input embedding, unless it is tied to a head that the plan leaves whole;
     - styles for the parameters and shared keys inside attention whose gradients a rank has only
@@ -42,99 +123,104 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     The head gives its logits as a DTensor that is sharded on the last dim, where the plan gathers
     them: use `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
 
-    Args:
-        model: a causal language model of transformers, or one that has such plans.
-
     Returns:
         By module name, where `*` stands for a layer's number, a style of its own.
 
     Raises:
         ValueError: the model has no plan, or its plan has a style that is unknown or splits
             experts.
+
+    Example:
+        >>> get_hf_tp_shard_plan(llama)["model.layers.*.mlp.down_proj"]  # doctest: +SKIP
+        RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), ...)
     """
-    names = _merged_plan(model)
-    if not names:
+    plans = {
+        child_name(prefix, key): style
+        for prefix, module in _planned_modules(model)
+        for key, style in _completed_plan(module).items()
+    }
+    if not plans:
         raise ValueError(
-            f"{type(model).__name__} has no tensor-parallel plan: neither it nor its inner model "
+            f"{type(model).__name__} has no tensor-parallel plan: neither it nor a module in it "
             "has a _tp_plan that names its modules. Give a plan as tp_shard_plan."
         )
-    present = {key: style for key, style in names.items() if is_present(model, key)}
-    plan, present = take_experts(model, present)
-    _check_expressible(model, names, present)
-    _complete_embedding(model, present)
-    for key, style in present.items():
-        if parameter_of(model, key) is None:
-            plan[key] = _style(model, key, style)
-    _place_parameters(model, present, plan)
-    return fill_gaps(model, plan)
+    return plans
 
 
 def has_hf_plan(model: nn.Module) -> bool:
-    """Whether a model, or its inner model, carries a tensor-parallel plan of transformers."""
-    return bool(_merged_plan(model))
+    """Return whether a model, or a module in it, carries a tensor-parallel plan of transformers."""
+    return any(True for _ in _planned_modules(model))
+
+
+def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that carry a plan, with their names: wrappers do not."""
+    if _merged_plan(model):
+        yield name, model
+        return
+    for own_name, child in model.named_children():
+        yield from _planned_modules(child, child_name(name, own_name))
 
 
 def _merged_plan(model: nn.Module) -> dict[str, str]:
-    merged = dict(getattr(type(model), "_tp_plan", None) or {})
-    merged |= getattr(model, "_tp_plan", None) or {}
-    prefix, inner = _inner_model(model)
-    inner_plan = getattr(inner, "_tp_plan", None) or {}
-    if inner is not model:
-        merged |= {f"{prefix}.{key}": style for key, style in inner_plan.items()}
-    return merged
+    def own_plan(module: nn.Module) -> dict[str, str]:
+        # Not one that it finds in another module.
+        of_class, own = getattr(type(module), "_tp_plan", None), vars(module).get("_tp_plan")
+        return {**(of_class or {}), **(own or {})}
 
-
-def _inner_model(model: nn.Module) -> tuple[str, nn.Module]:
+    plan = own_plan(model)
+    if not plan and not hasattr(type(model), "get_input_embeddings"):
+        return {}  # a wrapper, which does not know its embedding: the plan is the inner model's
     prefix = getattr(model, "base_model_prefix", "") or "model"
-    inner = getattr(model, prefix, model)
-    return (prefix, inner) if isinstance(inner, nn.Module) else ("", model)
+    inner = model._modules.get(prefix)
+    inside = {} if inner is None else own_plan(inner)
+    return plan | {f"{prefix}.{key}": style for key, style in inside.items()}
 
 
-def _check_expressible(model: nn.Module, names: dict[str, str], left: dict[str, str]) -> None:
-    """Refuse entries that no style stands for; warn of such for layers that the model has not."""
-    needed = {key: style for key, style in left.items() if style in EXPERT_STYLES}
+def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    name, names = type(model).__name__, _merged_plan(model)
+    present = {key: style for key, style in names.items() if is_present(model, key)}
+    plan, present = _take_experts(model, present)
+    needed = {key: style for key, style in present.items() if style in EXPERT_STYLES}
     if needed:
         raise ValueError(
-            f"The plan of {type(model).__name__} splits experts in a way that is not known for "
-            f"these modules: {needed}. Give a plan without these entries as tp_shard_plan, which "
-            "leaves the experts whole on every rank."
+            f"The plan of {name} splits experts in a way that is not known for these modules: "
+            f"{needed}. Give a plan without these entries as tp_shard_plan, which leaves the "
+            "experts whole on every rank."
         )
-    absent = {
-        key: style
-        for key, style in names.items()
-        if style in EXPERT_STYLES and not is_present(model, key)
-    }
+    experts = {key: style for key, style in names.items() if style in EXPERT_STYLES}
+    absent = {key: style for key, style in experts.items() if not is_present(model, key)}
     if absent:
-        _logger.warning(
-            "Left out of the plan of %s, for experts that it has not: %s.",
-            type(model).__name__,
-            absent,
-        )
+        _logger.warning("The plan of %s is for experts that it has not at %s.", name, absent)
+    _complete_embedding(model, present)
+    parameters = {key: parameter_of(model, key) for key in present}
+    plan |= {k: _style(model, k, style) for k, style in present.items() if parameters[k] is None}
+    for key, parameter in parameters.items():
+        if parameter is not None and present[key] not in ("sequence_parallel", "replicate"):
+            dim = max(parameter.ndim + (-1 if "rowwise" in present[key] else -2), 0)
+            _place_parameter(model, key, Shard(dim), plan)
+    return fill_gaps(model, plan)
 
 
 def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
     """Let the input embedding be split like the head it is tied to, or on its own."""
     key, embedding = _named(model, "get_input_embeddings")
     head_key, head = _named(model, "get_output_embeddings")
-    if key is None or not isinstance(embedding, nn.Embedding):
+    if not key or not isinstance(embedding, nn.Embedding):
         return
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
-    whole = names.get(key) == "replicate" or any(embedding.children())  # (a norm inside)
-    if whole:
+    if names.get(key) == "replicate" or any(embedding.children()):  # whole, or with a norm inside
         names.pop(key, None)
         if tied:
-            names.pop(head_key or "", None)
-        return
-    if tied and head_key not in names:
+            names.pop(head_key, None)
+    elif tied and head_key not in names:
         names.pop(key, None)  # the head would get a weight in part
-    elif key not in names:
-        names[key] = "embedding_rowwise"
+    else:
+        names.setdefault(key, "embedding_rowwise")
 
 
-def _named(model: nn.Module, getter: str) -> tuple[str | None, nn.Module | None]:
+def _named(model: nn.Module, getter: str) -> tuple[str, nn.Module | None]:
     module = getattr(model, getter, lambda: None)()
-    name = next((name for name, each in model.named_modules() if each is module), None)
-    return name, module
+    return next((name for name, each in model.named_modules() if each is module), ""), module
 
 
 def _style(model: nn.Module, key: str, style: str) -> ParallelStyle:
@@ -143,47 +229,80 @@ def _style(model: nn.Module, key: str, style: str) -> ParallelStyle:
         return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     translated = translate_to_torch_parallel_style(style)
     if isinstance(translated, SharedKeyGradAllreduce):
-        translated.shared_size = getattr(_text_config(model), "qk_rope_head_dim", None)
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        translated.shared_size = getattr(config, "qk_rope_head_dim", None)
     return translated
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _place_parameters(
-    model: nn.Module, names: dict[str, str], plan: dict[str, ParallelStyle]
+def _place_parameter(
+    model: nn.Module, key: str, placement: Shard, plan: dict[str, ParallelStyle]
 ) -> None:
-    """Bring entries that name a parameter to the modules that have it."""
-    for key, style in names.items():
-        parameter = parameter_of(model, key)
-        placement = None if parameter is None else _placement(parameter, style)
-        if placement is None:
-            continue
-        pattern, _, name = key.rpartition(".")
-        for owner in _owners(model, pattern, name):
-            local = plan.setdefault(owner, LocalParameters({}))
-            if not isinstance(local, LocalParameters):
-                raise ValueError(
-                    f"The plan of {type(model).__name__} has {key!r}: {style!r} beside {owner!r}: "
-                    f"{local}. Give a plan as tp_shard_plan with one style for the module."
-                )
-            local.placements[name] = placement
-
-
-def _owners(model: nn.Module, pattern: str, name: str) -> list[str]:
-    """The pattern, if all modules it means have the parameter; else those that have it."""
+    """Bring an entry that names a parameter to the modules that have it."""
+    pattern, _, name = key.rpartition(".")
     modules = matching_modules(model, pattern)
-    having = [
-        each for each in modules if model.get_submodule(each)._parameters.get(name) is not None
-    ]
-    return [pattern] if len(having) == len(modules) else having
+    tables = {each: model.get_submodule(each)._parameters for each in modules}
+    having = [each for each in modules if tables[each].get(name) is not None]
+    for owner in [pattern] if len(having) == len(modules) else having:
+        local = plan.setdefault(owner, LocalParameters({}))
+        if not isinstance(local, LocalParameters):
+            raise ValueError(
+                f"The plan of {type(model).__name__} has {key!r} beside {owner!r}: {local}. Give a "
+                "plan as tp_shard_plan with one style for the module."
+            )
+        local.placements[name] = placement
 
 
-def _placement(parameter: nn.Parameter, style: str) -> Placement | None:
-    """How a single parameter is split; None if it stays whole."""
-    if style in ("sequence_parallel", "replicate"):
-        return None
-    dim = -1 if "rowwise" in style else -2
-    return Shard(max(parameter.ndim + dim, 0))
+def _take_experts(
+    model: nn.Module, names: dict[str, str]
+) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
+    """Return the styles of a model's experts, and the entries of its plan that are left.
+
+    A plan names the module of the experts, each of its weights, and what goes with them. Here one
+    style for the module does all of it.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    names = _sum_at_once(names)
+    for key in dict.fromkeys(owner for own in names for owner in (own, parent_name(own))):
+        found = matching_modules(model, key) if key else []
+        modules = [model.get_submodule(name) for name in found]
+        if not any(describe(module) is not None for module in modules):
+            continue
+        whole = any(_is_of(own, key) and names[own] == "grouped_gemm" for own in names)
+        styles[key] = SameTokensExpertParallel() if whole else ExpertFeaturesParallel()
+        names = {own: style for own, style in names.items() if not _is_of(own, key)}
+        inputs = [*signature(type(modules[0]).forward).parameters][1:]
+        if len(inputs) == 1:  # rows that are routed already, as in Llama 4
+            beside = [own for own in names if _is_of(own, parent_name(key))]
+            styles |= {own: _OwnOutput() for own in beside if names[own] == "rowwise"}
+    routers = _ROUTER if styles else ""  # which chose among a rank's experts, before
+    left = {own: style for own, style in names.items() if own not in styles and style != routers}
+    return styles, left
+
+
+class _OwnOutput(RowwiseParallel):
+    """Row-wise, with an output to which the module around it may add in place."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda module, arguments, output: output.clone())
+        return module
+
+
+def _is_of(key: str, owner: str) -> bool:
+    return key == owner or key.startswith(f"{owner}.")
+
+
+def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
+    """Return the plan, with sums made by each layer instead of the module around several.
+
+    Of a term of a sum, the weights of a router would get the gradient of this term only.
+    """
+    terms = [key for key, style in names.items() if style == _TERM]
+    outer = [key for key, style in names.items() if style == _SUM]
+    sums = [key for key in outer if any(_is_of(term, key) for term in terms)]
+    return {
+        key: "rowwise" if key in terms and any(_is_of(key, owner) for owner in sums) else style
+        for key, style in names.items()
+        if key not in sums and style != _LEFT_ALONE
+    }

@@ -1,0 +1,148 @@
+"""The registry of the process groups of one world."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from meshverse import _torch_compat as compat
+from meshverse.world.world import WorldState
+
+from .group import Group, GroupUse, State
+from .request import GroupRequest
+
+__all__ = ["GroupRegistry"]
+
+
+class GroupRegistry(WorldState):
+    """The process groups of one world that universes use, found by what they are.
+
+    A group is found by its scope, its ranks in order, and its options. The scope says who shares
+    groups: a universe with its parts, or all universes of the world. A layout means something
+    within one universe only, ranks mean the same everywhere: so the mesh over ranks 4 to 7 finds
+    what one over ranks 0 to 7 has made.
+
+    A name says what the group is, and how often this very group was made before. All members of
+    the group, and nobody else, have exactly that in common. So they agree on the name, whatever
+    other groups each of them made before. (torch counts the groups of a process: ranks that made
+    other groups before would call the next one by different numbers, and wait for ever.)
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Group] = {}
+        self._by_content: dict[Hashable, Group] = {}
+        self._times_named: Counter[str] = Counter()
+        self._lock = threading.RLock()  # protects the three above and the uses of groups
+
+    def __iter__(self) -> Iterator[Group]:
+        """Every group, in the order in which they were added."""
+        return iter(list(self._by_name.values()))
+
+    def find(self, name: str) -> Group | None:
+        """Return the group of this c10d name, or None."""
+        return self._by_name.get(name)
+
+    def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
+        """Give a use its group: the one there is, or a planned one; return the group's ranks.
+
+        Args:
+            scope: who shares groups.
+            use: of a member.
+        """
+        request = use.request
+        ranks, identity = request.my_ranks_and_identity()
+        content = scope, identity, request.options.digest
+        with self._lock:
+            group = self._by_content.get(content)
+            if group is None or group.is_gone:
+                group = Group(self._new_name(identity), request, self, content=content)
+                self._by_content[content] = self._by_name[group.name] = group
+            self._add_use(group, use)
+        return ranks
+
+    def new_name(self, request: GroupRequest) -> str:
+        """Return a name for a new group that no other use finds: all ranks make it."""
+        with self._lock:
+            return self._new_name(request.my_ranks_and_identity()[1])
+
+    def _new_name(self, identity: str) -> str:
+        times = self._times_named[identity]
+        self._times_named[identity] = times + 1
+        return f"meshverse-{identity}-{times}"
+
+    def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
+        """Give a use a group that is made already and that is not found by what it is."""
+        with self._lock:
+            group = self._by_name.get(handle.group_name)
+            if group is None or group.is_gone:
+                name = handle.group_name
+                group = Group(name, use.request, self, handle, borrowed=use.borrowed)
+                self._by_name[group.name] = group
+            self._add_use(group, use)
+
+    def note_destroyed(self, name: str) -> None:
+        """Note that somebody destroyed the group of this c10d name. Called in any thread."""
+        group = self._by_name.get(name)
+        if group is not None:
+            group.note_destroyed()
+            if group.borrowed:
+                self._by_name.pop(name, None)
+
+    def share(self, group: Group, use: GroupUse) -> None:
+        """Give a use a group that another universe has."""
+        with self._lock:
+            self._add_use(group, use)
+
+    @staticmethod
+    def _add_use(group: Group, use: GroupUse) -> None:
+        use.group, use.name = group, group.name
+        group.uses.add(use)
+        if group.state is State.LIVE:
+            use.process_groups[group.name] = group.live_handle()
+
+    def release(self, use: GroupUse, *, abort: bool = False) -> None:
+        """Take back a use. The last reference to a group ends it.
+
+        Args:
+            use: given before.
+            abort: see `Group.end`.
+
+        Raises:
+            Whatever c10d raises when it ends the group; then a second call tries again.
+        """
+        group = use.group
+        if group is None:
+            return
+        with self._lock:
+            group.uses.discard(use)
+            use.process_groups.pop(group.name, None)
+            others = group.uses.alive()
+            references = [other for other in others if other.borrowed == group.borrowed]
+            if references or use.borrowed != group.borrowed:
+                return
+            if group.state is State.PLANNED:  # no member has made it: they name the next one alike
+                self._take_back_name(group.name)
+            if self._by_content.get(group.content) is group:
+                del self._by_content[group.content]
+            if self._by_name.get(group.name) is group:
+                del self._by_name[group.name]
+        group.end(abort=abort)
+
+    def _take_back_name(self, name: str) -> None:
+        identity, _, times = name.removeprefix("meshverse-").rpartition("-")
+        if self._times_named[identity] == int(times) + 1:
+            self._times_named[identity] = int(times)
+
+    # --- the end of the world -------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Note that all groups are gone with their world."""
+        for group in self:
+            group.note_ended()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: let go of the parent's groups, which live on."""
+        self._lock = threading.RLock()  # which a thread of the parent may have held
+        for group in self:
+            group.leave_to_parent()

@@ -1,0 +1,198 @@
+"""Modules of a model: by name or import path, in lists of layers, and in pipeline stages.
+
+Example:
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    >>> matching_modules(model, "layers.*")
+    ['layers.0', 'layers.1']
+    >>> stage_of(model) is None
+    True
+    >>> import_class_from_path("torch.nn.Linear")
+    <class 'torch.nn.modules.linear.Linear'>
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+BASE_LAYER = "base_layer"  # PEFT's name
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_MARK = "_meshverse_pipeline_stage"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StageOf:
+    """The part of a model that a stage has."""
+
+    index: int
+    count: int  # of all stages
+    layers: range  # numbers of its decoder layers
+    # Name of the parameter that the first and the last stage both have: the embedding's on the
+    # first, the head's on the last, None on the others and of models that are not tied.
+    tied: str | None = None
+    # Whether the whole model has experts, in this stage or in others.
+    model_has_experts: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.index == self.count - 1
+
+
+class AbsentModule(nn.Module):
+    """A module that another stage has. It has no parameters."""
+
+
+def mark_as_stage(model: nn.Module, stage: StageOf) -> None:
+    """Note on a model which stage it is."""
+    setattr(model, _MARK, stage)
+
+
+def stage_of(model: nn.Module) -> StageOf | None:
+    """Return which stage a model is; None for a whole model."""
+    stage: Any = getattr(model, _MARK, None)
+    return stage if isinstance(stage, StageOf) else None
+
+
+def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield the items of each of the outermost ModuleLists and ModuleDicts, with their names.
+
+    The module may be such a list itself. In a list of lists, whose items have no forward, the inner
+    lists are meant. Layers that another pipeline stage has are left out.
+    """
+    children = [
+        (name, child)
+        for name, child in module.named_children()
+        if not isinstance(child, AbsentModule)
+    ]
+    if isinstance(module, _LISTS) and not any(isinstance(child, _LISTS) for _, child in children):
+        yield [(prefix + name, child) for name, child in children]
+        return
+    for name, child in children:
+        yield from layer_lists(child, f"{prefix}{name}.")
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers of a model in place, each by itself."""
+    layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            module.register_forward_hook(_wait)
+    for layer in layers:
+        layer.compile()
+
+
+def _wait(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    """Wait for an embedding's output, which may still be under way where it is split by rows.
+
+    A compiled layer (seen with torch 2.13) computes the right output from such a tensor, but passes
+    its gradient on to the wrong place, so that the embedding learns nothing.
+    """
+    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
+    return output if type(output) is Tensor else output.clone()
+
+
+def matching_modules(model: nn.Module, pattern: str) -> list[str]:
+    """Return the names of a model's modules that a plan's key means, in the model's order.
+
+    Modules that another pipeline stage has are none of them.
+    """
+    found = _walk(model, pattern)[-1]
+    return [name for name, module in found if not isinstance(module, AbsentModule)]
+
+
+def is_in_other_stage(model: nn.Module, pattern: str) -> bool:
+    """Return whether a plan's key may mean something that another pipeline stage has."""
+    steps = _walk(model, pattern)
+    return any(isinstance(module, AbsentModule) for found in steps for _, module in found)
+
+
+def _walk(model: nn.Module, pattern: str) -> list[list[tuple[str, nn.Module]]]:
+    """Return the modules that each step of a plan's key means, with their names."""
+    steps = [[("", model)]]
+    for token in pattern.split(".") if pattern else ():
+        children = [
+            (child_name(name, own_name), child)
+            for name, module in steps[-1]
+            for own_name, child in module.named_children()
+            if fnmatchcase(own_name, token)
+        ]
+        steps.append(children)
+    return steps
+
+
+def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:
+    """Return the first parameter that a plan's key means, if it means any."""
+    owner, _, name = pattern.rpartition(".")
+    modules = map(model.get_submodule, matching_modules(model, owner))
+    found = (module._parameters.get(name) for module in modules)
+    return next((parameter for parameter in found if parameter is not None), None)
+
+
+def nearest_name(model: nn.Module, pattern: str) -> str | None:
+    """Return the module's name most like a plan's key, with `*` for numbers of layers."""
+    names = dict.fromkeys(
+        re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in model.named_modules()
+    )
+    return next(iter(get_close_matches(pattern, names, n=1, cutoff=0.0)), None)
+
+
+def is_present(model: nn.Module, pattern: str) -> bool:
+    """Return whether a plan's key means anything in a model, module or parameter."""
+    return bool(matching_modules(model, pattern)) or parameter_of(model, pattern) is not None
+
+
+def adapted(module: nn.Module) -> nn.Module:
+    """Return the layer that PEFT puts adapters around; else the layer itself."""
+    base = module._modules.get(BASE_LAYER)
+    return module if base is None else base
+
+
+def child_name(parent: str, name: str) -> str:
+    """Return the name, or pattern, of a child of a module, which may be the model itself."""
+    return f"{parent}.{name}" if parent else name
+
+
+def parent_name(name: str) -> str:
+    """Return the name, or pattern, of the module around one."""
+    return name.rpartition(".")[0]
+
+
+def import_class_from_path(path: str) -> Any:
+    """Import what a path such as "package.module.Class" names: a class, function or value.
+
+    Raises:
+        ImportError: the module cannot be imported, or has nothing of this name.
+        ValueError: it is no path of Python names.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except AttributeError as error:
+        raise ImportError(f"{path!r} names nothing: {error}.", name=path) from error
+
+
+def import_classes_from_paths(paths: Sequence[str]) -> list[Any]:
+    """Import what paths name, in order; those that fail are left out with a logged warning."""
+    found = []
+    for path in paths:
+        try:
+            found.append(import_class_from_path(path))
+        except Exception as error:  # noqa: BLE001, PERF203  (a module that runs raises anything)
+            _logger.warning("Left out the import path %r: %s", path, error)
+    return found

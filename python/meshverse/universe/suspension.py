@@ -1,0 +1,83 @@
+"""Suspending process groups that nobody uses for a while, and what they hold in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from meshverse import _torch_compat as compat
+from meshverse.groups.group import Group, State
+
+from .groups import UniverseGroups
+from .warm_up import Chosen, in_one_order
+
+__all__ = ["GroupMemory", "memory_stats", "resume", "suspend"]
+
+_log = logging.getLogger(__name__)
+
+
+class GroupMemory(NamedTuple):
+    """Memory that one group holds, as its backend says.
+
+    Attributes:
+        axes: names of the axes it was requested by.
+        size: its number of ranks.
+        suspended: whether it is suspended.
+        stats: the backend's own counters, in the backend's own units (NCCL: bytes).
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    suspended: bool
+    stats: dict[str, int]
+
+
+def memory_stats(
+    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None
+) -> list[GroupMemory]:
+    """Return what groups hold; see `Universe.memory_stats`."""
+    report = []
+    for one in _made(universes, axis_names):
+        stats = _stats(one.group)
+        if stats is not None:
+            is_suspended = one.group.state is State.SUSPENDED
+            size = len(one.group.request.my_ranks())
+            report.append(GroupMemory(one.axes, size, is_suspended, stats))
+    return report
+
+
+def suspend(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
+    """Suspend groups; see `Universe.suspend`."""
+    chosen = _made(universes, axis_names)
+    able = [one for one in chosen if _stats(one.group) is not None]
+    if chosen and not able:
+        backends = sorted({one.group.request.options.backend for one in chosen})
+        raise RuntimeError(
+            f"suspend() of groups of {', '.join(backends)}: none of them can be suspended. NCCL's "
+            "can, once they were used, from torch 2.12 and NCCL 2.29.7 on."
+        )
+    for one in able:
+        if one.group.suspend() and one.is_first():
+            _log.info("suspended %s", one.axes)
+
+
+def resume(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
+    """Resume groups; see `Universe.resume`."""
+    for one in _made(universes, axis_names):
+        if one.group.resume() and one.is_first():
+            _log.info("resumed %s", one.axes)
+
+
+def _stats(group: Group) -> dict[str, int] | None:
+    return compat.memory_stats(compat.resolve_group(group.name))
+
+
+def _made(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:
+    """Return the groups of these axes that exist; without names, all that were made here."""
+    return [
+        one
+        for one in in_one_order(universes, axis_names)
+        if one.group.state in (State.LIVE, State.SUSPENDED)
+        and (axis_names is not None or not one.group.borrowed)
+    ]

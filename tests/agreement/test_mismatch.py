@@ -1,0 +1,200 @@
+"""Ranks that build different meshes are told so within seconds, by name, instead of hanging."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
+from helpers.differing import AXES, ODD_RANK, TIMEOUT, Ending, ending_of, is_told, small_mesh
+from meshverse import (
+    DeviceMesh,
+    Universe,
+    init_device_mesh,
+    isolate,
+)
+
+
+def _from_ranks(ranks: list[list[int]]) -> DeviceMesh:
+    universe = Universe(torch.tensor(ranks), timeout=TIMEOUT)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=AXES, universe=universe)
+
+
+def _options(threads: int) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = threads
+    return options
+
+
+def _derived(*calls: Callable[[DeviceMesh], Any]) -> DeviceMesh:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"), timeout=TIMEOUT)
+    for call in calls:
+        call(mesh)
+    return mesh
+
+
+def _flatten_all(mesh: DeviceMesh) -> None:
+    mesh["a", "b"].flatten("all", isolate="mine")
+
+
+def _split_a(mesh: DeviceMesh) -> None:
+    mesh.unflatten("a", (1, 2), ("d", "e"), isolate="mine")
+
+
+def _isolated() -> None:
+    with isolate("mine"):
+        small_mesh()
+
+
+# What all ranks but the odd one do, and what that does.
+_DIFFERENCES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "shape": (lambda: small_mesh((2, 2)), lambda: small_mesh((4, 1))),
+    "number of axes": (
+        lambda: small_mesh((2, 2)),
+        lambda: small_mesh((4,), mesh_dim_names=("dp",)),
+    ),
+    "names": (lambda: small_mesh(), lambda: small_mesh(mesh_dim_names=("tp", "dp"))),
+    "order of ranks": (
+        lambda: _from_ranks([[0, 1], [2, 3]]),
+        lambda: _from_ranks([[0, 2], [1, 3]]),
+    ),
+    "backend": (
+        lambda: small_mesh(),
+        lambda: small_mesh(backend_override={"tp": "cpu:gloo"}),
+    ),
+    "options": (lambda: small_mesh(), lambda: small_mesh(options=_options(threads=5))),
+    "options of an axis": (
+        lambda: small_mesh(),
+        lambda: small_mesh(backend_override={"dp": _options(3)}),
+    ),
+    "timeout": (lambda: small_mesh(), lambda: small_mesh(timeout=TIMEOUT * 2)),
+    "timeout that is the world's": (
+        lambda: small_mesh((4, 1)),
+        lambda: small_mesh((4, 1), timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS)),
+    ),
+    "laziness": (lambda: small_mesh(), lambda: small_mesh(lazy=True)),
+    "isolation": (lambda: small_mesh(), _isolated),
+    "order of calls": (
+        lambda: _derived(_flatten_all, _split_a),
+        lambda: _derived(_split_a, _flatten_all),
+    ),
+    "what is derived": (
+        lambda: _derived(_split_a),
+        lambda: _derived(lambda m: m.unflatten("b", (1, 2), ("d", "e"), isolate="mine")),
+    ),
+}
+# Over a part of the world, which only its ranks build.
+_PART = {
+    "shape of a part": (
+        lambda: _part((3,), ("dp",)),
+        lambda: _part((1, 3), AXES),
+    ),
+    "order of a part's ranks": (
+        lambda: _part((3,), ("dp",)),
+        lambda: _part((3,), ("dp",), ranks=[3, 2, 0]),
+    ),
+}
+_ALL = {**_DIFFERENCES, **_PART}
+
+
+def _part(shape: tuple[int, ...], names: tuple[str, ...], ranks: Any = (0, 2, 3)) -> None:
+    if dist.get_rank() != 1:
+        init_device_mesh("cpu", shape, mesh_dim_names=names, ranks=ranks, timeout=TIMEOUT)
+
+
+def _build(difference: str, odd_one_first: bool) -> tuple[Ending, Ending]:
+    """How the call ended in which the ranks differ, and how the next call ended."""
+    usual, odd = _ALL[difference]
+    is_odd = dist.get_rank() == ODD_RANK
+    time.sleep(0.5 if is_odd != odd_one_first else 0)
+    meshes: list[Any] = []
+    ending = ending_of(lambda: meshes.append((odd if is_odd else usual)()))
+    dist.barrier()  # by now the ranks that differ know it
+    if difference in _PART and dist.get_rank() == 1:
+        return ending, ending
+    if difference == "what is derived" and meshes:  # the next call that all ranks of that mesh make
+        usual = partial(_flatten_all, *meshes)
+    return ending, ending_of(usual)
+
+
+# Ranks that wait for no other rank have left the call before the difference is known.
+_NOBODY_WAITS = {"timeout that is the world's"}
+_SOME_WAIT = {"what is derived", "laziness"}
+
+
+# One of each kind: a root, its groups, a derived mesh, the order of calls, a part, nobody waits.
+_IN_SHORT = {"shape", "options of an axis", "what is derived", "order of calls", "shape of a part"}
+
+
+def _tiers(odd_one_first: bool) -> list[Any]:
+    return [
+        pytest.param(
+            difference,
+            odd_one_first,
+            id=f"{difference}-odd one {'first' if odd_one_first else 'last'}",
+            marks=[] if odd_one_first and difference in _IN_SHORT else pytest.mark.long,
+        )
+        for difference in _ALL
+    ]
+
+
+@pytest.mark.parametrize(("difference", "odd_one_first"), _tiers(False) + _tiers(True))
+def test_all_ranks_of_a_call_are_told_who_differs(
+    crew: Crew, difference: str, odd_one_first: bool
+) -> None:
+    endings = crew.run(_build, 4, difference, odd_one_first)
+    members = [0, 1, 2, 3] if difference in _DIFFERENCES else [0, 2, 3]
+    told_late = [rank for rank in members if not is_told(endings[rank][0])]
+    if difference not in _NOBODY_WAITS | _SOME_WAIT:
+        assert told_late == [], endings
+    assert len(told_late) <= 3
+    assert len({endings[rank][1].message for rank in members}) == 1  # a mismatch is final
+    for rank in members:
+        ending, after = endings[rank]
+        assert max(ending.seconds, after.seconds) < WORLD_TIMEOUT_SECONDS / 2
+        assert ending.message in (after.message, "no error")
+        ranks, texts = zip(*_descriptions(after.message), strict=True)
+        assert ODD_RANK in ranks
+        assert len(set(ranks)) == len(set(texts)) == len(texts) == 2
+        assert all("over ranks " in text for text in texts)
+        assert _differences(after.message), after.message
+        assert all(re.search(r" at .*\.py:\d+: ", text) for text in texts)
+
+
+def _differences(message: str) -> list[str]:
+    """The lines that say what differs, which come first."""
+    before, _, _ = message.partition("Who builds what:")
+    return re.findall(r"^  [a-z].*: .* on ranks? \d.*$", before, re.MULTILINE)
+
+
+def _descriptions(message: str) -> list[tuple[int, str]]:
+    """Who built what."""
+    found = re.findall(r"^  rank (\d): (.*)$", message, re.MULTILINE)
+    return [(int(rank), text) for rank, text in found]
+
+
+def _unchecked(way: str) -> Ending:
+    if way == "environment":
+        os.environ["MESHVERSE_CHECK_CONSISTENCY"] = "0"
+    names = ("x", "y") if dist.get_rank() == ODD_RANK else AXES
+    changed = {"check_consistency": False} if way == "argument" else {}
+    try:
+        # other names, but the same groups
+        return ending_of(lambda: small_mesh(mesh_dim_names=names, **changed))
+    finally:
+        os.environ.pop("MESHVERSE_CHECK_CONSISTENCY", None)
+
+
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_the_comparison_can_be_turned_off(crew: Crew, way: str) -> None:
+    assert {ending.message for ending in crew.run(_unchecked, 4, way)} == {"no error"}
+    assert any(is_told(ending) for ending in crew.run(_unchecked, 4, "not at all"))

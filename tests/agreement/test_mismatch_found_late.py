@@ -1,0 +1,98 @@
+"""Ranks that learn of a difference after they, or others, have gone on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
+from meshverse import DeviceMesh, init_device_mesh
+
+_ODD_RANK = 2
+_NOW = "Ranks are building different meshes"
+
+
+def _mesh(shape: tuple[int, ...] = (2, 2), **changed: Any) -> DeviceMesh:
+    given = {"mesh_dim_names": ("dp", "tp"), "timeout": timedelta(seconds=6), **changed}
+    return init_device_mesh("cpu", shape, **given)
+
+
+def _said(build: Callable[[], Any]) -> str:
+    try:
+        build()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _told_late(calls: int) -> list[str]:
+    """Ranks that wait for nobody make some calls; then the odd one differs in the first of them."""
+    is_odd, store = dist.get_rank() == _ODD_RANK, dist.distributed_c10d._get_default_store()
+    first = partial(_mesh, lazy=True)
+    if is_odd:
+        store.wait([f"{rank} is ahead" for rank in range(4) if rank != _ODD_RANK])
+        said = [_said(partial(first, mesh_dim_names=("odd", "tp")))]
+    else:
+        for _ in range(calls):
+            first()
+        store.set(f"{dist.get_rank()} is ahead", "")
+        start = time.monotonic()
+        said = [_said(_mesh)]
+        assert time.monotonic() - start < WORLD_TIMEOUT_SECONDS / 2
+    return [*said, _said(_mesh), _said(partial(_mesh, lazy=True))]
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_ranks_that_are_ahead_get_the_error_where_they_wait_and_ever_after(
+    crew: Crew, calls: int
+) -> None:
+    for told in crew.run(_told_late, 4, calls):
+        assert len(set(told)) == 1
+        assert told[0].startswith(_NOW)
+        assert "order of axes: " in told[0]
+        assert f"on rank {_ODD_RANK}" in told[0]
+
+
+def _waits_for_nobody() -> str:
+    """Ranks that are ahead and wait for nobody meet the mismatch at their next call."""
+    is_odd, store = dist.get_rank() == _ODD_RANK, dist.distributed_c10d._get_default_store()
+    if is_odd:
+        store.wait([f"{rank} is ahead" for rank in range(4) if rank != _ODD_RANK])
+        said = _said(partial(_mesh, (4, 1), lazy=True))
+        store.set("mismatch", "")
+        return said
+    _mesh(lazy=True)
+    store.set(f"{dist.get_rank()} is ahead", "")
+    store.wait(["mismatch"])
+    return _said(partial(_mesh, lazy=True))
+
+
+def test_ranks_that_wait_for_nobody_get_the_error_at_their_next_call(crew: Crew) -> None:
+    for told in crew.run(_waits_for_nobody, 4):
+        assert told.startswith(_NOW)
+        assert "axis dp: " in told
+
+
+def _told_after_others_cleaned_up() -> str:
+    """One rank is late; the others are told, and destroy what they had before."""
+    before = _mesh()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 3:
+        store.wait([f"{other} has cleaned up" for other in range(3)])
+    said = _said(partial(_mesh, (4, 1) if rank == _ODD_RANK else (2, 2), isolate="x"))
+    before.universe.destroy()
+    store.set(f"{rank} has cleaned up", "")
+    return said
+
+
+@pytest.mark.long
+def test_a_late_rank_is_told_though_others_have_cleaned_up(crew: Crew) -> None:
+    for told in crew.run(_told_after_others_cleaned_up, 4):
+        assert told.startswith(_NOW)

@@ -1,0 +1,56 @@
+"""Differences between two calls are named first, and by what their users call them."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshverse.agreement import Description, program_line
+from meshverse.agreement.mismatch import _differences
+
+
+def _call(
+    rank: int, sizes: dict[str, int], call: str = "init_device_mesh", **facts: str
+) -> Description:
+    facts = {"made": "at once", "over": "ranks 0 to 3", "strides": str(sizes), **facts}
+    return Description(rank, "digest", call, sizes, facts, f"train.py:{rank}")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (
+            _call(0, {"dp": 2, "tp": 2}),
+            _call(3, {"dp": 4, "tp": 1}),
+            ["axis dp: 2 on rank 0, 4 on rank 3", "axis tp: 2 on rank 0, 1 on rank 3"],
+        ),
+        (
+            _call(0, {"dp": 2, "tp": 2}),
+            _call(3, {"dp": 2, "cp": 2}),
+            [
+                "axis tp: 2 on rank 0, none on rank 3",
+                "order of axes: dp, tp on rank 0, dp, cp on rank 3",
+                "axis cp: none on rank 0, 2 on rank 3",
+            ],
+        ),
+        (
+            _call(0, {"dp": 2, "tp": 2}, strides="(2, 1)"),
+            _call(3, {"tp": 2, "dp": 2}, strides="(2, 1)"),
+            ["order of axes: dp, tp on rank 0, tp, dp on rank 3"],
+        ),
+        (
+            _call(0, {"dp": 4}, made="lazy"),
+            _call(3, {"dp": 4}, call="flatten"),
+            [
+                "call: init_device_mesh on rank 0, flatten on rank 3",
+                "made: lazy on rank 0, at once on rank 3",
+            ],
+        ),
+        (_call(0, {"dp": 4}), _call(3, {"dp": 4}), []),
+    ],
+)
+def test_differences_are_named(one: Description, other: Description, expected: list[str]) -> None:
+    assert sorted(_differences([one, other])) == sorted(expected)
+
+
+def test_the_line_is_that_of_the_program() -> None:
+    assert program_line().startswith(f"{__file__}:")

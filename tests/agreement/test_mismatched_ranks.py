@@ -1,0 +1,85 @@
+"""Ranks that disagree about which ranks a mesh has are told so, or for whom they wait."""
+
+from __future__ import annotations
+
+import logging
+import re
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from helpers.all_reduce import reached_by
+from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
+from helpers.differing import AXES, Ending, ending_of
+from meshverse import (
+    DeviceMesh,
+    init_device_mesh,
+)
+
+_OVER_OTHER_RANKS = {
+    "overlapping": [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]],
+    "one left out": [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]],
+    "a neighbour each": [[0, 1], [1, 2], [2, 3], [0, 3]],
+    "another third": [[0, 1, 2], [0, 1, 3], [0, 1, 2], [0, 1, 3]],
+}
+
+
+def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
+    rank = dist.get_rank()
+    ranks = _OVER_OTHER_RANKS[way][rank]
+    build = partial(DeviceMesh, "cpu", ranks, mesh_dim_names=("dp",), isolate="not the world")
+    dist.barrier()  # who comes after the others were told comes to their next attempt
+    ending = ending_of(build)
+    dist.barrier()
+    # The same ranks can make the right mesh after that, and views of it.
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("all",), isolate="not the world")
+    return ending, reached_by(mesh.unflatten("all", (2, 2), AXES).get_group("tp"))
+
+
+@pytest.mark.parametrize("way", _OVER_OTHER_RANKS)
+def test_ranks_that_build_over_other_ranks_are_told_soon(crew: Crew, way: str) -> None:
+    for rank, (ending, reached) in enumerate(crew.run(_over_other_ranks, 4, way)):
+        mine = _OVER_OTHER_RANKS[way][rank]
+        assert ending.message.startswith(
+            f"Rank {rank} could not make the process group of axis 'dp' with ranks {mine}: "
+            "ranks wait for one another, which is a deadlock: "
+        )
+        # Descriptions, and whose they are.
+        named = re.findall(r"rank (\d) waits in axis 'dp' with ranks (\[.*?\])", ending.message)
+        assert len({ranks for _, ranks in named}) >= 2
+        assert all(str(_OVER_OTHER_RANKS[way][int(who)]) == ranks for who, ranks in named)
+        assert ending.seconds < WORLD_TIMEOUT_SECONDS / 2
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
+    """What is logged, and the error, where one rank of a group never makes it."""
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("meshverse").addHandler(handler)
+    message = "no error"
+    if dist.get_rank() < 2:
+        try:
+            timeout = timedelta(seconds=8)
+            init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), ranks=[0, 1, 2], timeout=timeout)
+        except RuntimeError as error:
+            message = str(error)
+    return [record.getMessage() for record in told], message
+
+
+@pytest.mark.long
+def test_ranks_that_wait_long_say_so_and_for_whom(crew: Crew) -> None:
+    answers = crew.run(_one_is_not_in_a_hurry, 4)
+    missing = "2 of 3 members joined; not seen were ranks [2]. Those that did not join have died"
+    [warning] = [warning for warnings, _ in answers for warning in warnings]  # not one a rank
+    assert "has waited 5 s to make axis 'dp' with ranks [0, 1, 2]" in warning
+    assert missing in warning
+    for rank, (_, message) in enumerate(answers):
+        if rank > 1:
+            assert message == "no error"
+            continue
+        assert f"Rank {rank} could not make the process group of axis 'dp'" in message
+        assert f"waited 0:00:08: {missing}" in message

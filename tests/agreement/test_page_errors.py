@@ -1,0 +1,73 @@
+"""The errors that docs/universe.md shows are those that are printed."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.crew import Crew
+from meshverse import init_device_mesh
+
+_PAGE = Path(__file__).parents[2] / "docs" / "universe.md"
+_BEGIN = "\n" * 11  # the call is in line 12
+_DIFFERENT = _BEGIN + "init_device_mesh('cpu', shape, mesh_dim_names=('dp', 'tp'))"
+_OTHER_RANKS = _BEGIN + "init_device_mesh('cpu', (3,), mesh_dim_names=('dp',), ranks=ranks)"
+
+
+def _samples() -> list[str]:
+    """The errors of the page, each as a line of words."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return [" ".join(block.split()) for block in blocks if "Error: " in block]
+
+
+def _different() -> str:
+    rank = dist.get_rank()
+    time.sleep(rank / 2)  # rank 0 comes first, and rank 2 finds the difference
+    names = {
+        "init_device_mesh": init_device_mesh,
+        "shape": (4, 1) if rank == 2 else (2, 2),
+    }
+    return _printed(_DIFFERENT, names)
+
+
+def _other_ranks() -> str:
+    rank = dist.get_rank()
+    ranks = [0, 1, 2] if rank < 2 else [1, 2, 3]
+    names = {"init_device_mesh": init_device_mesh, "ranks": ranks}
+    time.sleep(0.6 * rank)  # rank 2 finds the cycle: when it notes its wait, the others have
+    return _printed(_OTHER_RANKS, names)
+
+
+def _printed(program: str, names: dict[str, Any]) -> str:
+    """What Python prints last of the error in which a program ends."""
+    with pytest.raises(RuntimeError) as caught:
+        exec(compile(program, "train.py", "exec"), names)
+    return "".join(traceback.format_exception_only(caught.value))
+
+
+def _is_as_shown(message: str, sample: str) -> bool:
+    words = " ".join(message.split()).replace("timeout=40s", "timeout=1800s")
+    begin, dots, _ = sample.partition("...")
+    return bool(dots) and words.startswith(begin.strip())
+
+
+def test_the_page_shows_two_errors() -> None:
+    assert len(_samples()) == 2
+
+
+def test_ranks_that_build_different_meshes(crew: Crew) -> None:
+    different, _ = _samples()
+    for message in crew.run(_different, 4):
+        assert _is_as_shown(message, different), message
+
+
+def test_ranks_that_wait_for_one_another(crew: Crew) -> None:
+    _, other_ranks = _samples()
+    messages = crew.run(_other_ranks, 4)
+    assert any(_is_as_shown(message, other_ranks) for message in messages), messages

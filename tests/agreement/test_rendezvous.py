@@ -1,0 +1,252 @@
+"""Rendezvous of the members of a group: again and again, in threads, and elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from helpers.crew import Crew
+from meshverse.agreement import Rendezvous
+from meshverse.world.run_store import Run, RunStore
+
+_LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
+
+
+class _World(NamedTuple):
+    """What a rendezvous asks of a world."""
+
+    run_store: RunStore
+    rank: int
+    is_over: bool = False
+
+
+def _world(store: Any, rank: int) -> Any:
+    run = Run(rank, world_size=4)
+    run._number = 1  # no second run begins when a member comes again
+    return _World(RunStore(store, run), rank)
+
+
+def _join(
+    store: Any,
+    name: str,
+    ranks: list[int],
+    rank: int,
+    timeout: timedelta | None = _LONG,
+    own: Rendezvous | None = None,
+    text: str | None = None,
+) -> tuple[int, list[str]]:
+    world = _world(store, rank)
+    return (own or Rendezvous()).join(world, name, f"group {name}", ranks, timeout, text=text)
+
+
+def _join_all(store: Any, name: str, ranks: list[int], own: dict[int, Rendezvous]) -> list[Any]:
+    """All members, each a thread, join at once; what each got."""
+    answers: dict[int, Any] = {}
+
+    def join(rank: int) -> None:
+        mine = own.setdefault(rank, Rendezvous())
+        answers[rank] = _join(store, name, ranks, rank, own=mine, text=f"of {rank % 2}")
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [answers[rank] for rank in ranks]
+
+
+def test_members_join_again_and_again_and_bring_texts() -> None:
+    store, own = dist.HashStore(), dict[int, Rendezvous]()
+    for attempt in range(3):
+        texts = ["of 0", "of 1", "of 0"]
+        assert _join_all(store, "x", [0, 1, 2], own) == [(attempt, texts)] * 3
+
+
+def test_after_one_left_all_can_join_again() -> None:
+    store = dist.HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match=rf"rank {rank} waited 0:00:00.300000: 1 of 3 memb"):
+            _join(store, "x", [0, 1, 2], rank, _SHORT)
+    arguments = [(store, "x", [0, 1, 2], rank, _LONG, Rendezvous()) for rank in range(3)]
+    threads = [threading.Thread(target=_join, args=each) for each in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_nobody_joins_alone_after_a_rendezvous_that_was_complete() -> None:
+    store, own = dist.HashStore(), dict[int, Rendezvous]()
+    _join_all(store, "x", [0, 1], own)
+    with pytest.raises(RuntimeError, match=r"1 of 2 members joined; not seen were ranks \[1\]"):
+        _join(store, "x", [0, 1], 0, _SHORT, own[0])
+
+
+def test_a_late_member_that_brings_a_text_gets_the_outcome() -> None:
+    store = dist.HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match=r"rank 0 waited .* not seen were ranks \[1, 2\]"):
+            _join(store, "x", [0, 1, 2], rank, _SHORT, text="here")
+
+
+def test_keys_are_removed_from_the_store() -> None:
+    store, own = dist.HashStore(), {0: Rendezvous(), 1: Rendezvous()}
+    with pytest.raises(RuntimeError, match="rank 0 waited"):
+        _join(store, "x", [0, 1], 0, _SHORT, own[0])
+    second = threading.Thread(target=_join, args=(store, "x", [0, 1], 1, _LONG, own[1]))
+    second.start()
+    _join(store, "x", [0, 1], 0, own=own[0])
+    second.join(30)
+    assert store.num_keys() == 4  # of two attempts
+    for rank, mine in own.items():
+        mine.remove_from_store(_world(store, rank).run_store, "x")
+    assert store.num_keys() == 0
+
+
+def test_one_waits_for_ever_if_it_shall() -> None:
+    store = dist.HashStore()
+    first = threading.Thread(target=_join, args=(store, "x", [0, 1], 0, None), daemon=True)
+    first.start()
+    _join(store, "x", [0, 1], 1)
+    first.join(30)
+    assert not first.is_alive()
+
+
+def test_a_group_of_one_waits_for_nobody() -> None:
+    assert _join(None, "x", [3], 3, text="mine") == (0, ["mine"])
+
+
+def _interrupted() -> tuple[str, float]:
+    """Rank 0 is interrupted in its wait for rank 2; what the others are told, and how soon."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    rank, told, own = dist.get_rank(), "all joined", Rendezvous()
+    store, start = _store(), time.monotonic()
+    if rank == 0:
+        usual = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+    if rank < 2:
+        try:
+            _join(store, "x", [0, 1, 2], rank, own=own)
+        except (RuntimeError, KeyboardInterrupt) as error:
+            told = repr(error)
+    seconds = time.monotonic() - start
+    if rank == 0:
+        signal.signal(signal.SIGALRM, usual)
+    dist.barrier()
+    if rank < 3:
+        _join(store, "x", [0, 1, 2], rank, own=own)
+    return told, seconds
+
+
+def test_one_that_is_interrupted_tells_the_others(crew: Crew) -> None:
+    (first, _), (second, seconds), *_ = crew.run(_interrupted, 4)
+    assert first == "KeyboardInterrupt()"
+    assert second == "RuntimeError('rank 0 left it: KeyboardInterrupt')"
+    assert seconds < _LONG.total_seconds() / 2
+
+
+# --- ranks that are elsewhere --------------------------------------------------------------------
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+
+
+def _join_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, float]) -> Any:
+    """Each rank comes to its group of these; what it was told, and after how long."""
+    rank, store = dist.get_rank(), _store()
+    dist.barrier()  # who comes after the others were told comes to the next meeting
+    time.sleep(delays.get(rank, 0))
+    start, told = time.monotonic(), "all joined"
+    ranks, limit = groups[rank], timedelta(seconds=seconds)
+    try:
+        world = _world(store, rank)
+        Rendezvous().join(world, f"{ranks}", f"group of {rank}", ranks, limit)
+    except RuntimeError as error:
+        told = str(error)
+    return told, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(
+            {0: [0, 1], 1: [0, 1, 2], 2: [0, 1, 2], 3: [3]}, id="inside", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [3, 0]}, id="around", marks=pytest.mark.long
+        ),
+        pytest.param({0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 2], 3: [0, 1, 3]}, id="across"),
+    ],
+)
+def test_all_whose_group_is_in_a_deadlock_are_told_soon(
+    crew: Crew, groups: dict[int, list[int]]
+) -> None:
+    for rank, (told, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {0: 2})):
+        if groups[rank] == [rank]:
+            assert told == "all joined"
+            continue
+        assert told.startswith("ranks wait for one another, which is a deadlock: rank ")
+        assert told.count("waits in group of") >= 2
+        assert seconds < 15  # half of the time that they would have waited
+
+
+@pytest.mark.long
+def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
+    groups = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [2, 3]}
+    seen = crew.run(_join_in, 4, groups, 6, {3: 4})  # after rank 0 has looked for a cycle twice
+    assert [told for told, _ in seen[2:]] == ["all joined"] * 2
+    told, seconds = seen[0]
+    assert told.startswith("rank 0 waited 0:00:06: 1 of 2 members joined; not seen were ranks [1]")
+    assert seconds >= 6
+
+
+@pytest.mark.long
+def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
+    groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
+    (told, _), *_ = crew.run(_join_in, 4, groups, 3, {1: 0.5})
+    assert "rank 1 waits in group of 1 with ranks [1, 2] at " in told
+    assert ". Those that did not join have" in told
+
+
+def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
+    """Each rank comes to x in its main thread and to y in another; errors."""
+    rank, store, own, told = dist.get_rank(), _store(), Rendezvous(), []
+
+    def come(name: str) -> None:
+        time.sleep(delays.get((rank, name), 0))
+        try:
+            own.join(_world(store, rank), name, name, [0, 1], _LONG)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    other = threading.Thread(target=come, args=("y",))
+    other.start()
+    come("x")
+    other.join(30)
+    return told
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param(
+            {(1, "x"): 3, (1, "y"): 4}, id="one rank waits in both", marks=pytest.mark.long
+        ),
+        pytest.param({(0, "y"): 4, (1, "x"): 4}, id="each waits in one, and comes to the other"),
+    ],
+)
+def test_what_threads_wait_for_is_no_deadlock(
+    crew: Crew, delays: dict[tuple[int, str], float]
+) -> None:
+    assert crew.run(_in_two_threads, 2, delays) == [[], []]

@@ -1,0 +1,171 @@
+"""What Meshverse leaves in the default group's store: nothing, once its universes are destroyed."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.crew import Crew
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse.universe.universe import share_world_wide
+from meshverse.world.world import World
+
+_AXES = ("dp", "tp")
+
+
+class _Noting:
+    """A store that notes every key that is asked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.keys = store, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(key: str, *arguments: Any) -> Any:
+            self.keys.add(key)
+            return getattr(self._store, name)(key, *arguments)
+
+        return ask
+
+
+def _mesh(shape: tuple[int, ...] = (2, 2), **changed: Any) -> DeviceMesh:
+    given = {"mesh_dim_names": _AXES, "timeout": timedelta(seconds=20), **changed}
+    return init_device_mesh("cpu", shape, **given)
+
+
+def _plain() -> list[DeviceMesh]:
+    return [_mesh(), _mesh()]
+
+
+def _not_compared() -> list[DeviceMesh]:
+    return [_mesh(check_consistency=False)]
+
+
+def _derived() -> list[DeviceMesh]:
+    mesh = _mesh()
+    mesh["dp"].flatten("own", isolate="x")
+    mesh.unflatten("dp", (2, 1), ("a", "b"), isolate="y")
+    return [mesh]
+
+
+def _lazy() -> list[DeviceMesh]:
+    mesh = _mesh(lazy=True)
+    mesh.get_group("tp")
+    return [mesh]
+
+
+def _waited() -> list[DeviceMesh]:
+    """One rank is late, so that the others write down where they wait."""
+    time.sleep(2 if dist.get_rank() == 3 else 0)  # they do that after a second
+    return [_mesh()]
+
+
+def _failed() -> list[DeviceMesh]:
+    """Meetings that failed, for groups that are made later or never."""
+    mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))
+    if dist.get_rank() in (0, 2):
+        for axis in _AXES if dist.get_rank() == 0 else ("tp",):
+            with pytest.raises(RuntimeError, match="could not make"):
+                mesh.get_group(axis)
+    dist.barrier()
+    mesh.get_group("tp")
+    return [mesh]
+
+
+def _shared() -> list[DeviceMesh]:
+    """A lazy group is made by another universe than the one that named it."""
+    share_world_wide(True)
+    try:
+        first, second = _mesh(lazy=True), _mesh(lazy=True)
+        dist.barrier()
+        first.universe.destroy()
+        dist.barrier()
+        second.get_group("tp")
+        return [second]
+    finally:
+        share_world_wide(False)
+
+
+_PROGRAMS = {
+    "plain": _plain,
+    "derived": _derived,
+    "not compared": _not_compared,
+    "lazy": _lazy,
+    "waited": _waited,
+    "failed": _failed,
+    "shared": _shared,
+}
+
+
+def _left_over(program: str) -> tuple[int, list[str]]:
+    """How many keys of ours there were, and which are left once the universes are destroyed."""
+    store = World.current().store
+    noting = _Noting(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "store", noting)
+        for _ in range(2):
+            meshes = _PROGRAMS[program]()
+            dist.barrier()
+            there = [key for key in noting.keys if store.check([key])]
+            dist.barrier()
+            for mesh in meshes:
+                mesh.universe.destroy()
+            dist.barrier()
+            left = [key for key in noting.keys if store.check([key])]
+            dist.barrier()
+    return len(there), left
+
+
+_WAIT_FOR_SECONDS = ("waited", "failed")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=pytest.mark.long if program in _WAIT_FOR_SECONDS else [])
+        for program in _PROGRAMS
+    ],
+)
+def test_nothing_is_left_in_the_store(crew: Crew, program: str) -> None:
+    for there, left in crew.run(_left_over, 4, program):
+        assert there > 2
+        assert left == []
+
+
+# --- an end that fails ---------------------------------------------------------------------------
+
+
+def _end_with_one_that_fails() -> list[str]:
+    """What was ended when the end of one group failed, and what by a second call."""
+    mesh = _mesh((2, 2, 1), mesh_dim_names=("dp", "tp", "one"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    ended: list[str] = []
+    usual = dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch:
+
+        def end(group: Any) -> None:
+            if group is tp and "failed" not in ended:
+                ended.append("failed")
+                raise RuntimeError("the connection is gone")
+            ended.append("dp" if group is dp else "tp" if group is tp else "one")
+            usual(group)
+
+        patch.setattr(dist, "destroy_process_group", end)
+        dist.barrier()
+        with pytest.raises(RuntimeError) as failed:
+            mesh.universe.destroy()
+        ended.append(str(failed.value))
+        mesh.universe.destroy()
+        mesh.universe.destroy()
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            mesh.get_group("dp")
+    return ended
+
+
+def test_an_end_that_fails_for_one_group_still_ends_the_others(crew: Crew) -> None:
+    for ended in crew.run(_end_with_one_that_fails, 4):
+        # Last made, first ended.
+        assert ended == ["one", "failed", "dp", "the connection is gone", "tp"]

@@ -1,0 +1,153 @@
+"""`meshverse` on the command line: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import meshverse
+from helpers.forked import SECONDS
+from helpers.tiers import in_tiers
+from meshverse.commands.main import main
+
+
+def test_a_plan_is_printed(capsys) -> None:
+    assert main(["plan", "dp=4,tp=8", "--view", "a=2,b=2,tp=8", "--node-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "World of 32 ranks, backend nccl, 2 views:\n  dp=4,tp=8\n  a=2,b=2,tp=8\n"
+    )
+
+
+def test_a_plan_as_data(capsys) -> None:
+    degrees = "dp_replicate=4,dp_shard=40,cp=1,tp=8,pp=8,ep=8"
+    assert main(["plan", "--degrees", degrees, "--json", "--rank", "777"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["world"], data["mine"]["rank"], len(data["views"])) == (10_240, 777, 2)
+
+
+def test_degrees_fill_the_world_that_is_given(capsys) -> None:
+    assert main(["plan", "--degrees", "tp=8", "--world-size", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["views"][0].startswith(
+        "pp=1,dp_replicate=1,dp_shard=8,cp=1,tp=8"
+    )
+
+
+def test_pictures_are_written_beside_the_data(tmp_path, capsys) -> None:
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+    command = ["plan", "dp=4,tp=8", "--node-size", "8", "--json", "--rank", "9"]
+    assert main([*command, "--html", str(page), "--svg", str(picture)]) == 0
+    caught = capsys.readouterr()
+    assert json.loads(caught.out)["node_size"] == 8
+    assert caught.err == f"Wrote {page}\nWrote {picture}\n"
+    assert "<h1>Planned process groups of 32 ranks</h1>" in page.read_text(encoding="utf-8")
+    assert "the group of rank 9" in picture.read_text(encoding="utf-8")
+
+
+def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
+    assert main(["plan", "dp=4", "--svg", str(tmp_path / "nowhere" / "plan.svg")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan"], "There is no view to plan"),
+        (["plan", "dp=4", "--view", "dp=5"], "The nearest that do: dp=4"),
+        (["plan", "--degrees", "tp=8,sp=2"], "'sp=2' in --degrees"),
+        (["plan", "--degrees", "tp=x"], "'tp=x' in --degrees"),
+        (["plan", "--degrees", "tp=2,tp=2"], "write each degree once"),
+        (["plan", "--degrees", "dp=2,dp_shard=2"], "leave one of them out"),
+        (["plan", "--degrees", "dp=3,dp_replicate=2"], "dp_replicate"),
+        (["plan", "dp=99999999999999999999,tp=99999"], "a plan is of at most 16,777,216"),
+        (["plan", "--degrees", "tp=99999999999999999999"], "a plan is of at most 16,777,216"),
+        (["plan", "dp=2", "--world-size", "0"], "A world of 0 ranks: give an int above 0"),
+        (["plan", "dp=2", "--rank", "9" * 30], "is outside the world: give one of 0 to 1"),
+        (["plan", "dp=2", "--node-size", "-" + "9" * 30], "ranks on each node: give an int"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2(arguments, said: str, capsys) -> None:
+    assert main(arguments) == 2
+    caught = capsys.readouterr()
+    assert said in caught.err
+    assert caught.out == ""
+
+
+def test_what_is_wrong_does_not_change_the_terminal(capsys) -> None:
+    assert main(["plan", "a\x1b[31m=2.0"]) == 2
+    err = capsys.readouterr().err
+    assert "=2.0 in the view" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "dp=2", "--json"),
+        pytest.param(("plan", "--help"), marks=pytest.mark.long),
+        pytest.param((), marks=pytest.mark.long),
+    ],
+)
+def test_a_pipe_that_is_closed_is_no_error(arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "meshverse", *arguments]
+    with os.fdopen(write) as pipe:
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=SECONDS
+        )
+    assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", in_tiers(["plan dp=4", "versions", "plan dp=x"], ["versions"])
+)
+def test_a_standard_output_that_the_shell_has_closed_is_no_error(arguments: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m meshverse {arguments} >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == (2 if "=x" in arguments else 0)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_files_are_written_where_nobody_reads_the_table(tmp_path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    sizes = ",".join(f"a{'x' * 300}{index}=1" for index in range(20))  # more than a buffer
+    picture = tmp_path / "plan.svg"
+    command = [sys.executable, "-m", "meshverse", "plan", sizes, "--svg", str(picture)]
+    with os.fdopen(write) as pipe:
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=SECONDS
+        )
+    assert (done.returncode, done.stderr) == (0, f"Wrote {picture}\n")
+    assert picture.exists()
+
+
+def test_python_m_meshverse_is_the_same_command() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "meshverse", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+
+    told = run("plan", "dp=2")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.startswith("World of 2 ranks")
+    assert run("plan", "dp=x*y").returncode == 2
+
+
+def test_its_version_and_those_of_others(capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"meshverse {meshverse.__version__}"
+    assert main(["versions"]) == 0
+    report = capsys.readouterr().out
+    assert "torch " in report
+    assert "gloo" in report
+    assert main([]) == 2

@@ -1,0 +1,99 @@
+"""The rooms in docs/architecture.md: what is drawn is what is checked, and what is there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TOP = Path(__file__).parents[2]
+_PACKAGE = _TOP / "python" / "meshverse"
+
+
+_PAGE = (_TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def _picture() -> dict[str, str]:
+    """What is drawn beside each room, highest first."""
+    drawn = _PAGE.partition("<!-- rooms -->")[2].partition("<!-- end of rooms -->")[0]
+    return dict(re.findall(r"^  (\w+)(?:/|\.py) +(.+)$", drawn, flags=re.MULTILINE))
+
+
+_SETTINGS = tomllib.loads((_TOP / "pyproject.toml").read_text(encoding="utf-8"))
+_LINTER = _SETTINGS["tool"]["importlinter"]
+_CONTRACTS: dict[str, dict[str, Any]] = {
+    contract["id"]: contract for contract in _LINTER["contracts"] if contract["type"] == "layers"
+}
+
+
+def _levels(layers: list[str]) -> list[set[str]]:
+    return [set(layer.split(" | ")) for layer in layers]
+
+
+def test_the_rooms_are_drawn_in_the_order_that_is_checked() -> None:
+    drawn = list(_picture())
+    for level in _levels(_CONTRACTS["rooms"]["layers"]):
+        assert set(drawn[: len(level)]) == level
+        del drawn[: len(level)]
+    assert not drawn
+
+
+def test_every_folder_and_file_of_the_package_is_drawn() -> None:
+    rooms = {path.parent.name for path in _PACKAGE.glob("*/__init__.py")}
+    files = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__"}
+    assert rooms | files == set(_picture())
+
+
+def test_no_import_is_left_out_of_the_check() -> None:
+    assert set(_LINTER) == {"root_package", "contracts"}
+    for contract in _CONTRACTS.values():
+        assert contract["exhaustive"]
+        assert set(contract) == {"id", "name", "type", "containers", "exhaustive", "layers"}
+
+
+def test_parallel_may_import_no_room() -> None:
+    (public,) = (each for each in _LINTER["contracts"] if each["type"] == "forbidden")
+    rooms = set().union(*_levels(_CONTRACTS["rooms"]["layers"]))
+    allowed = {"__main__", "_torch_compat", "parallel"}
+    assert public["source_modules"] == ["meshverse.parallel"]
+    assert set(public["forbidden_modules"]) == {f"meshverse.{room}" for room in rooms - allowed}
+    assert "ignore_imports" not in public
+
+
+_CORE = _TOP / "csrc"
+_CORE_ROOMS = re.findall(r"^csrc/(\w*)/? +(.+)$", _PAGE, flags=re.MULTILINE)
+
+
+def _core_places() -> dict[Path, tuple[int, int]]:
+    """Where each file of the core is drawn: its room, and its place from the left."""
+    places = {}
+    for room, (folder, drawn) in enumerate(_CORE_ROOMS):
+        for level, names in enumerate(drawn.split(" > ")):
+            for name in names.split(", "):
+                for path in (_CORE / folder).glob(f"{name}.*"):
+                    places[path] = room, level
+    return places
+
+
+def test_every_file_of_the_core_is_drawn() -> None:
+    files = {path for folder, _ in _CORE_ROOMS for path in (_CORE / folder).glob("*.*")}
+    assert _core_places().keys() == files
+    not_drawn = {"fuzz", "tests"}  # which are no part of it
+    folders = {path.name for path in _CORE.iterdir() if path.is_dir()}
+    assert folders - not_drawn == {folder for folder, _ in _CORE_ROOMS if folder}
+
+
+def test_files_of_the_core_include_files_to_their_right_or_in_rooms_below() -> None:
+    places = _core_places()
+    for path, place in places.items():
+        for name in re.findall(r'^#include "(.+)"$', path.read_text("utf-8"), flags=re.MULTILINE):
+            beside = path.parent / name
+            included = beside if beside in places else _CORE / name
+            is_own = included.with_suffix("") == path.with_suffix("")
+            assert is_own or place < places[included], f"{path.name} includes {name}"

@@ -1,0 +1,232 @@
+"""`meshverse doctor` on real processes: what is well, what is not, and who does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from helpers.forked import SECONDS, Forked
+
+pytestmark = pytest.mark.processes
+
+_DOCTOR = ["-m", "meshverse", "doctor"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environments(
+    ranks: Sequence[int],
+    world_size: int,
+    port: int | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[dict[str, str]]:
+    """The environment of some ranks of a world, as srun would give it."""
+    common = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or _free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        {**os.environ, **common, "RANK": str(rank), **(own or {}).get(rank, {})} for rank in ranks
+    ]
+
+
+def _start(
+    ranks: Sequence[int],
+    world_size: int,
+    *arguments: str,
+    port: int | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[Forked]:
+    """The doctor on some ranks of a world."""
+    environments = _environments(ranks, world_size, port, own)
+    return [Forked([*_DOCTOR, *arguments], env=environment) for environment in environments]
+
+
+def _ends(processes: Sequence[Forked]) -> list[tuple[int, str, str]]:
+    return [process.communicate() for process in processes]
+
+
+@pytest.mark.long
+def test_a_job_that_is_well() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    arguments = ["dp=2,tp=2,all=dp*tp", "--view", "a=4,b=1", "--megabytes", "1", "--json"]
+    done = subprocess.run(
+        [*torchrun, *_DOCTOR, *arguments], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # by rank 0 alone
+    assert (told["is_well"], told["problems"], told["world"]) == (True, [], 4)
+    assert told["hosts"] == [socket.gethostname()] * 4
+    axes = {" ".join(axis["axes"]): axis for axis in told["axes"]}
+    sizes = {name: (axis["size"], axis["count"]) for name, axis in axes.items()}
+    assert sizes == {"dp": (2, 2), "tp": (2, 2), "all a": (4, 1), "b": (1, 4)}
+    assert all(axis["is_right"] for axis in axes.values())
+    assert all(axes[name]["bytes_per_second"] > 0 for name in ("dp", "tp", "all a"))
+    assert axes["b"]["bytes_per_second"] is None
+    assert axes["dp"]["large_bytes"] == 2**20
+    assert {(axis["nodes"], axis["planned_nodes"]) for axis in axes.values()} == {(1, 1)}
+
+
+_TWICE = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+from meshverse.doctor import examine
+
+def ask(view):
+    os.environ["NCCL_TURN"] = view  # which the environment that is told then has
+    found = examine([view], backend="gloo", large_bytes=1000, timeout=timedelta(seconds=30))
+    return found.axes[0].axes, found.environment["NCCL_TURN"], found.problems
+
+assert ask("a=2") == (["a"], "a=2", [])
+assert ask("b=2") == (["b"], "b=2", [])
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+one = torch.ones(1)
+dist.all_reduce(one)
+assert one.item() == 2
+dist.destroy_process_group()
+"""
+
+
+def test_examinations_and_the_job_follow_each_other_in_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(_TWICE)
+    ranks = [Forked([str(script)], env=environment) for environment in _environments([0, 1], 2)]
+    for status, _, err in _ends(ranks):
+        assert status == 0, err
+
+
+@pytest.mark.long
+def test_srun_as_the_page_shows_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    shown = re.search(r"^srun (bash -c '[^']+')", page, re.MULTILINE)
+    assert shown is not None
+    _, flag, script = shlex.split(shown[1])
+    script = script.replace("python ", f"{shlex.quote(sys.executable)} ")
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    # Values that the doctor refuses: the line has to give its own.
+    slurm |= dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "none")
+    own = {
+        rank: {**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)
+    }
+    ranks = [
+        subprocess.Popen(["bash", flag, script], env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in _environments([0, 1], 2, own=own)
+    ]
+    outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    told = json.loads(outputs[0])
+    assert (told["world"], told["axes"][0]["planned_nodes"]) == (2, 1)
+
+
+def test_tables_are_for_people() -> None:
+    (zero, one) = _ends(_start([0, 1], 2, "dp=2", "--megabytes", "0.1"))
+    assert (zero[0], one) == (0, (0, "", ""))
+    assert "2 on 1 hosts, backend gloo" in zero[1]
+    assert "bandwidth" in zero[1]
+    assert zero[1].rstrip().endswith("All is well.")
+
+
+def test_ranks_that_differ_are_told_with_what() -> None:
+    own = {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}
+    ends = _ends(_start([0, 1, 2], 3, "dp=3", "--json", "--megabytes", "0.1", own=own))
+    assert [status for status, _, _ in ends] == [1, 1, 1]  # on all ranks
+    (problem,) = json.loads(ends[0][1])["problems"]
+    assert problem == (
+        "TORCH_DISTRIBUTED_DEBUG is not the same on all ranks: not set on ranks 0, 2; INFO on "
+        "rank 1."
+    )
+
+
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.long), 2])
+def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
+    store = None if missing else dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = _free_port() if store is None else store.port
+    start = time.monotonic()
+    here = [rank for rank in range(3) if rank != missing]
+    ends = _ends(_start(here, 3, "dp=3", "--timeout", "4", port=port))
+    assert time.monotonic() - start < SECONDS / 2
+    for status, out, err in ends:
+        assert (status, out) == (1, "")
+        assert "Traceback" not in err
+    told = [err for _, _, err in ends if f"rank {missing} has not started" in err]
+    assert told, ends
+
+
+def test_a_rank_that_stops_in_the_middle_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    ranks = _start([0, 1, 2], 3, "dp=3", "--timeout", "5", "--megabytes", "64", port=port)
+    _wait_for_note(2, port, "all-reduces")
+    os.kill(ranks[2].pid, signal.SIGSTOP)
+    try:
+        ends = _ends(ranks[:2])
+    finally:
+        ranks[2].kill()
+        ranks[2].communicate()
+    assert [status for status, _, _ in ends] == [1, 1]
+    name = f"rank 2 on {socket.gethostname()}"
+    assert any(
+        name in err and ("no sign of life" in err or "still in" in err) for _, _, err in ends
+    )
+    assert all("the all-reduces of axis dp" in err for _, _, err in ends), ends
+
+
+def _wait_for_note(rank: int, port: int, text: str) -> None:
+    """Wait until a rank notes a step with this text in its name."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:  # a TCPStore waits for seconds between its attempts
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=60))
+    notes = dist.PrefixStore("meshverse doctor 0 0", store)
+    key = f"note {rank}"
+    while time.monotonic() < deadline:
+        if notes.check([key]) and text in notes.get(key).decode():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} noted no step with {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["dp=3"], "has 3 ranks, but the world has 2"),
+        (["dp=2", "--timeout", "0"], "--timeout 0.0: give a number above 0"),
+        (["dp=2", "--megabytes", "-1"], "give a number above 0"),
+    ],
+)
+def test_what_cannot_be_asked_ends_with_2(arguments: list[str], said: str) -> None:
+    for status, _, err in _ends(_start([0, 1], 2, *arguments)):
+        assert status == 2
+        assert said in err
+
+
+def test_without_a_launcher_it_says_how_to_start() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    status, _, err = Forked([*_DOCTOR, "dp=2"], env=environment).communicate()
+    assert status == 2
+    assert "torchrun --nproc-per-node 4 -m meshverse doctor dp=2,tp=2" in err

@@ -1,0 +1,64 @@
+"""Who makes the groups of a backend, and who waits: by what c10d and the backend can do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.versions import AT_LEAST_2_15
+from meshverse import _torch_compat as compat
+from meshverse import init_device_mesh
+from meshverse.world.world import World
+
+
+def _never_made(*arguments: object) -> None:
+    raise AssertionError("no group of this backend is made here")
+
+
+@pytest.fixture
+def unknown() -> str:
+    """A registered backend of which nothing is known."""
+    if "unheard_of" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("unheard_of", _never_made, devices=["cpu"])
+    return "unheard_of"
+
+
+def test_of_an_unknown_backend_the_members_meet_before_they_make_a_group(
+    world, unknown: str
+) -> None:
+    current = World.current()
+    assert current is not None
+    assert current.creation_blocks(unknown), "it may wait for its members"
+    assert current.why_all_ranks(unknown) is None
+    assert not current.can_split(unknown)
+
+
+def test_a_backend_that_waits_makes_a_group_of_several_wait(world, unknown: str) -> None:
+    assert compat.creation_blocks(f"cpu:fake,cuda:{unknown}")
+    assert compat.creation_blocks(f"cpu:{unknown},cuda:fake")
+    assert not compat.creation_blocks("cpu:fake,cuda:fake")
+
+
+def test_nccl_waits_where_it_connects_when_it_is_made(world) -> None:
+    # From 2.15 on, "nccl" is an NCCL that does, unless TORCH_DIST_USE_NCCL2=0.
+    assert compat.creation_blocks("nccl") is AT_LEAST_2_15
+    assert compat.creation_blocks("nccl2")
+    assert compat.creation_blocks("nccl-lazy")
+    assert compat.creation_blocks("nccl-legacy") is not AT_LEAST_2_15  # its name there
+
+
+def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
+    with torch.distributed.config.patch(use_torchcomms=True):
+        hazard = compat.why_all_ranks(dist.group.WORLD, "nccl")
+    # From 2.15 on; there torchcomms is asked whether it is there, and here it is not.
+    assert hazard == (None if AT_LEAST_2_15 else "torchcomms")
+
+
+def test_a_default_group_that_is_bound_to_nothing_is_not_split(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    hows = {group["how"] for group in mesh.universe.explain().to_dict()["groups"]}
+    assert hows == {"made by its members"}
+    current = World.current()
+    assert current is not None
+    assert not current.can_split("fake")

@@ -1,0 +1,251 @@
+"""The states of a process group: every state, and everything that can happen to it in each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.worlds import in_worlds
+from meshverse import _torch_compat as compat
+from meshverse import init_device_mesh
+from meshverse.groups.creation import create_by_members
+from meshverse.groups.group import Group, State
+from meshverse.groups.registry import GroupRegistry
+from meshverse.world.world import World
+
+in_a_world = in_worlds((8, 5))
+
+
+def _create(group: Group) -> Any:
+    return create_by_members(group, World.current())
+
+
+def _planned() -> Group:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
+    group = World.current().state(GroupRegistry).find(mesh.group_names[1])
+    assert group is not None
+    return group
+
+
+def _live() -> Group:
+    group = _planned()
+    assert group.make(_create)
+    return group
+
+
+def _suspended() -> Group:
+    group = _live()
+    assert group.suspend()
+    return group
+
+
+def _destroyed() -> Group:
+    group = _live()
+    dist.destroy_process_group(group.live_handle())
+    return group
+
+
+def _ended() -> Group:
+    group = _live()
+    group.end(abort=False)
+    return group
+
+
+def _destroy(group: Group) -> None:
+    handle = compat.find_group(group.name)
+    if handle is not None:
+        dist.destroy_process_group(handle)
+
+
+_STATES: dict[State, Callable[[], Group]] = {
+    State.PLANNED: _planned,
+    State.LIVE: _live,
+    State.SUSPENDED: _suspended,
+    State.DESTROYED: _destroyed,
+    State.ENDED: _ended,
+}
+_EVENTS: dict[str, Callable[[Group], Any]] = {
+    "make": lambda group: group.make(_create),
+    "suspend": lambda group: group.suspend(),
+    "resume": lambda group: group.resume(),
+    "destroyed by others": _destroy,
+    "end": lambda group: group.end(abort=False),
+    "abort": lambda group: group.end(abort=True),
+}
+_P, _L, _S, _D, _E = _STATES
+_AFTER = {  # by event: the state that each of the states above becomes; None for an error
+    "make": (_L, _L, None, None, None),
+    "suspend": (None, _S, _S, None, None),
+    "resume": (None, _L, _L, None, None),
+    "destroyed by others": (_P, _D, _D, _D, _E),
+    "end": (_E, _E, _E, _E, _E),
+    "abort": (_E, _E, _E, _E, _E),
+}
+
+
+@pytest.fixture
+def suspending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends of this process can be suspended: the one of fake worlds cannot."""
+    monkeypatch.setattr(compat, "suspend", lambda group: None)
+    monkeypatch.setattr(compat, "resume", lambda group: None)
+
+
+@in_a_world
+@pytest.mark.usefixtures("world", "suspending")
+@pytest.mark.parametrize("event", _EVENTS)
+@pytest.mark.parametrize("before", _STATES, ids=lambda state: state.name)
+def test_every_event_in_every_state(before: State, event: str) -> None:
+    group = _STATES[before]()
+    assert group.state is before
+    after = _AFTER[event][list(_STATES).index(before)]
+    if after is None:
+        with pytest.raises(RuntimeError, match="process group of axis"):
+            _EVENTS[event](group)
+    else:
+        _EVENTS[event](group)
+    assert group.state is (after or before)
+    is_live = group.state is State.LIVE
+    assert (group.handle is not None) == is_live
+    assert all((group.name in use.process_groups) == is_live for use in group.uses.alive())
+    assert (compat.find_group(group.name) is not None) == (group.state in (_L, _S))
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_threads_wait_for_the_one_that_makes_it() -> None:
+    group, begun, go = _planned(), threading.Event(), threading.Event()
+    made: list[bool] = []
+
+    def slow(group: Group) -> Any:
+        begun.set()
+        assert go.wait(30)
+        return _create(group)
+
+    threads = [threading.Thread(target=lambda: made.append(group.make(slow))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(30)
+    time.sleep(0.05)
+    assert group.state is State.BEING_MADE
+    assert made == []
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(made) == [False, False, False, True]
+    assert group.state is State.LIVE
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_a_group_that_cannot_be_made_is_planned_again_and_the_next_thread_tries() -> None:
+    group, tries = _planned(), list[int]()
+
+    def fail_first(group: Group) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("not yet")
+        return _create(group)
+
+    with pytest.raises(RuntimeError, match="not yet"):
+        group.make(fail_first)
+    assert group.state is State.PLANNED
+    assert group.make(fail_first)
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_use_in_the_middle_of_making_it_is_an_error() -> None:
+    """As a signal handler of the thread that makes it would."""
+    group = _planned()
+
+    def uses_it(group: Group) -> Any:
+        with pytest.raises(RuntimeError, match="being made, in this very thread"):
+            group.make(_create)
+        return _create(group)
+
+    assert group.make(uses_it)
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_a_world_that_ends_ends_its_groups() -> None:
+    group = _live()
+    dist.destroy_process_group()
+    assert group.state is State.ENDED
+    assert group.handle is None
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_the_end_waits_for_the_thread_that_makes_it() -> None:
+    group, begun, go = _planned(), threading.Event(), threading.Event()
+
+    def slow(group: Group) -> Any:
+        begun.set()
+        assert go.wait(30)
+        return _create(group)
+
+    maker = threading.Thread(target=lambda: group.make(slow))
+    ender = threading.Thread(target=lambda: group.end(abort=False))
+    maker.start()
+    assert begun.wait(30)
+    ender.start()
+    go.set()
+    for thread in (maker, ender):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert group.state is State.ENDED
+    assert compat.find_group(group.name) is None
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_an_end_in_the_middle_of_making_it_ends_it() -> None:
+    """As a signal handler of the thread that makes it would."""
+    group = _planned()
+
+    def ends_it(group: Group) -> Any:
+        group.end(abort=False)
+        return _create(group)
+
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        group.make(ends_it)
+    assert group.state is State.ENDED
+    assert compat.find_group(group.name) is None
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_may_end_a_group_that_a_thread_of_its_parent_is_making() -> None:
+    group, begun, go = _planned(), threading.Event(), threading.Event()
+
+    def slow(group: Group) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return _create(group)
+
+    maker = threading.Thread(target=lambda: group.make(slow))
+    maker.start()
+    assert begun.wait(30)
+    child = os.fork()
+    if child == 0:
+        group.end(abort=False)
+        os._exit(0 if group.state is State.ENDED else 1)
+    deadline, ended = time.monotonic() + 30, (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        ended = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    go.set()
+    maker.join(30)
+    assert ended == (child, 0)
+    assert group.state is State.LIVE

@@ -1,0 +1,145 @@
+"""Ctrl-C while a group is made: its members can try again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.all_reduce import reached_by
+from helpers.crew import Crew
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse import _torch_compat as compat
+from meshverse.world.world import World
+
+
+def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
+    timeout = timedelta(seconds=1.5)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"), lazy=lazy, timeout=timeout)
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    signal.raise_signal(signal.SIGINT)  # Python's own handler raises KeyboardInterrupt
+
+
+class _InterruptsWhenConnected(dist.ProcessGroupGloo):
+    """As if Ctrl-C came while a group connects: Python handles it when the C++ code returns."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        _interrupt()
+
+
+class _InterruptsWhenAllCame:
+    """A store: as soon as it has said that all joined, this process is interrupted."""
+
+    def __init__(self, store: Any, operation: int = 0) -> None:
+        self._store, self._left = store, operation  # after which it is interrupted too
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            answer = getattr(self._store, name)(*arguments)
+            self._left -= 1
+            if answer == b"all joined" or self._left == 0:
+                _interrupt()
+            return answer
+
+        return ask
+
+
+def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
+    """Rank 0 is interrupted after all members of its group came; then all ranks try again."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    told = "no error"
+    mesh = _mesh(lazy=True) if lazy else None
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0 and place == "creation":
+            patch.setattr(compat, "create_by_members", _interrupt)
+        elif dist.get_rank() == 0 and place == "connected":
+            patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _InterruptsWhenConnected)
+        elif dist.get_rank() == 0:
+            patch.setattr(World, "store", _InterruptsWhenAllCame(World.current().store))
+        try:
+            if mesh is None:
+                _mesh(lazy=False)
+            elif dist.get_rank() < 2:
+                mesh.get_group("tp")
+        except (KeyboardInterrupt, RuntimeError) as error:
+            told = type(error).__name__
+    signal.signal(signal.SIGINT, usual)
+    dist.barrier()
+    return told, reached_by((mesh or _mesh(lazy=False)).get_group("tp"))
+
+
+@pytest.mark.parametrize(
+    "lazy", [pytest.param(False, id="eager", marks=pytest.mark.long), pytest.param(True, id="lazy")]
+)
+@pytest.mark.parametrize("place", ["meeting", "creation", "connected"])
+def test_members_can_try_again_after_one_was_interrupted(
+    crew: Crew, place: str, lazy: bool
+) -> None:
+    for rank, (told, reached) in enumerate(crew.run(_interrupted, 4, place, lazy)):
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+        if rank == 0:
+            assert told == "KeyboardInterrupt"
+        if rank == (1 if lazy else 2):  # the other member of the group
+            assert told == ("no error" if place == "connected" else "RuntimeError")
+
+
+def _interrupted_at(operation: int) -> list[str]:
+    """Rank 0 is interrupted after an operation of the store; then all ranks try again."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    told = []
+    for is_first in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_first and dist.get_rank() == 0:
+                store = _InterruptsWhenAllCame(World.current().store, operation)
+                patch.setattr(World, "store", store)
+            try:
+                _mesh(lazy=False)
+                told.append("no error")
+            except (KeyboardInterrupt, RuntimeError) as error:
+                told.append(type(error).__name__)
+        dist.barrier()
+    signal.signal(signal.SIGINT, usual)
+    return told
+
+
+@pytest.mark.parametrize(
+    "operation", [2, *[pytest.param(number, marks=pytest.mark.long) for number in (1, 3, 4, 5)]]
+)
+def test_all_can_try_again_wherever_one_was_interrupted(crew: Crew, operation: int) -> None:
+    first, *others = crew.run(_interrupted_at, 4, operation)
+    assert first == ["KeyboardInterrupt", "no error"]
+    assert [again for _, again in others] == ["no error"] * 3
+
+
+def _interrupted_before_ranks_differ() -> list[str]:
+    """Rank 0 is interrupted in a meeting; then rank 2 differs from the others; all try again."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank, told = dist.get_rank(), []
+    time.sleep([0.3, 0, 0.8, 0.1][rank])
+    for attempt in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if attempt == 0 and rank == 0:
+                store = _InterruptsWhenAllCame(World.current().store, operation=5)
+                patch.setattr(World, "store", store)
+            try:
+                _mesh(lazy=False, shape=(4, 1) if attempt == 0 and rank == 2 else (2, 2))
+                told.append("no error")
+            except (KeyboardInterrupt, RuntimeError) as error:
+                told.append(type(error).__name__)
+        dist.barrier()
+    signal.signal(signal.SIGINT, usual)
+    return told
+
+
+@pytest.mark.long
+def test_one_that_was_interrupted_gets_the_mismatch_at_its_next_call(crew: Crew) -> None:
+    first, *others = crew.run(_interrupted_before_ranks_differ, 4)
+    assert first == ["KeyboardInterrupt", *["RanksDifferError"] * 2]
+    assert others == [["RanksDifferError"] * 3] * 3

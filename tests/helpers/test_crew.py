@@ -1,0 +1,75 @@
+"""The crew itself: a failure shows where, a hang ends, and work goes on afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.crew import Crew, RankError
+
+_LOCKS = []
+
+
+def _rank_and_process() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("no such axis")
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        _sleep_long()
+
+
+def _sleep_long() -> None:
+    time.sleep(30)
+
+
+def _die() -> None:
+    os._exit(3)
+
+
+def _hold_a_lock() -> str:
+    lock = multiprocessing.Lock()  # as progress bars do
+    _LOCKS.append(lock)
+    return lock._semlock.name  # type: ignore[attr-defined]
+
+
+def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:
+    answers = crew.run(_rank_and_process, 4)
+    assert [rank for rank, _ in answers] == [0, 1, 2, 3]
+    assert len({process for _, process in answers} | {os.getpid()}) == 5
+
+
+@pytest.mark.long
+def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
+    crew = Crew()
+    with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*_fail_on[^$]*no such axis"):
+        crew.run(_fail_on, 2, 1)
+    with pytest.raises(RankError, match=r"rank 0: did not finish in 6 s[^$]*_sleep_long"):
+        crew.run(_hang_on, 2, 0, timeout=6)
+    with pytest.raises(RankError, match="rank 0: died with exit code 3"):
+        crew.run(_die, 1)
+    assert len(crew.run(_rank_and_process, 2)) == 2
+    crew.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for semaphores where Linux has them")
+def test_processes_take_back_the_semaphores_of_their_locks() -> None:
+    crew = Crew()
+    names = crew.run(_hold_a_lock, 2)
+    there = [Path(f"/dev/shm/sem.{name.lstrip('/')}") for name in names]
+    assert all(path.exists() for path in there)
+    crew.stop()
+    assert not any(path.exists() for path in there)

@@ -1,0 +1,115 @@
+"""Stacked experts split by their features: on real processes, against one process."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from expert_models import BOUND, EXPERTS, FORMS, INNER, WIDTH, make, objective, tokens
+from rounding import largest_error
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+import meshverse
+from helpers.crew import Crew
+from meshverse.parallel.experts.features import ExpertFeaturesParallel
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plan() -> dict[str, ParallelStyle]:
+    return {"*.experts": ExpertFeaturesParallel()}
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    """The output, the input's gradient, and those of all parameters."""
+    given = tokens().requires_grad_()
+    output = model(given)
+    objective(output).backward()
+    assert given.grad is not None
+    seen = {"output": output.detach(), "input": given.grad}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        seen[name] = full(parameter.grad)
+    return seen
+
+
+def compare(form: str) -> tuple[float, set[str]]:
+    """Return the largest relative error, and the parameters that are split."""
+    whole = make(form)
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tp_plan(split, mesh, plan())
+    copied = copy.deepcopy(split)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(full(split.get_parameter(name)), parameter, rtol=0, atol=0)
+    expected = run(whole)
+    seen, again = run(split), run(copied)
+    worst, _ = largest_error(seen, expected, floor=1e-2)
+    assert all(torch.equal(again[name], each) for name, each in seen.items())
+    return worst, {n for n, each in split.named_parameters() if isinstance(each, DTensor)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_equal_one_process(crew: Crew, form: str, ranks: int) -> None:
+    for worst, split in crew.run(compare, ranks, form):
+        assert worst < BOUND
+        assert all("experts" in name for name in split)
+        assert len(split) == len([name for name, _ in make(form)[0].experts.named_parameters()])
+
+
+def restore(folder: str, transposed: bool) -> float:
+    """Return the largest relative error under TP and FSDP2; what is saved must be exact."""
+    form = "transposed" if transposed else "biases"
+    world = meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = make(form)
+    apply_tp_plan(model, world["tp"], plan())
+    fully_shard(model, mesh=world["dp"])
+    before = run(model)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = {name: torch.zeros_like(each) for name, each in make(form).state_dict().items()}
+    checkpoint.load({"model": loaded}, checkpoint_id=folder)
+    whole = make(form)
+    for name, each in whole.state_dict().items():
+        assert torch.equal(loaded[name], each), name
+    return largest_error(before, run(whole), floor=1e-2)[0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_checkpoint_of_experts_under_fsdp2_is_that_of_one_process(
+    crew: Crew, transposed: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "checkpoint")
+        assert max(crew.run(restore, 4, path, transposed)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "message"),
+    [
+        (nn.Linear(2, 2), 2, r"layer: ExpertFeaturesParallel\(\) is for experts whose weights are"),
+        (make("plain")[0].experts, 5, f"layer: the {INNER} inner features .* 5 ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(module: nn.Module, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertFeaturesParallel().check("layer", module, size)
+
+
+def test_experts_with_a_norm_behind_them_are_refused() -> None:
+    experts = make("plain")[0].experts
+    experts.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="normalizes what each expert gives"):
+        ExpertFeaturesParallel().check("layer", experts, 2)
+    assert experts.down_proj.shape == (EXPERTS, WIDTH, INNER)

@@ -1,0 +1,182 @@
+"""Context parallelism: what is split, and what is refused where torch has no attention for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from helpers.crew import Crew
+from helpers.worlds import fake_world
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse.parallel import ParallelismSizes, context_parallel, create_fsdp2_device_mesh
+from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
+from meshverse.parallel.strategies import context_parallel as implementation
+
+_LENGTH = 16
+
+
+def _tokens(rows: int = 2) -> Tensor:
+    return torch.arange(float(rows * _LENGTH)).view(rows, _LENGTH)
+
+
+@contextlib.contextmanager
+def _cpu_allowed() -> Iterator[None]:
+    """Let the device pass, so that what is done before attention can be seen without a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "_DEVICES", ("cpu",))
+        yield
+
+
+def _split(on_axis: bool) -> dict[str, Any]:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    tokens, positions, kept = _tokens(), torch.arange(_LENGTH), _tokens()
+    with (
+        _cpu_allowed(),
+        context_parallel(
+            mesh["cp"] if on_axis else mesh,
+            buffers=[tokens, positions, kept],
+            buffer_seq_dims=[1, 0, -1],
+            no_restore_buffers=[kept],
+        ),
+    ):
+        inside = [tokens.tolist(), positions.tolist(), kept.tolist()]
+    place = mesh["cp"].get_local_rank()
+    return {"place": place, "inside": inside, "after": [tokens.tolist(), positions.tolist()]} | {
+        "kept": kept.tolist()
+    }
+
+
+@pytest.mark.parametrize("on_axis", [False, True])
+def test_each_rank_has_a_part_from_the_front_and_from_the_end(crew: Crew, on_axis: bool) -> None:
+    whole = _tokens()
+    for told in crew.run(_split, 4, on_axis):
+        front, end = ((0, 12), (4, 8))[told["place"]]
+        chosen = [*range(front, front + 4), *range(end, end + 4)]
+        mine = whole[:, chosen].tolist()
+        assert told["inside"] == [mine, chosen, mine]
+        assert told["after"] == [whole.tolist(), list(range(_LENGTH))]
+        assert told["kept"] == mine
+
+
+def _attention() -> tuple[str, list[float], bool]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    query = torch.arange(2.0 * _LENGTH).view(1, 1, _LENGTH, 2)
+    before, function = query.clone(), F.scaled_dot_product_attention
+    split = context_parallel(mesh, buffers=[query], buffer_seq_dims=[2])
+    with pytest.raises(NotImplementedError) as raised, _cpu_allowed(), split:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    same = function is F.scaled_dot_product_attention
+    return str(raised.value), (query - before).flatten().tolist(), same
+
+
+def test_torch_has_no_attention_for_parts_of_sequences_on_cpu(crew: Crew) -> None:
+    # When it has, the refusal by device is to go.
+    for message, difference, same in crew.run(_attention, 2):
+        assert "_scaled_dot_product_flash_attention_for_cpu" in message
+        assert set(difference) == {0.0}
+        assert same
+
+
+def _refused() -> tuple[str, bool]:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    tokens, entered = _tokens(), False
+    split = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1])
+    with pytest.raises(NotImplementedError) as raised, split:
+        entered = True
+    assert torch.equal(tokens, _tokens())
+    return str(raised.value), entered
+
+
+def test_it_is_refused_on_cpu_when_it_is_entered(crew: Crew) -> None:
+    for message, entered in crew.run(_refused, 2):
+        assert message.startswith("Context parallelism over 2 ranks on 'cpu': torch has no")
+        assert "cp_size=1" in message
+        assert not entered
+
+
+def test_one_rank_does_without() -> None:
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        tokens = _tokens()
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            assert torch.equal(tokens, _tokens())
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    monkeypatch.setattr(implementation, "_DEVICES", ("cpu",))
+    with fake_world(8):
+        yield create_fsdp2_device_mesh(ParallelismSizes(cp_size=4))[0]
+
+
+_BATCH = torch.arange(2.0 * (_LENGTH + 1)).view(2, _LENGTH + 1)
+_FLAT = torch.arange(_LENGTH + 1)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "dims", "message"),
+    [
+        ([], [], "0 buffers and 0 buffer_seq_dims: give one or more"),
+        ([_tokens()], [], "1 buffers and 0 buffer_seq_dims"),
+        ([_tokens()], [2], r"Buffer 0 of shape \(2, 16\) has no dim 2"),
+        ([_tokens(), torch.ones(1, 2 * _LENGTH)], [1, 1], r"lengths \[16, 32\]: .* one length"),
+        ([torch.ones(1, 6)], [1], r"lengths \[6\]: .* divides by the 4 ranks"),
+        ([nn.Parameter(torch.ones(1, _LENGTH))], [1], "Buffer 0 .* is a parameter"),
+        ([_tokens(), _BATCH[:, :-1]], [1, 1], r"Buffer 1 .* view with gaps.*clone\(\)"),
+        ([_FLAT[:-1], _FLAT[1:]], [0, 0], "Buffers 0 and 1 share memory"),
+        ([_FLAT[1:], _FLAT[:-1]], [0, 0], "Buffers 1 and 0 share memory"),
+        ([_BATCH[:, :-1].clone()] * 2, [1, 1], "Buffers 0 and 1 share memory"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_stays(
+    mesh: DeviceMesh, buffers: list[Tensor], dims: list[int], message: str
+) -> None:
+    before = [each.detach().clone() for each in buffers]
+    split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims)
+    with pytest.raises(ValueError, match=message), split:
+        raise AssertionError("it was entered")
+    assert all(torch.equal(now, then) for now, then in zip(buffers, before, strict=True))
+
+
+def test_a_mesh_without_the_axis_is_refused() -> None:
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        split = context_parallel(mesh, buffers=[_tokens()], buffer_seq_dims=[1])
+        message = r"No axis 'cp': the mesh has the axes \('dp', 'tp'\)"
+        with pytest.raises(KeyError, match=message), split:
+            raise AssertionError("it was entered")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_transformers_masks_no_parts_from_each_other(use_cache: bool, monkeypatch) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, attn_mask: Any = None, is_causal: bool = False, **rest: Any) -> Any:
+        masks.append((attn_mask is None, is_causal))
+        return attention(*args, attn_mask=attn_mask, is_causal=is_causal, **rest)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "use_cache": use_cache}
+    positions = torch.tensor([[0, 1, 6, 7]])  # of rank 0 of 2, as the context splits them
+    with without_masks_for_packed_sequences():
+        model(**inputs, position_ids=positions)
+    assert masks == [(True, True)]
+    model(**inputs, position_ids=positions)
+    assert masks[1] == ((True, True) if use_cache else (False, False))  # transformers' own again

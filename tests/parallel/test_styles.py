@@ -1,0 +1,342 @@
+"""Parallel styles by their names, and on small models in two real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rounding import relative_errors, rounding
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from tp_models import BOUND, MLP, Attention, HeadNorm, Latent, PackedMLP, Tied, example, make
+
+import meshverse
+from helpers.crew import Crew
+from meshverse.parallel.styles.local_styles import (
+    LocalParameters,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    ReplicatedWithGradAllreduce,
+    SharedKeyGradAllreduce,
+)
+from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
+from meshverse.parallel.tensor_parallel.hf_plan import (
+    EXPERT_STYLES,
+    translate_to_torch_parallel_style,
+)
+
+LOCAL, WHOLE = (Shard(-1),), (Replicate(),)
+
+
+def layouts(style: ParallelStyle) -> tuple[object, object]:
+    assert isinstance(style, ColwiseParallel | RowwiseParallel)
+    return style.input_layouts, style.output_layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("colwise", ColwiseParallel, (WHOLE, LOCAL)),
+        ("local_colwise", ColwiseParallel, (WHOLE, LOCAL)),
+        ("colwise_rep", ColwiseParallel, (WHOLE, WHOLE)),
+        ("colwise_gather_output", ColwiseParallel, (WHOLE, WHOLE)),
+        ("embedding_colwise", ColwiseParallel, (WHOLE, WHOLE)),
+        ("rowwise", RowwiseParallel, (LOCAL, WHOLE)),
+        ("local_rowwise", RowwiseParallel, (LOCAL, (Partial(),))),
+        ("rowwise_rep", RowwiseParallel, (WHOLE, WHOLE)),
+        ("rowwise_split_input", RowwiseParallel, (WHOLE, WHOLE)),
+        ("embedding_rowwise", RowwiseParallel, (WHOLE, WHOLE)),
+    ],
+)
+def test_name_of_layouts(name: str, kind: type, expected: tuple[object, object]) -> None:
+    style = translate_to_torch_parallel_style(name)
+    assert type(style) is kind
+    assert layouts(style) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sequence_parallel", SequenceParallel),
+        ("all_reduce", PrepareModuleOutput),
+        ("gather", PrepareModuleOutput),
+        ("packed_colwise", PackedColwiseParallel),
+        ("local_packed_rowwise", PackedRowwiseParallel),
+        ("replicated_with_grad_allreduce", ReplicatedWithGradAllreduce),
+        ("mla_kv_a_proj", SharedKeyGradAllreduce),
+        ("local_params", LocalParameters),
+    ],
+)
+def test_name_of_kind(name: str, kind: type) -> None:
+    style = translate_to_torch_parallel_style(name)
+    assert type(style) is kind
+    assert translate_to_torch_parallel_style(name) is not style
+
+
+def test_what_is_no_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"named by a string, got Shard.*'rowwise'"):
+        translate_to_torch_parallel_style(Shard(0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'diagonal' is unknown.*'colwise', 'colwise_gather"):
+        translate_to_torch_parallel_style("diagonal")
+
+
+@pytest.mark.parametrize("name", sorted(EXPERT_STYLES))
+def test_styles_of_experts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' splits experts"):
+        translate_to_torch_parallel_style(name)
+
+
+PLANS: dict[str, tuple[type[nn.Module], dict[str, ParallelStyle]]] = {
+    "norm and sinks": (
+        Attention,
+        {
+            "": LocalParameters({"sinks": Shard(0)}),
+            "q_proj": ColwiseParallel(),
+            "q_norm": ReplicatedWithGradAllreduce(),
+            "o_proj": RowwiseParallel(),
+        },
+    ),
+    "packed": (
+        PackedMLP,
+        {"gate_up": PackedColwiseParallel(), "down": PackedRowwiseParallel()},
+    ),
+    "summed outside": (
+        MLP,
+        {
+            "up": translate_to_torch_parallel_style("local_colwise"),
+            "down": translate_to_torch_parallel_style("local_rowwise"),
+            "": translate_to_torch_parallel_style("gather"),
+        },
+    ),
+    "shared key": (
+        Latent,
+        {
+            "down": SharedKeyGradAllreduce(3),
+            "up": ColwiseParallel(),
+            "out": RowwiseParallel(),
+        },
+    ),
+    "tied, and padding": (
+        Tied,
+        {
+            "embedding": translate_to_torch_parallel_style("embedding_rowwise"),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        },
+    ),
+}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_of_two() -> meshverse.DeviceMesh:
+    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def run(model: nn.Module, kind: type[nn.Module]) -> dict[str, Tensor]:
+    """The output, its input's gradient where there is one, and those of all parameters."""
+    given = example(kind)
+    if given.is_floating_point():
+        given.requires_grad_()
+    output = full(model(given))
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    seen = {"output": output.detach()}
+    if given.grad is not None:
+        seen["input"] = given.grad
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return seen | {name: full(each) for name, each in gradients.items() if each is not None}
+
+
+def errors_of(name: str, without: str | None) -> dict[str, float]:
+    """Return the relative errors of a split model by tensor.
+
+    Args:
+        name: of the plan.
+        without: an entry of it to leave out.
+    """
+    kind, plan = PLANS[name]
+    split = make(kind)
+    if without is None:
+        apply_tp_plan(split, mesh_of_two(), plan)
+    else:  # by torch: apply_tp_plan would repair the plan
+        for key in plan.keys() - {without}:
+            parallelize_module(split.get_submodule(key), mesh_of_two(), plan[key])
+        if hasattr(split, "num_heads"):
+            split.num_heads //= 2
+    expected, seen = run(make(kind), kind), run(split, kind)
+    return relative_errors(seen, expected, floor=1e-2)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_split_model_equals_one_process(crew: Crew, name: str) -> None:
+    for rank in crew.run(errors_of, 2, name, None):
+        assert max(rank.values()) < BOUND, rank
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "wrong"),
+    [("norm and sinks", "q_norm", "q_norm.weight"), ("shared key", "down", "down.weight")],
+)
+def test_without_the_style_gradients_are_wrong(
+    crew: Crew, name: str, entry: str, wrong: str
+) -> None:
+    for rank in crew.run(errors_of, 2, name, entry):
+        assert rank["output"] < BOUND
+        assert rank[wrong] > 0.1
+
+
+def parameters_in_and_after_forward() -> tuple[set[str], bool, bool]:
+    model = make(Attention)
+    names = set(model.state_dict())
+    apply_tp_plan(model, mesh_of_two(), PLANS["norm and sinks"][1])
+    norm = model.q_norm
+    seen: list[type] = []
+    norm.register_forward_pre_hook(lambda module, _: seen.append(type(module.weight)))
+    model(example(Attention))
+    with pytest.raises(ArithmeticError):
+        model(example(Attention) * torch.nan)
+    whole = (
+        isinstance(norm.weight, DTensor) and norm.weight is dict(norm.named_parameters())["weight"]
+    )
+    return set(model.state_dict()) ^ names, seen[0] is Tensor, whole
+
+
+def test_parameters_are_local_in_forward_only(crew: Crew) -> None:
+    for changed_names, local, whole_again in crew.run(parameters_in_and_after_forward, 2):
+        assert not changed_names
+        assert local
+        assert whole_again
+
+
+def attributes_and_ties() -> tuple[int, bool, bool]:
+    attention, tied = make(Attention), make(Tied)
+    mesh = mesh_of_two()
+    apply_tp_plan(attention, mesh, PLANS["norm and sinks"][1])
+    apply_tp_plan(tied, mesh, PLANS["tied, and padding"][1])
+    same = tied.head.weight is tied.embedding.weight
+    return attention.num_heads, same, isinstance(tied.head.weight, DTensor)
+
+
+def test_head_counts_are_local_and_ties_stay(crew: Crew) -> None:
+    assert crew.run(attributes_and_ties, 2) == [(2, True, True)] * 2
+
+
+def used_twice() -> tuple[float, bool, bool]:
+    """A block that the model goes through twice, as ALBERT's: the largest relative error."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    model = nn.Sequential(block, nn.ReLU(), block)
+    given = torch.ones(2, 6)
+    expected = model(given)
+    plan = {"0.0": ColwiseParallel(), "*.1": RowwiseParallel()}
+    apply_tp_plan(model, mesh_of_two(), plan)
+    is_split = isinstance(model.get_parameter("2.0.weight"), DTensor)
+    error = (model(given) - expected).norm() / expected.norm()
+    return error.item(), is_split, model[0] is model[2]
+
+
+def test_a_block_that_is_used_twice_is_split_once(crew: Crew) -> None:
+    for error, is_split, is_one in crew.run(used_twice, 2):
+        assert error < rounding(torch.float32, terms=8, steps=4)  # of four layers of 8 and 6
+        assert is_split
+        assert is_one
+
+
+def odd_heads() -> nn.Module:
+    model = make(Attention)
+    model.num_heads = 3
+    return model
+
+
+def split_before() -> nn.Module:
+    model = make(MLP)
+    apply_tp_plan(model, mesh_of_two(), {"up": ColwiseParallel()})
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]] = {
+    "no style": (
+        lambda: make(MLP),
+        {"up": ColwiseParallel(), "down": "rowwise"},  # type: ignore[dict-item]
+        r"\{'down': 'rowwise'\}: expected parallel styles.*translate_to_torch_parallel_style",
+    ),
+    "output": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
+        {"0": ColwiseParallel(), "1": ColwiseParallel()},
+        r"1: its 3 output features do not divide by the 2 ranks",
+    ),
+    "input": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(3, 6)),
+        {"*": RowwiseParallel()},
+        r"1: its 3 input features do not divide by the 2 ranks",
+    ),
+    "heads": (
+        odd_heads,
+        PLANS["norm and sinks"][1],
+        r"num_heads=3 does not divide by the 2 ranks",
+    ),
+    "module": (
+        lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "norm": HeadNorm()}),
+        {"up": ColwiseParallel(), "norm": ColwiseParallel()},
+        r"norm: Colwise.* splits linear layers and embeddings, and this is a HeadNorm",
+    ),
+    "parameter": (
+        lambda: make(Attention),
+        {"q_proj": ColwiseParallel(), "": LocalParameters({"sink": Shard(0)})},
+        r"has no parameter 'sink' of its own: it has \['sinks'\]",
+    ),
+    "single parameter": (
+        lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "odd": nn.Linear(4, 3)}),
+        {"up": ColwiseParallel(), "odd": LocalParameters({"bias": Shard(0)})},
+        r"odd.bias: size 3 of dim 0 does not divide",
+    ),
+    "tie": (
+        lambda: make(Tied),
+        {"head": ColwiseParallel()},
+        r"\['embedding.weight', 'head.weight'\] are one parameter",
+    ),
+    "shared size": (
+        lambda: make(Latent),
+        {"up": ColwiseParallel(), "down": SharedKeyGradAllreduce()},
+        r"Give shared_size",
+    ),
+    "packed": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6)),
+        {"0": ColwiseParallel(), "1": PackedColwiseParallel()},
+        r"1: PackedColwiseParallel\(parts=2\) needs a linear layer",
+    ),
+    "twice": (
+        split_before,
+        {"down": RowwiseParallel(), "up": ColwiseParallel()},
+        r"up.weight is distributed already",
+    ),
+}
+
+
+def refusal(name: str) -> None:
+    """Check that a plan is refused, and that the model is as it was then."""
+    build, plan, _ = REFUSED[name]
+    model = build()
+    before = {key: (each, type(each)) for key, each in model.named_parameters()}
+    hooks = [len(each._forward_hooks) for each in model.modules()]
+    with pytest.raises((ValueError, TypeError), match=REFUSED[name][2]):
+        apply_tp_plan(model, mesh_of_two(), plan)
+    after = dict(model.named_parameters())
+    assert all(after[key] is each and type(each) is kind for key, (each, kind) in before.items())
+    assert hooks == [len(each._forward_hooks) for each in model.modules()]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_changes_nothing(crew: Crew, name: str) -> None:
+    crew.run(refusal, 2, name)

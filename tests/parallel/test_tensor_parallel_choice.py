@@ -1,0 +1,166 @@
+"""The plan that a model gets: given, registered, its own, or that of a Llama."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from tp_models import MLP
+
+import meshverse
+from meshverse.parallel import (
+    apply_tensor_parallelism,
+    apply_tp_plan,
+    register_tp_plan,
+)
+from meshverse.parallel.tensor_parallel import choice
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(8, 8))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+
+
+class LikeLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.lm_head = nn.Linear(8, 16)
+
+
+class Derived(MLP):
+    pass
+
+
+def mesh() -> meshverse.DeviceMesh:
+    return meshverse.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def split(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
+
+
+UP = {"up.weight"}
+plan_value: dict[str, ParallelStyle] = {"up": ColwiseParallel()}
+
+
+def plan_function() -> dict[str, ParallelStyle]:
+    return {"up": ColwiseParallel()}
+
+
+def plan_for(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    assert isinstance(model, nn.Module)
+    if sequence_parallel:
+        return {"up": ColwiseParallel(input_layouts=Shard(1))}
+    return {"down": RowwiseParallel()}
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(choice, "_registered", {})
+    return
+
+
+@pytest.mark.parametrize(
+    "given", [{"up": ColwiseParallel()}, f"{__name__}.plan_value", plan_function]
+)
+def test_given_plan(given: Any) -> None:
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), given)
+    assert split(model) == UP
+
+
+def test_given_function_of_the_model() -> None:
+    for sequence_parallel, expected in ((True, UP), (False, {"down.weight"})):
+        model = MLP()
+        apply_tensor_parallelism(
+            model, mesh(), f"{__name__}.plan_for", sequence_parallel=sequence_parallel
+        )
+        assert split(model) == expected
+
+
+def test_entries_for_no_module_are_refused_with_the_nearest() -> None:
+    model = MLP()
+    with pytest.raises(ValueError, match=r"MLP has no modules \['dwon'\].*\{'dwon': 'down'\}"):
+        apply_tensor_parallelism(
+            model, mesh(), {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+        )
+    assert not split(model)
+    layers = nn.ModuleDict({"layers": nn.ModuleList([MLP(), MLP()])})
+    with pytest.raises(ValueError, match=r"\{'layers\.\*\.pu': 'layers\.\*\.up'\}"):
+        apply_tp_plan(layers, mesh(), {"layers.*.pu": ColwiseParallel()})
+
+
+def test_entries_for_no_module_are_left_out_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    entries = {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+    apply_tp_plan(model, mesh(), entries, strict=False)
+    assert split(model) == UP
+    assert "MLP has no modules ['dwon']" in caplog.text
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    model = MLP()
+    with pytest.raises(TypeError, match="expected a dictionary of parallel styles"):
+        apply_tensor_parallelism(model, mesh(), f"{__name__}.UP")
+    assert not split(model)
+
+
+@pytest.mark.usefixtures("registry")
+def test_registered_plan_is_of_derived_classes_too() -> None:
+    register_tp_plan(MLP, plan_for)
+    model = Derived()
+    apply_tensor_parallelism(model, mesh())
+    assert split(model) == {"down.weight"}
+    register_tp_plan(Derived, lambda model, sequence_parallel: {"up": ColwiseParallel()})
+    model = Derived()
+    apply_tensor_parallelism(model, mesh())
+    assert split(model) == UP
+
+
+@pytest.mark.usefixtures("registry")
+def test_given_plan_beats_the_registered_one() -> None:
+    register_tp_plan(MLP, plan_for)
+    model = MLP()
+    apply_tensor_parallelism(model, mesh(), plan_function)
+    assert split(model) == UP
+
+
+def test_default_is_of_a_llama_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = LikeLlama()
+    with caplog.at_level(logging.WARNING):
+        apply_tensor_parallelism(model, mesh())
+    assert "embed_tokens.weight" in split(model)
+    assert model.layers[1].self_attn.q_proj.weight.placements == (Shard(0),)
+    assert model.layers[1].self_attn.o_proj.weight.placements == (Shard(1),)
+    assert "LikeLlama" in caplog.text
+    assert "register_tp_plan" in caplog.text
+
+
+def test_no_llama_is_refused() -> None:
+    with pytest.raises(ValueError, match="MLP is not built like Llama"):
+        apply_tensor_parallelism(MLP(), mesh())
+
+
+def test_heads_of_the_config() -> None:
+    model = MLP()
+    model.config = type("Config", (), {"num_key_value_heads": 6, "num_attention_heads": 12})()
+    choice.check_heads(model, 3)
+    with pytest.raises(ValueError, match=r"num_key_value_heads=6 of MLP .* tp_size=4"):
+        choice.check_heads(model, 4)

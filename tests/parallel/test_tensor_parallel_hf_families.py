@@ -1,0 +1,112 @@
+"""Tensor parallelism of Hugging Face families with a plan, against one process.
+
+`make test` compares a few, `make test-all` one for each form of plans and of attention, and
+`make families` all of them. The table in docs/huggingface.md says what was seen; `make families`
+writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from helpers.crew import Crew
+from helpers.tiers import in_tiers
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from hf_families import (  # noqa: E402  (imports transformers)
+    RANKS,
+    Outcome,
+    compare_both,
+    families,
+    model_class,
+)
+from hf_table import read_table, render_table, write_table  # noqa: E402
+
+_HEAD = ["| family | model | split parameters, untied | tied |", "| --- | --- | --- | --- |"]
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface.md"
+_TABLE = f"transformers {transformers.__version__}"
+_SECONDS = 600  # for a family, on a busy machine
+
+# A plan of plain styles; norms of heads; a shared key, and experts; parameters with a value for
+# each head.
+_SHORT = ("llama", "qwen3", "deepseek_v2", "doge")
+# One for each set of styles that plans have, and for each kind of attention in them.
+_LONG = (
+    *("gpt_neox", "phi", "phi3", "cohere", "olmo2", "gemma2", "hrm_text", "qwen2", "olmo_hybrid"),
+    *("gemma3_text", "gemma3n_text", "exaone4", "apertus", "granite_swa", "minicpm3"),
+    *("mixtral", "deepseek_v3", "qwen3_next", "kimi_linear", "minimax", "jamba", "lfm2_moe"),
+    *("qwen3_moe", "gemma4_text", "longcat_flash", "nemotron_h", "inkling_text", "gpt_oss"),
+    *("mimo_v2_flash", "llama4_text", "beam", "dots3_note_text", "hy_v4", "aria_text"),
+)
+
+# Its experts, which the plan hands out, take a weight for every expert.
+_REFUSED = {"gpt_oss"} if transformers.__version__.startswith("4.") else set()
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
+
+Compared = list[tuple[Outcome, Outcome]]  # by rank: untied, and tied
+
+
+@pytest.fixture(scope="module")
+def compared(crew: Crew) -> Callable[[str], Compared]:
+    """Compare a family on real ranks, once."""
+    return cache(lambda family: crew.run(compare_both, RANKS, family, timeout=_SECONDS))
+
+
+def check(family: str, ranks: Compared) -> None:
+    for untied, tied in ranks:
+        for outcome in (untied, tied):
+            if family in _REFUSED:
+                assert "Use transformers 5.0 or newer" in outcome.refusal
+                continue
+            assert outcome.is_equal, outcome
+            assert outcome.split > 1
+        assert not untied.tied
+
+
+def rows(outcomes: Mapping[str, Compared]) -> dict[str, str]:
+    """Rows of the table, by family."""
+    found = {}
+    for name, ((*pair,), *_) in outcomes.items():
+        counts = " | ".join(f"{each.split} of {each.parameters}" for each in pair)
+        found[name] = f"| {name} | `{model_class(name).__name__}` | {pair[0].refusal or counts} |"
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    in_tiers(
+        families(),
+        short=[name for name in _SHORT if name in families()],
+        long=[name for name in _LONG if name in families()],
+    ),
+)
+def test_split_family_equals_one_process(compared: Callable[[str], Compared], family: str) -> None:
+    check(family, compared(family))
+    committed = read_table(_DOCUMENT, _TABLE)
+    if committed is not None and "MESHVERSE_WRITE_TABLES" not in os.environ:
+        assert committed[family] == rows({family: compared(family)})[family]
+
+
+@pytest.mark.sweep
+def test_table_says_what_was_seen(compared: Callable[[str], Compared]) -> None:
+    """Compares the families of the other tiers, too: `make families` runs this tier alone."""
+    outcomes = {family: compared(family) for family in families()}
+    refused = {name for name, ranks in outcomes.items() if ranks[0][0].refusal}
+    if "MESHVERSE_WRITE_TABLES" in os.environ:
+        write_table(_DOCUMENT, _TABLE, render_table(rows(outcomes), refused, _HEAD, "families"))
+    assert refused == _REFUSED
+    for family, ranks in outcomes.items():
+        check(family, ranks)
+    assert len(outcomes) > 40
+    assert len([ranks for ranks in outcomes.values() if ranks[0][1].tied]) > 30
+    committed = read_table(_DOCUMENT, _TABLE)
+    if committed is None:
+        pytest.skip(f"docs/huggingface.md has no table for {_TABLE}")
+    assert committed == rows(outcomes)

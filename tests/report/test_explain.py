@@ -1,0 +1,203 @@
+"""`universe.explain()` tells what c10d would tell, as text and as data."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch.distributed as dist
+
+from helpers.forked import Forked
+from helpers.observation import OURS, STOCK, Family
+from helpers.worlds import fake_world, live_groups
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.universe.universe import WorldUniverses
+from meshverse.world.world import World
+from trainer_views import Degrees, five_views
+
+
+@pytest.fixture
+def mesh(world) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
+
+
+def test_data_says_what_c10d_has(mesh) -> None:
+    mesh.flatten("world")
+    told = mesh.universe.explain().to_dict()
+    groups = {group["name"]: tuple(group["ranks"]) for group in told["groups"]}
+    assert groups == live_groups()
+    assert told["rank"] == dist.get_rank()
+    assert (told["requested"], told["created"], told["shared"]) == (4, 3, 1)
+    assert [group["layout"] for group in told["groups"]] == ["1:0", "2:4", "4:1", "8:1"]
+    assert [group["created"] for group in told["groups"]] == [True, True, True, False]
+    assert [group["how"] for group in told["groups"]] == [
+        "made by its members",
+        "made by its members",
+        "made by its members",
+        "the default group",
+    ]
+
+
+def test_data_is_plain(mesh) -> None:
+    told = mesh.universe.explain().to_dict()
+    assert json.loads(json.dumps(told))["groups"][1]["ranks"] == [1, 5]
+
+
+def test_requests_are_counted_by_axis(mesh) -> None:
+    mesh["dp", "tp"].flatten("world").unflatten(0, (2, 4), ("replicate", "tp"))
+    requests = [group.requests for group in mesh.universe.explain().groups]
+    assert requests == [{"pp": 1}, {"dp": 1, "replicate": 1}, {"tp": 2}, {"world": 1}]
+
+
+def test_slicing_asks_for_no_group(mesh) -> None:
+    before = mesh.universe.explain()
+    mesh["dp"].get_group()
+    DeviceMesh.concatenate([mesh["pp"], mesh["tp"]]).get_all_groups()
+    assert mesh.universe.explain() == before
+
+
+def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
+    mesh.flatten("world")
+    head, titles, *rows, foot = str(mesh.universe.explain()).splitlines()
+    assert "of ranks 0 to 7, seen by rank 5" in head
+    assert "Asked for 4 process groups: 3 made, 1 reused. Not made: 0" in head
+    assert re.split("  +", titles.strip()) == [
+        *("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group"),
+    ]
+    assert [re.split("  +", row.strip())[:6] for row in rows] == [
+        ["pp", "1 time", "1:0", "1", "5", "fake"],
+        ["dp", "1 time", "2:4", "2", "1, 5", "fake"],
+        ["tp", "1 time", "4:1", "4", "4, 5, 6, 7", "fake"],
+        ["world", "1 time", "8:1", "8", "0, 1, 2, 3, 4, 5, 6, 7", "fake"],
+    ]
+    assert rows[3].endswith("timeout=1800s  the default group")
+    assert foot.startswith("Reused: ")
+
+
+def test_text_says_how_often_a_group_was_asked_for(mesh) -> None:
+    mesh.unflatten("tp", (4, 1), ("a", "b")).unflatten("dp", (2,), ("tp",))
+    rows = str(mesh.universe.explain()).splitlines()[2:-1]
+    assert [re.split("  +", row.strip())[:2] for row in rows] == [
+        ["pp, b", "2 times"],
+        ["dp, tp", "2 times"],
+        ["tp, a", "2 times"],
+    ]
+
+
+def test_backends_that_nobody_named_are_told_by_their_names() -> None:
+    status, out, err = Forked(["-c", _WITHOUT_A_BACKEND]).communicate()
+    assert status == 0, err
+    told = json.loads(out)
+    assert "undefined" not in told["text"]
+    assert "gloo" in told["backend"]
+    assert told["saved_bytes"] > 0
+
+
+_WITHOUT_A_BACKEND = """
+import json
+import re
+import sys
+import torch.distributed as dist
+from meshverse import init_device_mesh
+
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), isolate="own")
+told = mesh.universe.explain()
+from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+(group, *_) = told.groups
+saved = estimate_bytes(group.backend, 2, dict.fromkeys(COMMUNICATOR_BYTES, 7))
+print(json.dumps({"text": str(told), "backend": group.backend, "saved_bytes": saved}))
+"""
+
+
+def test_text_stays_short_for_large_groups() -> None:
+    with fake_world(4096, 17):
+        mesh = init_device_mesh("cpu", (4, 1024), mesh_dim_names=("dp", "tp"))
+        row = str(mesh.universe.explain()).splitlines()[-2]
+    assert "1,024  0, 1, 2, 3, 4, 5, ... 1023  fake" in row
+    assert len(row) < 200
+
+
+def test_a_rank_outside_the_mesh_is_told_so(world) -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    told = mesh.universe.explain()
+    assert (told.requested, told.created) == (2, 0)
+    assert [(group.name, group.ranks) for group in told.groups] == [(None, ()), (None, ())]
+    assert "none" in str(told)
+
+
+def test_a_trainers_universe() -> None:
+    degrees = Degrees()
+    with fake_world(degrees.world_size, 7_321):
+        told = five_views(OURS.init_device_mesh, degrees)["world"].universe.explain()
+        groups = {group.name: group.ranks for group in told.groups}
+        assert groups == live_groups()
+    assert (told.requested, told.created, told.shared) == (19, 6, 13)
+    assert told.groups[0].how == "the default group"
+
+
+# --- what was avoided ----------------------------------------------------------------------------
+
+
+def _groups_of_the_same_steps(family: Family) -> int:
+    """How many groups c10d has more after a root mesh, two views and a flattened mesh."""
+    before = len(live_groups())
+    mesh = family.init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    view = mesh._unflatten(0, (2, 4), ("dp", "tp"))
+    mesh._unflatten(0, (2, 4), ("a", "b"))
+    view._flatten("all")
+    view["tp"]._flatten("alias")
+    return len(live_groups()) - before
+
+
+def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
+    stock = _groups_of_the_same_steps(STOCK)
+    ours = _groups_of_the_same_steps(OURS)
+    (universe,) = World.current().state(WorldUniverses).kept
+    told = universe.explain()
+    assert told.created == ours == 2
+    assert told.created + told.avoided == stock == 5
+    assert told.requested == told.created + told.shared
+
+
+def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
+    mesh.get_group("tp")
+    told = mesh.universe.explain()
+    assert (told.requested, told.created, told.avoided) == (2, 1, 1)
+
+
+def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
+    mesh = init_device_mesh("cpu", (1, 8), mesh_dim_names=("one", "all"), isolate={"all": "own"})
+    mesh.unflatten("all", (8,), ("view",), isolate="own")
+    mesh.unflatten("one", (1,), ("alone",))
+    assert mesh.universe.explain().avoided == 2
+    assert mesh.universe.explain().saved_bytes == 0  # the fake backend has no buffers
+    assert mesh.universe.explain({"fake": 5 << 20}).saved_bytes == 5 << 20  # none for one rank
+    assert "(about 5 MiB of device memory)" in str(mesh.universe.explain({"fake": 5 << 20}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "expected"),
+    [
+        ("nccl", 8, COMMUNICATOR_BYTES["nccl"]),
+        ("nccl", 1, 0),
+        ("cpu:gloo,cuda:nccl", 8, COMMUNICATOR_BYTES["nccl"]),
+        ("gloo", 8, 0),
+        ("ring", 8, None),
+        ("cpu:gloo,cuda:ring", 8, None),
+    ],
+)
+def test_estimates(backend: str, size: int, expected: int | None) -> None:
+    assert estimate_bytes(backend, size, COMMUNICATOR_BYTES) == expected
+    assert 100 << 20 < COMMUNICATOR_BYTES["nccl"] < 200 << 20
+
+
+def test_json_is_the_data(mesh) -> None:
+    told = mesh.universe.explain()
+    data = json.loads(told.to_json())
+    assert data == json.loads(json.dumps(told.to_dict()))
+    assert (data["avoided"], data["saved_bytes"]) == (0, 0)
+    assert data["groups"][0]["backend"] == "fake"

@@ -1,0 +1,214 @@
+"""Threads that use one universe at once; on a free-threaded Python, truly so."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import meshverse
+from helpers.worlds import fake_world, group_names, groups_created
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse._core import RankMap
+from meshverse.groups.group import Group
+from meshverse.universe import groups as universe_groups
+from meshverse.universe.universe import Universe, WorldUniverses
+from meshverse.world.world import World
+
+_THREADS = 8
+_ROUNDS = 20
+_NAMES = ("pp", "dp", "tp")
+
+
+def _at_once(program: Callable[[int], Any]) -> list[Any]:
+    """What each of the threads gets of it; raises what one of them raises."""
+    answers: dict[int, Any] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(_THREADS)
+
+    def run(number: int) -> None:
+        start.wait(60)
+        try:
+            answers[number] = program(number)
+        except Exception as error:  # noqa: BLE001  # raised in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return [answers[number] for number in range(_THREADS)]
+
+
+def _derive(mesh: DeviceMesh, number: int) -> list[DeviceMesh]:
+    """The same meshes in every thread, each beginning with another one."""
+    ways: list[Callable[[], DeviceMesh]] = [
+        lambda: mesh["tp"],
+        lambda: mesh["pp", "tp"],
+        lambda: mesh["dp", "tp"].flatten("dp_tp"),
+        lambda: mesh.unflatten("dp", (2, 2), ("outer", "inner")),
+        lambda: mesh.unflatten("tp", (2, 2), ("a", "b"))["a"],
+        lambda: init_device_mesh("cpu", (2, 16), mesh_dim_names=("x", "y"), universe=mesh.universe)[
+            "y"
+        ],
+    ]
+    made = {}
+    for step in range(len(ways)):
+        index = (step + number) % len(ways)
+        made[index] = ways[index]()
+        assert made[index].get_coordinate() is not None
+        assert len({group.group_name for group in made[index].get_all_groups()}) == made[index].ndim
+    return [made[index] for index in range(len(ways))]
+
+
+def test_threads_get_the_same_meshes_on_groups_made_once() -> None:
+    with fake_world(32, 21):
+        alone = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+        _derive(alone, 0)
+        made_alone = len(group_names())
+        for _ in range(_ROUNDS):
+            mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+            before = len(group_names())
+            first, *others = _at_once(lambda number, mesh=mesh: _derive(mesh, number))
+            for other in others:
+                assert all(one is same for one, same in zip(first, other, strict=True))
+            # The default group and the root's three groups are counted in `made_alone` too.
+            assert len(group_names()) - before == made_alone - 1 - 3
+            mesh.universe.destroy()
+
+
+def _three_meshes(number: int) -> list[DeviceMesh]:
+    names, lazy = ("dp", "tp"), number % 2 == 1
+    return [init_device_mesh("cpu", (4, 8), mesh_dim_names=names, lazy=lazy) for _ in range(3)]
+
+
+def test_threads_make_universes_of_their_own() -> None:
+    with fake_world(32, 21):
+        for _ in range(_ROUNDS):
+            meshes = _at_once(_three_meshes)
+            universes = [mesh.universe for own in meshes for mesh in own]
+            assert len({id(universe) for universe in universes}) == 3 * _THREADS
+            names = [name for universe in universes for name in universe.root.group_names]
+            assert len(set(names)) == 2 * 3 * _THREADS
+            assert Universe.find(RankMap.identity(32), universes[5].serial) is universes[5]
+            _at_once(lambda number, meshes=meshes: [m.universe.destroy() for m in meshes[number]])
+            assert len(group_names()) == 1
+
+
+def test_threads_that_make_a_universes_first_mesh_make_one_root() -> None:
+    with fake_world(32, 21), switching_often():
+        for _ in range(_ROUNDS):
+            universe = Universe(32)
+            meshes = _at_once(lambda number, universe=universe: _of_sizes(universe, 2**number))
+            roots = [mesh for mesh in meshes if mesh._get_root_mesh() is mesh]
+            assert roots == [universe.root]
+            assert {id(mesh._get_root_mesh()) for mesh in meshes} == {id(universe.root)}
+            universe.destroy()
+            assert World.current().state(WorldUniverses).kept == []
+
+
+def _of_sizes(universe: Universe, inner: int) -> DeviceMesh:
+    shape = (32 // min(inner, 32), min(inner, 32))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"), universe=universe)
+
+
+def test_threads_share_groups_that_others_are_ending() -> None:
+    meshverse.install(share="world")
+    try:
+        with fake_world(32, 21), switching_often():
+
+            def make_and_end(number: int) -> None:
+                for _ in range(3 * _ROUNDS):
+                    mesh = init_device_mesh("cpu", (4, 8), mesh_dim_names=("dp", "tp"))
+                    assert mesh.get_group("tp").size() == 8
+                    mesh.universe.destroy()
+
+            _at_once(make_and_end)
+            assert len(group_names()) == 1
+    finally:
+        meshverse.uninstall()
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_a_part_waits_for_a_group_that_another_thread_is_making(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would make the same group again, and only on ranks whose threads ran in this order."""
+    begun, go, create = threading.Event(), threading.Event(), universe_groups.create_by_members
+
+    def slow(group: Group, *arguments: Any) -> Any:
+        if group.request.axis_name == "slow":
+            begun.set()
+            assert go.wait(30)
+        return create(group, *arguments)
+
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES)
+        monkeypatch.setattr(universe_groups, "create_by_members", slow)
+        of_threads: dict[str, Any] = {}
+
+        def flatten() -> None:
+            of_threads["whole"] = mesh["dp", "tp"].flatten("slow")
+
+        def take_part() -> None:
+            of_threads["part"] = init_device_mesh(
+                "cpu", (4,), ranks=[0, 1, 2, 3], universe=mesh.universe
+            )
+
+        first, second = threading.Thread(target=flatten), threading.Thread(target=take_part)
+        with groups_created(1):
+            first.start()
+            assert begun.wait(30)
+            second.start()
+            second.join(0.3)
+            go.set()
+            first.join(30)
+            second.join(30)
+        assert of_threads["part"].get_group() is of_threads["whole"].get_group()
+
+
+def test_a_part_may_be_made_in_the_middle_of_making_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a signal handler does: the thread does not wait for itself."""
+    create, parts = universe_groups.create_by_members, list[DeviceMesh]()
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES)
+
+        def interrupted(group: Group, *arguments: Any) -> Any:
+            if group.request.axis_name == "slow":
+                part = init_device_mesh("cpu", (3,), ranks=[0, 1, 2], universe=mesh.universe)
+                parts.append(part)
+            return create(group, *arguments)
+
+        monkeypatch.setattr(universe_groups, "create_by_members", interrupted)
+        flat = mesh["dp", "tp"].flatten("slow")
+        assert [flat.get_group().size(), parts[0].get_group().size()] == [4, 3]
+
+
+@pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")
+@pytest.mark.skipif(
+    getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this Python runs with its global lock"
+)
+def test_the_package_leaves_the_interpreter_without_its_lock() -> None:
+    with fake_world(8, 5):
+        assert init_device_mesh("cpu", (8,)).size() == 8
+    assert not sys._is_gil_enabled()

@@ -1,0 +1,125 @@
+"""A call that fails gives back what it made: groups, threads, descriptors, keys."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helpers.all_reduce import reached_by
+from helpers.crew import Crew
+from helpers.worlds import group_names
+from meshverse import init_device_mesh, isolate
+from meshverse.groups.registry import GroupRegistry
+from meshverse.world.world import World
+
+_AXES = ("dp", "tp")
+
+
+def _held() -> dict[str, int]:
+    registry = World.current().state(GroupRegistry)
+    return {
+        "groups": len(group_names()),
+        "groups in the registry": len(list(registry)),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def _second_axis_fails() -> tuple[dict[str, int], dict[str, int], list[int]]:
+    """Five calls whose first axis is made and whose second one cannot be; then one that can."""
+    wrong = {"dp": ("gloo", dist.ProcessGroupGloo._Options()), "tp": "gloo"}
+    init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES).universe.destroy()
+    dist.barrier()
+    before = _held()
+    made = dist.distributed_c10d._new_process_group_helper
+
+    def refuse(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
+        if ranks in ([0, 1], [2, 3]):
+            raise RuntimeError("no more of these")
+        return made(size, rank, ranks, *rest, **named)
+
+    for _ in range(5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse)
+            with pytest.raises(RuntimeError, match="no more of these"):
+                init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, backend_override=wrong)
+        dist.barrier()
+    deadline = time.monotonic() + 20
+    while (after := _held()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # gloo's threads end by themselves
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    return before, after, reached_by(mesh.get_group("tp"))
+
+
+def test_a_call_that_fails_on_its_second_axis_gives_back_the_first(crew: Crew) -> None:
+    for rank, (before, after, reached) in enumerate(crew.run(_second_axis_fails, 4)):
+        assert after == before
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _groups_of_one_rank() -> list[tuple[int, int]]:
+    """Rank 0 alone makes a mesh again and again, two of whose axes share a group of one rank."""
+    held = []
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="1 of 2 members joined"):
+                init_device_mesh("cpu", (1, 1, 2), isolate="x", timeout=timedelta(seconds=0.2))
+        held.append((len(group_names()), len(os.listdir("/proc/self/fd"))))
+    return held
+
+
+def test_groups_of_one_rank_are_given_back_too(crew: Crew) -> None:
+    for held in crew.run(_groups_of_one_rank, 2):
+        assert held == [held[0]] * 3
+        assert held[0][0] == 1
+
+
+def _retried_after_two_that_failed() -> list[int]:
+    """Creations under two tags fail as one rank is late; then both are made, time and again."""
+    rank = dist.get_rank()
+    for turn in range(5):
+        tags = [f"a{turn}", f"b{turn}"]
+        short = timedelta(seconds=0.2)
+        if rank == 0:
+            for tag in tags:
+                with pytest.raises(RuntimeError, match="1 of 3 members joined"):
+                    init_device_mesh("cpu", (3,), ranks=[0, 1, 2], isolate=tag, timeout=short)
+        dist.barrier()
+        meshes = []
+        if rank < 3:
+            meshes = [init_device_mesh("cpu", (3,), ranks=[0, 1, 2], isolate=tag) for tag in tags]
+            assert [reached_by(mesh.get_group()) for mesh in meshes] == [[1, 1, 1, 0]] * 2
+        dist.barrier()
+        for mesh in meshes:
+            mesh.universe.destroy()
+        dist.barrier()
+    return [len(group_names()), World.current().store.num_keys()]
+
+
+def test_what_failed_under_several_tags_can_be_made_after_all(crew: Crew) -> None:
+    for n_groups, _ in crew.run(_retried_after_two_that_failed, 4):
+        assert n_groups == 1
+
+
+def _one_axis_of_a_tagged_root() -> list[int]:
+    """The first pipeline stage reads one axis of the root under a tag, while the other does not."""
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("pp", "dp"), timeout=timedelta(seconds=5)
+    )
+    if dist.get_rank() > 1:
+        return []
+    with isolate("x"):
+        own = mesh["dp"]
+    start = time.monotonic()
+    reached = reached_by(own._get_root_mesh().get_group("dp"))
+    assert time.monotonic() - start < 5
+    return reached
+
+
+def test_a_tagged_root_makes_no_groups_of_axes_that_nobody_reads(crew: Crew) -> None:
+    assert crew.run(_one_axis_of_a_tagged_root, 4) == [[1, 1, 0, 0]] * 2 + [[]] * 2

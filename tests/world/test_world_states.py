@@ -1,0 +1,72 @@
+"""What rooms keep for a world: one object each, let go of when the world ends."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.agreement import ComparedCalls
+from meshverse.groups.group import State
+from meshverse.groups.registry import GroupRegistry
+from meshverse.universe.universe import WorldUniverses
+from meshverse.world.world import World, WorldState
+from worlds import start_fake_world
+
+
+class _Kept(WorldState):
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+def _current() -> World:
+    world = World.current()
+    assert world is not None
+    return world
+
+
+def test_a_world_has_one_state_of_each_class() -> None:
+    with fake_world(4):
+        world = _current()
+        assert world.state(_Kept) is world.state(_Kept)
+        assert type(world.state(GroupRegistry)) is GroupRegistry
+        assert world.state(GroupRegistry) is not world.state(ComparedCalls)
+
+
+def test_another_world_has_another_state_and_ends_the_first() -> None:
+    with fake_world(4):
+        first = _current().state(_Kept)
+        assert not first.is_over
+        dist.destroy_process_group()
+        assert first.is_over
+        start_fake_world(4)
+        second = _current().state(_Kept)
+        assert second is not first
+        assert not second.is_over
+
+
+def test_a_world_that_ends_keeps_no_universe_and_no_group() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        universes = _current().state(WorldUniverses)
+        assert universes.kept == [mesh.universe]
+        assert mesh.universe.process_groups
+        dist.destroy_process_group()
+        assert universes.kept == []
+        assert not mesh.universe.process_groups
+
+
+def test_groups_that_were_lazy_are_planned_until_they_are_used() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), lazy=True)
+        registry = _current().state(GroupRegistry)
+        assert [group.name for group in registry] == list(mesh.group_names or ())
+        assert {group.state for group in registry} == {State.PLANNED}
+        for axis in ("dp", "tp"):
+            mesh.get_group(axis)
+        assert {group.state for group in registry} == {State.LIVE}
+        mesh.universe.destroy()
+        assert list(registry) == []
