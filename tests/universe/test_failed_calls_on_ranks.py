@@ -33,13 +33,16 @@ def _held() -> dict[str, int]:
 def _second_axis_fails() -> tuple[dict[str, int], dict[str, int], list[int]]:
     """Five calls whose first axis is made and whose second one cannot be; then one that can."""
     wrong = {"dp": ("gloo", dist.ProcessGroupGloo._Options()), "tp": "gloo"}
-    init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES).universe.destroy()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    dist.barrier()  # a group may be ended when all its members have made it
+    mesh.universe.destroy()
     dist.barrier()
     before = _held()
     made = dist.distributed_c10d._new_process_group_helper
 
     def refuse(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
         if ranks in ([0, 1], [2, 3]):
+            dist.barrier()  # all have made the first axis, which is given back now
             raise RuntimeError("no more of these")
         return made(size, rank, ranks, *rest, **named)
 
