@@ -54,7 +54,7 @@ StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
 compat.hook_from_group(DeviceMesh.from_group, _is_installed)
 compat.hook_setstate(lambda mesh, state: take_in(mesh, state, is_installed=_is_installed()))
-compat.let_compile_know(DeviceMesh, lambda mesh: [mesh.compile_guard])
+compat.let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
 
 
 def install(share: Literal["mesh", "world"] = "mesh") -> None:

@@ -48,7 +48,7 @@ def test_meshes_under_different_tags_are_unequal(mesh) -> None:
     for one in meshes:
         assert [one == each for each in meshes] == [one is each for each in meshes]
         assert [one != each for each in meshes] == [one is not each for each in meshes]
-    for told in (hash, DeviceMesh._stable_hash, lambda mesh: mesh.compile_guard):
+    for told in (hash, DeviceMesh._stable_hash, lambda mesh: mesh._compile_guard):
         assert len({told(one) for one in meshes}) == 3
 
 
@@ -243,12 +243,12 @@ def test_the_groups_of_a_root_are_made_when_they_are_used(mesh) -> None:
 def test_what_a_root_says_of_its_groups_before_they_are_made_is_not_kept(mesh) -> None:
     with isolate("x"):
         root = mesh["tp"]._get_root_mesh()
-    assert root.key_digests == []  # nor are they made for it
+    assert root._key_digests == []  # nor are they made for it
     before = pickle.dumps(root)
     root.get_all_groups()
     with isolate("x"):
         used = mesh[_AXES]
-    assert root.key_digests == used.key_digests != []
+    assert root._key_digests == used._key_digests != []
     assert len(pickle.dumps(root)) > len(before)
 
 

@@ -16,7 +16,7 @@ import torch.distributed.tensor  # torch.load(weights_only=True) wants it for an
 from helpers.observation import OURS, STOCK, observe
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.mesh.copies import _own_attributes
+from meshverse.device_mesh.device_mesh import _own_attributes
 
 _NAMES = ("dp", "tp")
 _RANKS = [[0, 1, 2, 3], [4, 5, 6, 7]]

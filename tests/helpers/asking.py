@@ -85,29 +85,22 @@ _LOCAL_RANKS: Question = lambda mesh: [  # noqa: E731
 ]
 
 OF_MESH: dict[str, Question] = {
-    "compile_guard": lambda mesh: mesh.compile_guard,
     "decouple_backend_at_save": lambda mesh: mesh.decouple_backend_at_save,
     "description": lambda mesh: mesh.description,
     "device_type": lambda mesh: mesh.device_type,
     "flattened": lambda mesh: dict(mesh.flattened),
     "draw": lambda mesh: (str(mesh.draw()), mesh.draw(0, node_size=4).to_html()),
-    "forget_place": lambda mesh: (mesh.forget_place(), mesh.get_coordinate()),
     "get_coordinate": lambda mesh: mesh.get_coordinate(),
     "get_local_rank": _LOCAL_RANKS,
     "get_rank": lambda mesh: mesh.get_rank(),
     "group_names": lambda mesh: mesh.group_names,
     "has_groups": lambda mesh: mesh.has_groups,
-    "renew_group_names": lambda mesh: mesh.renew_group_names(),
-    "intern_key": lambda mesh: hash(mesh.intern_key),
-    "key_digests": lambda mesh: mesh.key_digests,
     "layout": lambda mesh: mesh.layout,
-    "class_of_derived": lambda mesh: mesh.class_of_derived,
     "mesh": lambda mesh: attempt(lambda: mesh.mesh.tolist()),
     "mesh_dim_names": lambda mesh: mesh.mesh_dim_names,
     "ndim": lambda mesh: mesh.ndim,
     "shape": lambda mesh: mesh.shape,
     "size": lambda mesh: [mesh.size(), mesh.size(0), mesh.size(-1)],
-    "take_root": lambda mesh: mesh.take_root(mesh.universe.root),
     "universe": lambda mesh: repr(mesh.universe),
 }
 OF_MESH_BY_OPERATORS: dict[str, Question] = {
@@ -150,7 +143,8 @@ OF_UNIVERSE: dict[str, Question] = {
     "groups": lambda mesh: list(mesh.universe.groups),
     "stand_for": lambda mesh: mesh.universe.stand_for(mesh.universe.serial),
     "forget_places": lambda mesh: (mesh.universe.forget_places(), mesh.get_coordinate()),
-    "intern": lambda mesh: mesh.universe.intern(mesh),
+    "find_mesh": lambda mesh: mesh.universe.find_mesh(mesh._intern_key),
+    "intern": lambda mesh: mesh.universe.intern(mesh, mesh._intern_key),
     "note": lambda mesh: mesh.universe.note(mesh),
     "key_digest": lambda mesh: [
         mesh.universe.key_digest(axis, name)
@@ -161,7 +155,7 @@ OF_UNIVERSE: dict[str, Question] = {
     ),
     "known_group": lambda mesh: [
         mesh.universe.known_group(axis, digest)
-        for axis, digest in zip(mesh.layout, mesh.key_digests, strict=False)
+        for axis, digest in zip(mesh.layout, mesh._key_digests, strict=False)
     ],
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),

@@ -11,7 +11,7 @@ from helpers.private_names import COMPAT, names_read
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh
 from meshverse._torch_compat import private_names
-from meshverse.mesh.base import ATTRIBUTES
+from meshverse.device_mesh.device_mesh import _own_attributes
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "torch_versions.md").read_text(encoding="utf-8")
 _INHERITED = {"_get_root_mesh"}  # of our meshes, by mesh/base.py
@@ -67,8 +67,7 @@ def test_the_page_tells_what_torch_reads_of_our_meshes() -> None:
     with fake_world(8, 5):
         stock = StockDeviceMesh("cpu", list(range(8)), mesh_dim_names=("a",))
         of_stock = {*vars(stock), *dir(StockDeviceMesh)}
-    classes = [base for base in DeviceMesh.__mro__ if base not in StockDeviceMesh.__mro__]
-    ours = ATTRIBUTES.union(*(vars(base) for base in classes))
+    ours = _own_attributes(DeviceMesh).union(vars(DeviceMesh))
     private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
     assert told >= private & of_stock
     assert told <= private

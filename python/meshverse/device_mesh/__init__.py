@@ -1,10 +1,11 @@
 """`DeviceMesh` and what builds one, by the names of `torch.distributed.device_mesh`.
 
-- `slicing`: submeshes, and meshes concatenated of several: on groups that are there.
-- `reshaping`: flattened and unflattened meshes: on groups that may have to be made.
-- `device_mesh`: the class itself: its construction, and what concerns a whole universe.
-- `equal_roots`: a line in the log where two equal meshes are on different groups.
+- `device_mesh`: the class. What a mesh is and what derives from it is arithmetic in `layouts`; its
+  groups and the meshes derived from it are its universe's.
 - `init_mesh`, `partition`: functions that build one mesh, or several over disjoint ranks.
+- `group_names`: lists of names of groups, by which torch uses them.
+- `drawing`: a mesh as a picture.
+- `said_once`: warnings about a program's meshes, logged once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -18,7 +17,6 @@ from meshverse.options.group_options import Defaults
 from meshverse.options.isolation import current_tag
 from meshverse.options.overrides import (
     BackendOverride,
-    Override,
     normalize_overrides,
     normalize_tags,
 )
@@ -28,6 +26,9 @@ from meshverse.universe.universe import Universe
 from .device_mesh import DeviceMesh
 
 __all__ = ["MeshPart", "check_universe", "init_device_mesh", "plan_mesh"]
+
+# Arguments that are those of the universe; and `lazy`, which is one of the two there too.
+_OF_UNIVERSE = ("timeout", "options", "check_consistency", "topology")
 
 
 class MeshPart(TypedDict, total=False):
@@ -112,84 +113,55 @@ def init_device_mesh(
         >>> mesh["tp"] is mesh["tp"]  # doctest: +SKIP
         True
     """
-    mesh, build = plan_mesh(
-        device_type,
-        mesh_shape=mesh_shape,
-        mesh_dim_names=mesh_dim_names,
-        backend_override=backend_override,
-        preserve_rank_order=preserve_rank_order,
-        ranks=ranks,
-        timeout=timeout,
-        options=options,
-        isolate=isolate,
-        lazy=lazy,
-        check_consistency=check_consistency,
-        universe=universe,
-        topology=topology,
-        traffic=traffic,
-    )
-    build()
-    return mesh
+    return plan_mesh(locals())()
 
 
-def plan_mesh(
-    device_type: str,
-    *,
-    mesh_shape: Sequence[int],
-    mesh_dim_names: Sequence[str] | None = None,
-    backend_override: BackendOverride | None = None,
-    preserve_rank_order: bool | None = None,
-    ranks: Sequence[int] | torch.Tensor | None = None,
-    isolate: str | Mapping[int | str, str] | None = None,
-    universe: Universe | None = None,
-    timeout: timedelta | None = None,
-    options: compat.BackendOptions | None = None,
-    lazy: bool = False,
-    check_consistency: bool | None = None,
-    topology: Topology | None = None,
-    traffic: Mapping[str, float] | None = None,
-) -> tuple[DeviceMesh, Callable[[], None]]:
-    """A mesh that is yet to be built, and what builds it. Arguments as of `init_device_mesh`.
+def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
+    """Return what builds a mesh, after all checks that need no other rank. Changes nothing.
 
-    Checks all that can be checked without the other ranks, and changes nothing.
+    Args:
+        arguments: of `init_device_mesh`, by name.
     """
+    get = arguments.get
+    device_type, universe = arguments["device_type"], get("universe")
     check_device_type(device_type)
     check_universe(universe)
-    shape = tuple(mesh_shape)
+    shape = tuple(arguments["mesh_shape"])
     layout = Layout.from_shape(shape)
-    names = check_axis_names(mesh_dim_names, len(shape))
+    names = check_axis_names(get("mesh_dim_names"), len(shape))
+    ranks, topology, traffic = get("ranks"), get("topology"), get("traffic")
     if topology is not None or traffic is not None:
-        if universe is not None and topology is not None:
-            raise _belongs_to_universe(["topology"])
-        ranks = _ordered(layout, names, ranks, topology, traffic)
+        ranks = _ordered(layout, names, ranks, topology, traffic, universe)
     rank_map = _rank_map_for(layout, ranks, universe)
-    make_universe: Callable[..., Universe] = Universe
-    if universe is not None and rank_map != universe.rank_map:
-        # Where there is no such part yet, what belongs to a universe may be given for it.
-        make_universe, universe = universe.part, universe.known_part(rank_map)
-    if lazy or topology is not None or not (timeout is options is check_consistency is None):
-        said = {"timeout": timeout, "options": options, "lazy": lazy or None, "topology": topology}
-        said["check_consistency"] = check_consistency
-        make_universe = _with_said(make_universe, universe, said)
-    if preserve_rank_order is None:
-        preserve_rank_order = not rank_map.is_sorted()
-    description = MeshDescription(device_type, layout, names, preserve_rank_order)
-    if isolate is not None or current_tag():
-        description = description.with_tags(normalize_tags(isolate, names, len(shape)))
-    overrides: Sequence[Override] = ()
-    if backend_override is not None:
-        overrides = normalize_overrides(backend_override, names, len(shape))
-    mesh = object.__new__(DeviceMesh)
-    build = partial(
-        mesh._build,
-        description,
-        rank_map,
-        overrides=overrides,
-        call="init_device_mesh",
-        universe=universe,
-        make_universe=make_universe,
-    )
-    return mesh, build
+    said = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
+    if get("lazy"):
+        said["lazy"] = True
+    if said:
+        # In a universe that is there they come too late, also in a part of one.
+        if universe is not None and universe.known_part(rank_map) is not None:
+            raise _belongs_to_universe(said)
+        # Here too, before the default process group is started.
+        Defaults.of(get("timeout"), get("options"))
+    keeps_order = get("preserve_rank_order")
+    if keeps_order is None:
+        keeps_order = not rank_map.is_sorted()
+    description = MeshDescription(device_type, layout, names, keeps_order)
+    if get("isolate") is not None or current_tag():
+        description = description.with_tags(normalize_tags(get("isolate"), names, len(shape)))
+    overrides = normalize_overrides(get("backend_override"), names, len(shape))
+
+    def build() -> DeviceMesh:
+        mesh = object.__new__(DeviceMesh)
+        mesh._build(
+            *(description, rank_map),
+            overrides=overrides,
+            call="init_device_mesh",
+            universe=universe,
+            said=said,
+        )
+        return mesh
+
+    return build
 
 
 def check_universe(universe: object) -> None:
@@ -201,21 +173,11 @@ def check_universe(universe: object) -> None:
         )
 
 
-def _with_said(
-    make_universe: Callable[..., Universe], universe: Universe | None, given: dict[str, Any]
-) -> Callable[..., Universe]:
-    said = {name: value for name, value in given.items() if value is not None}
-    if universe is not None:
-        raise _belongs_to_universe(list(said))
-    # Here too, before the default process group is started.
-    Defaults.of(given["timeout"], given["options"])
-    return partial(make_universe, **said)
-
-
-def _belongs_to_universe(said: Sequence[str]) -> ValueError:
+def _belongs_to_universe(said: Iterable[str]) -> ValueError:
+    listed = ", ".join(said)
     return ValueError(
-        f"init_device_mesh(universe=..., {', '.join(said)}): {', '.join(said)} belong to a "
-        "universe. Give them when making it: the first mesh of it, or Universe(ranks, ...)."
+        f"init_device_mesh(universe=..., {listed}): {listed} belong to a universe. Give them when "
+        "making it: the first mesh of it, or Universe(ranks, ...)."
     )
 
 
@@ -225,7 +187,10 @@ def _ordered(
     ranks: Sequence[int] | torch.Tensor | None,
     topology: Topology | None,
     traffic: Mapping[str, float] | None,
+    universe: Universe | None,
 ) -> torch.Tensor:
+    if universe is not None and topology is not None:
+        raise _belongs_to_universe(["topology"])
     if topology is None:
         raise ValueError(
             f"init_device_mesh(traffic={traffic}): traffic says which axes a topology keeps inside "
@@ -255,9 +220,7 @@ def _rank_map_for(
             f"mesh_shape {layout.shape} has {layout.size} ranks, but `ranks` lists "
             f"{rank_map.size}: {rank_map}. The sizes must multiply out to it."
         )
-    if universe is None:
-        return rank_map
-    if ranks is not None:
+    if universe is None or ranks is not None:
         return rank_map
     if universe.size != layout.size:
         raise ValueError(

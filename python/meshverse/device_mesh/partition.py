@@ -76,12 +76,10 @@ def init_mesh_partition(
     _check_disjoint(ranks)
     _check_world(ranks)
     planned = {
-        name: plan_mesh(device_type, **{**common, **part, "ranks": ranks[name]})
+        name: plan_mesh({"device_type": device_type, **common, **part, "ranks": ranks[name]})
         for name, part in parts.items()
     }
-    for _, build in planned.values():
-        build()
-    return Partition((name, mesh) for name, (mesh, _) in planned.items())
+    return Partition((name, build()) for name, build in planned.items())
 
 
 def _check_known(arguments: Mapping[str, Any], of: str) -> None:

@@ -41,6 +41,18 @@ class GroupRequest(NamedTuple):
             ranks.sort()
         return ranks
 
+    def my_rank(self) -> int:
+        """Return this rank's rank in its group. O(1) where the mesh's ranks ascend, else O(group).
+
+        Only for a rank of the rank map.
+        """
+        assert self.position is not None
+        groups = RankGroups(self.axis, self.rank_map)
+        if self.keeps_order or self.rank_map.is_sorted():
+            return groups.coordinate(self.position)
+        mine = self.rank_map.rank_at(self.position)
+        return sum(rank < mine for rank in groups.ranks_of(self.position))
+
     def my_ranks_and_identity(self) -> tuple[list[int], str]:
         """Return `my_ranks`, and a text for these ranks in this order and the options. O(group).
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
 from meshverse.device_mesh.device_mesh import DeviceMesh
-from meshverse.mesh.base import MeshBase
 from meshverse.universe.universe import Universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state
@@ -77,6 +76,8 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
     if universe.root is None or not mesh.has_groups:  # so that bind() finds it
         universe.keep(mesh)
+    else:
+        universe.note(mesh)
     return mesh
 
 
@@ -96,7 +97,7 @@ def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) ->
     """A saved mesh in a universe, on the groups that it had, if they are there."""
     mesh = make(universe, saved.description, _known_names(saved, universe))
     if not mesh.has_groups:  # saved once more, it tells which groups it had
-        mesh.key_digests = list(saved.keys)
+        mesh._key_digests = list(saved.keys)
     return mesh
 
 
@@ -152,7 +153,7 @@ def _groups_of(saved: SavedState) -> list[tuple[AxisLayout, str | None]]:
     ]
 
 
-def mesh_fields(mesh: MeshBase) -> dict[str, Any]:
+def mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
     """What a saved state says of one mesh."""
     return {
         "device_type": mesh.device_type,
@@ -161,7 +162,7 @@ def mesh_fields(mesh: MeshBase) -> dict[str, Any]:
         "preserve_rank_order": mesh._preserve_rank_order,
         "flattened": mesh._description.flattened,
         "tags": mesh._description.tags,
-        "keys": mesh.key_digests,
+        "keys": mesh._key_digests,
     }
 
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
 from meshverse.device_mesh.device_mesh import DeviceMesh
+from meshverse.device_mesh.group_names import MissingGroups
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_tensors import plain_ranks, rank_map_of
-from meshverse.mesh.group_names import MissingGroups
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
@@ -190,7 +190,9 @@ def _become(
     mesh.__class__ = DeviceMesh
     assert isinstance(mesh, DeviceMesh)
     mesh._fill(universe, description, group_names)
-    known = universe.intern(mesh)
+    known = universe.intern(mesh, mesh._intern_key)
+    if known is not mesh:
+        universe.note(mesh)
     if known is not mesh and group_names is None:
         mesh.__dict__ = vars(known)  # bind() gives groups to the one that the universe knows
 

@@ -6,8 +6,7 @@
 - `roots`: which mesh is whose root, where isolation tags differ.
 - `warm_up`, `suspension`: connecting groups before the first step; giving back their memory.
 
-A universe does not import the class of meshes, which is in a room above. It knows them by the
-protocol `universe.Member`.
+The class of meshes is in a room above: at run time, a universe only has meshes and calls them.
 """
 
 from __future__ import annotations

@@ -11,40 +11,19 @@ mesh under the tag "a" finds the second one, at the root that stands for `mesh` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
-from meshverse._core import AxisLayout, Layout
+from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription, check_names_at_root
 from meshverse.options.isolation import merge_tags, tag_parts
 
-__all__ = ["RootedMesh", "Roots"]
+if TYPE_CHECKING:
+    from meshverse.device_mesh.device_mesh import DeviceMesh
+
+__all__ = ["Roots"]
 
 
-class RootedMesh(Protocol):
-    """What roots are asked of a mesh."""
-
-    @property
-    def description(self) -> MeshDescription:
-        """What the mesh is, apart from its universe and its process groups."""
-
-    @property
-    def layout(self) -> Layout:
-        """Its axis layouts over the positions of the universe."""
-
-    def under(self, tags: Sequence[str]) -> Self:
-        """The same mesh under other isolation tags, to be a root."""
-
-    def add_flattened(self, name: str, flattened: Self) -> None:
-        """Note a flattened mesh at this root."""
-
-
-_Mesh = TypeVar("_Mesh", bound=RootedMesh)
-
-
-class Roots(Generic[_Mesh]):
+class Roots:
     """Roots and flattened meshes of one universe. The universe's lock protects it.
 
     Attributes:
@@ -52,13 +31,13 @@ class Roots(Generic[_Mesh]):
     """
 
     def __init__(self) -> None:
-        self.first: _Mesh | None = None
+        self.first: DeviceMesh | None = None
         self._later_axes: dict[str, list[AxisLayout]] = {}  # of root meshes after it, by name
         # The others, by the tags of their axes and those of the meshes they are roots of.
-        self._others: dict[tuple[tuple[str, ...], frozenset[str]], _Mesh] = {}
-        self._flattened: dict[tuple[str, str], _Mesh] = {}  # by name and tag
+        self._others: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
+        self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
 
-    def of(self, mesh: _Mesh) -> _Mesh:
+    def of(self, mesh: DeviceMesh) -> DeviceMesh:
         """The root of a mesh of this universe. The first mesh that comes is the first root."""
         first = self.first
         if first is None:
@@ -69,14 +48,14 @@ class Roots(Generic[_Mesh]):
             return first
         root = self._others.get((tags, parts))
         if root is None:
-            root = self._others[tags, parts] = first.under(tags)
+            root = self._others[tags, parts] = first._under(tags)
             for (name, tag), flattened in self._flattened.items():
                 if parts.issuperset(tag_parts(tag)):
-                    root.add_flattened(name, flattened)
+                    root._add_flattened(name, flattened)
         return root
 
     @staticmethod
-    def _tags_of_root(first: RootedMesh, mesh: RootedMesh) -> tuple[str, ...]:
+    def _tags_of_root(first: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:
         """The tags of a mesh's root, one for each axis of the first mesh.
 
         An axis that the mesh has too keeps its tag. Every other axis gets all tags of the mesh,
@@ -121,21 +100,21 @@ class Roots(Generic[_Mesh]):
         for later in self._later_axes.get(name, ()):
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.first)
 
-    def flattened(self, name: str, tag: str) -> _Mesh | None:
+    def flattened(self, name: str, tag: str) -> DeviceMesh | None:
         """The flattened mesh of this name under this tag, if there is one."""
         return self._flattened.get((name, tag))
 
-    def add_flattened(self, name: str, tag: str, flattened: _Mesh) -> None:
+    def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
         """Note a flattened mesh, at the roots of all meshes it may be flattened from."""
         self._flattened[name, tag] = flattened
         parts = frozenset(tag_parts(tag))
         if self.first is not None and parts <= _parts(self.first):
-            self.first.add_flattened(name, flattened)
+            self.first._add_flattened(name, flattened)
         for (_, seen), root in self._others.items():
             if parts <= seen:
-                root.add_flattened(name, flattened)
+                root._add_flattened(name, flattened)
 
 
-def _parts(mesh: RootedMesh) -> frozenset[str]:
+def _parts(mesh: DeviceMesh) -> frozenset[str]:
     tags = mesh.description.axis_tags
     return frozenset(part for tag in set(tags) for part in tag_parts(tag))

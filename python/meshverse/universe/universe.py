@@ -8,18 +8,16 @@ import threading
 import weakref
 from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.agreement import check_by_default, shortened
 from meshverse.groups.group import Group, GroupUse
 from meshverse.layouts.computed import computed
-from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
@@ -31,11 +29,14 @@ from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 from .groups import UniverseGroups
-from .roots import RootedMesh, Roots
+from .roots import Roots
 from .suspension import GroupMemory, memory_stats, resume, suspend
 from .warm_up import WarmedUp, warm_up
 
-__all__ = ["Member", "Universe", "WorldUniverses", "ranks_outside", "share_world_wide"]
+if TYPE_CHECKING:
+    from meshverse.device_mesh.device_mesh import DeviceMesh
+
+__all__ = ["Universe", "WorldUniverses", "ranks_outside", "share_world_wide"]
 
 
 class WorldUniverses(WorldState):
@@ -65,41 +66,6 @@ class Ending(enum.Enum):
 
     DESTROYED = "destroyed"
     ABORTED = "aborted"
-
-
-class Member(RootedMesh, Protocol):
-    """A mesh, as the universe knows it that it is made in."""
-
-    # Read where the cost of a property would show.
-    _description: MeshDescription
-    _root_mesh: Any
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether process groups were made for the mesh."""
-
-    @property
-    def group_names(self) -> tuple[str, ...] | None:
-        """c10d names of my groups, one an axis; none outside the mesh; None without groups."""
-
-    @property
-    def intern_key(self) -> Hashable:
-        """The identity of the mesh within its universe."""
-
-    def take_root(self, root: Any) -> None:
-        """Have this root; itself, or none yet, makes it a root."""
-
-    def join(self, universe: Any) -> None:
-        """Enter a universe, on its process groups."""
-
-    def forget_place(self) -> None:
-        """Find this rank's coordinate anew each time it is asked for."""
-
-    def renew_group_names(self) -> None:
-        """Give torch a plain list of names of groups, or one that looks at each use."""
-
-
-_Mesh = TypeVar("_Mesh", bound=Member)
 
 
 class Universe:
@@ -196,7 +162,7 @@ class Universe:
         self.size = self.rank_map.size
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.roots: Roots[Member] = Roots()
+        self.roots = Roots()
         self._own_serial: int | None = None  # once it is asked for
         self._groups: UniverseGroups | None = None
         self.generation = 0
@@ -226,8 +192,8 @@ class Universe:
         self._lock = threading.RLock()  # protects the parts, the roots and the next
         self._is_kept = False  # by its world, as one that made groups
         self._ranks_checked = False
-        self._meshes: dict[Hashable, Member] = {}
-        self._others: WeakRegistry[Member] = WeakRegistry()  # meshes that are not among these
+        self._meshes: dict[Hashable, DeviceMesh] = {}
+        self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
         # The rank is negative where nobody knows it.
         self.keeps_places = rank >= 0 and not (self.world is not None and self.world.may_change)
         _universes.add(self)
@@ -457,45 +423,47 @@ class Universe:
     # --- meshes ---------------------------------------------------------------------------------
 
     @property
-    def root(self) -> StockDeviceMesh | None:
+    def root(self) -> DeviceMesh | None:
         """The first mesh made here, which the others under its isolation tags call their root."""
-        return cast("StockDeviceMesh | None", self.roots.first)
+        return self.roots.first
 
     @property
-    def flattened(self) -> Mapping[str, StockDeviceMesh]:
+    def flattened(self) -> Mapping[str, DeviceMesh]:
         """The flattened meshes under the isolation tags of the first mesh here, by name."""
-        return {} if self.root is None else self.root._flatten_mapping
+        return {} if self.root is None else self.root.flattened
 
-    def add_flattened(self, name: str, tag: str, flattened: Member) -> None:
+    def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
         """Note a flattened mesh, for all meshes here that may ask for it by its name."""
         with self._lock:
             self.roots.add_flattened(name, tag, flattened)
 
-    def intern(self, mesh: _Mesh, key: Hashable = None) -> _Mesh:
-        """The mesh that is here already with the same axes, names and groups, or else this one.
+    def find_mesh(self, key: Hashable) -> DeviceMesh | None:
+        """Return the mesh of this description and these names of groups, or None."""
+        return self._meshes.get(key)
+
+    def intern(self, mesh: DeviceMesh, key: Hashable) -> DeviceMesh:
+        """Return the mesh that is here already under a key, or else this one, kept here.
 
         Args:
             mesh: to be kept here, if there is none like it.
-            key: the mesh's `intern_key`, if the caller knows it.
+            key: its description and names of groups; of a mesh of a user's subclass, its id.
         """
         with self._lock:  # of several threads, one makes the root
             root = self.roots.first
             if root is None or mesh._description.tags or root._description.tags:
                 root = self.roots.of(mesh)
             if mesh._root_mesh is not root:
-                mesh.take_root(root)
+                mesh._take_root(root)
             if not self._is_kept:
                 self._keep()
-        if key is None:
-            key = mesh.intern_key
-        return self._meshes.setdefault(key, mesh)  # type: ignore[return-value]
+        return self._meshes.setdefault(key, mesh)
 
-    def keep(self, mesh: Member) -> None:
+    def keep(self, mesh: DeviceMesh) -> None:
         """Intern a mesh that somebody has already, or know of it, if there is one like it."""
-        if self.intern(mesh) is not mesh:
+        if self.intern(mesh, mesh._intern_key) is not mesh:
             self.note(mesh)
 
-    def note(self, mesh: Member) -> None:
+    def note(self, mesh: DeviceMesh) -> None:
         """Know of a mesh that is not the one of its kind here."""
         self._others.add(mesh)
 
@@ -505,13 +473,13 @@ class Universe:
             return
         self.has_plain_names = is_plain
         for mesh in (*list(self._meshes.values()), *self._others.alive()):
-            mesh.renew_group_names()
+            mesh._renew_group_names()
 
     def forget_places(self) -> None:
         """Have the meshes find the coordinate at each read, and raise if this is another rank."""
         self.keeps_places = False
         for mesh in (*list(self._meshes.values()), *self._others.alive()):
-            mesh.forget_place()
+            mesh._forget_coordinate()
 
     def _views(self) -> list[ExplainedView]:
         views: dict[tuple[object, ...], ExplainedView] = {}
@@ -524,8 +492,7 @@ class Universe:
         return list(views.values())
 
     def _flattened_axes(self) -> dict[str, AxisLayout]:
-        flattened = cast("Mapping[str, Member]", self.flattened)
-        return {name: mesh._description.layout.collapse() for name, mesh in flattened.items()}
+        return {name: mesh.layout.collapse() for name, mesh in self.flattened.items()}
 
     def _keep(self) -> None:
         # Every call that makes groups gives a mesh, so this sees them all.
@@ -560,7 +527,7 @@ class Universe:
             target = target.part(self.rank_map)
         # In an order that all ranks share, whatever order they loaded the meshes in.
         for key, mesh in sorted(bare.items(), key=lambda item: str(item[1].description)):
-            mesh.join(target)
+            mesh._join(target)
             del self._meshes[key]
 
     def warm_up(
@@ -637,9 +604,7 @@ class Universe:
         own["check_consistency"] = check_consistency
         own = {name: value for name, value in own.items() if value is not None}
         with self._lock:
-            known: Universe | None = (
-                self if rank_map == self.rank_map else self._part_over(rank_map)
-            )
+            known = self._over(rank_map)
             if known is None:
                 self.check_has(rank_map)
                 known = Universe(rank_map, part_of=self, rank=rank, **own)
@@ -655,18 +620,18 @@ class Universe:
         return known
 
     def known_part(self, ranks: RankMap) -> Universe | None:
-        """The part over these ranks, in this order, if there is one already. O(ranks).
+        """This universe or its part over these ranks, in this order; None if there is none yet.
 
         Raises:
             ValueError: a rank that this universe has not.
         """
-        known = self._part_over(ranks)
+        known = self._over(ranks)
         if known is None:
             self.check_has(ranks)
         return known
 
-    def _part_over(self, ranks: RankMap) -> Universe | None:
-        return next((part for part in self.parts if part.rank_map == ranks), None)
+    def _over(self, ranks: RankMap) -> Universe | None:
+        return next((one for one in (self, *self.parts) if one.rank_map == ranks), None)
 
     def check_has(self, ranks: RankMap) -> None:
         """Raise ValueError unless this universe has all these ranks, in any order. O(ranks)."""

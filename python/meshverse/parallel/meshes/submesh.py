@@ -65,14 +65,14 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
             f"{mesh} is a mesh of torch's own, which has no flattened axis {name!r} to find. "
             "Make it with meshverse.init_device_mesh, or call meshverse.install() before."
         )
-    flattened = mesh._root().flattened
+    flattened = mesh.flattened
     if name not in flattened:
         near = "".join(get_close_matches(name, [*own, *flattened], n=1))
         raise KeyError(
             f"No axis {name!r}: the mesh has the axes {own}, and its universe the flattened axes "
             f"{tuple(flattened)}.{near and f' Did you mean {near!r}?'}"
         )
-    return cast("DeviceMesh", flattened[name])
+    return flattened[name]
 
 
 def get_submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
