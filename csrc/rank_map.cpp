@@ -194,6 +194,27 @@ RankArray RankMap::ranks() const {
   return RankArray(std::move(ranks));
 }
 
+std::int64_t RankMap::tuple_hash() const {
+  constexpr std::uint64_t kPrime1 = 11400714785074694791U;
+  constexpr std::uint64_t kPrime2 = 14029467366897019727U;
+  constexpr std::uint64_t kPrime5 = 2870177450012600261U;
+  constexpr int kRotation = 31;
+  if (size_ > std::int64_t{1} << 31) {
+    throw std::invalid_argument("hash of the tuple of " + std::to_string(size_) +
+                                " ranks: there may be at most 2**31");
+  }
+  std::uint64_t hash = kPrime5;
+  for (std::int64_t position = 0; position < size_; ++position) {
+    const auto rank = is_identity() ? position : ranks_[static_cast<std::size_t>(position)];
+    hash += static_cast<std::uint64_t>(rank) * kPrime2;
+    hash = (hash << kRotation) | (hash >> (64 - kRotation));
+    hash *= kPrime1;
+  }
+  hash += static_cast<std::uint64_t>(size_) ^ (kPrime5 ^ 3527539U);
+  // CPython keeps -1 for errors.
+  return hash == ~std::uint64_t{0} ? 1546275796 : static_cast<std::int64_t>(hash);
+}
+
 std::string RankMap::to_string() const {
   if (is_identity()) return "identity of " + std::to_string(size_);
   return std::to_string(size_) + (size_ == 1 ? " rank: " : " ranks: ") + first_ranks(ranks_);

@@ -163,6 +163,15 @@ RankMap(4 ranks: 0, 2, 4, 6)
 Raises:
     ValueError: A rank does not fit.
 )")
+      .def("tuple_hash", &RankMap::tuple_hash,
+           R"(The hash of the tuple of ranks, without making it. O(size).
+
+Raises:
+    ValueError: There are more than ``2**31``.
+
+>>> RankMap.identity(3).tuple_hash() == hash((0, 1, 2))
+True
+)")
       .def_property_readonly(
           "fingerprint", [](const RankMap& self) { return self.fingerprint().hex(); },
           "32 hexadecimal digits that stand for the content, on every machine.")

@@ -58,6 +58,16 @@ def test_counting_up_from_zero_is_the_identity():
     assert identity.position_of(5) is identity.position_of(-1) is None
 
 
+@given(unique_ranks)
+def test_the_hash_of_the_tuple_is_pythons(ranks):
+    assert RankMap.from_ranks(ranks).tuple_hash() == hash(tuple(ranks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 10_240])
+def test_the_hash_of_the_tuple_of_an_identity_is_pythons(size):
+    assert RankMap.identity(size).tuple_hash() == hash(tuple(range(size)))
+
+
 def test_fingerprints_are_the_same_everywhere():
     # Ranks on different machines compare these: a change breaks jobs of mixed versions.
     assert RankMap.identity(8).fingerprint == "de9dd91f11a10f2ab5b2f762c56e99d4"

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from helpers.observation import OURS
+from helpers.observation import OURS, STOCK
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankGroups, RankMap
-from meshverse.layouts.rank_views import RankViews
 from trainer_views import Degrees, five_views
 
 _WORLD = 1 << 20
@@ -43,7 +42,6 @@ def world_sized_work_refused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _refuse_if_large(patch, RankMap, "ranks", lambda rank_map: rank_map.size)
         _refuse_if_large(patch, RankGroups, "all", lambda _: _WORLD)  # each rank once
-        _refuse_if_large(patch, RankViews, "__init__", lambda _, rank_map: rank_map.size)
         tracemalloc.start()
         try:
             yield
@@ -82,7 +80,7 @@ def _mesh() -> DeviceMesh:
 
 def test_asking_for_every_rank_is_noticed(no_world_sized_work) -> None:
     mesh = init_device_mesh("cpu", (_WORLD,))
-    for ask in (lambda: mesh.mesh, lambda: hash(mesh), lambda: mesh._flatten_rank_map):
+    for ask in (lambda: mesh.mesh, lambda: mesh._flatten_rank_map):
         with pytest.raises(WorldSizedWorkError):
             ask()
 
@@ -131,13 +129,20 @@ def test_comparing(no_world_sized_work) -> None:
     assert one != init_device_mesh("cpu", _SHAPE)
 
 
-def test_hashing_again() -> None:
+def test_hashing(no_world_sized_work) -> None:
     mesh = _mesh()
-    hash(mesh)  # torch hashes the ranks once
-    with world_sized_work_refused():
-        meshes = {mesh["dp"], mesh["tp"], mesh["dp", "tp"].flatten(), _mesh()["dp"], _mesh()}
-        assert len(meshes) == 4
-        assert mesh in meshes
+    meshes = {mesh["dp"], mesh["tp"], mesh["dp", "tp"].flatten(), _mesh()["dp"], _mesh()}
+    assert len(meshes) == 4
+    assert mesh in meshes
+
+
+def test_the_hash_is_stocks() -> None:
+    ours, stock = (
+        make("cpu", (_WORLD,), mesh_dim_names=("all",))
+        for make in (init_device_mesh, STOCK.init_device_mesh)
+    )
+    assert hash(ours) == hash(stock)
+    assert ours == stock
 
 
 def test_pickling(no_world_sized_work) -> None:

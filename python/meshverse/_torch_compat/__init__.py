@@ -48,6 +48,7 @@ from .layouts import (
     FLATTENING_GIVES_MESH,
     equals_stock,
     from_torch_layout,
+    hash_as_stock,
     keeps_rank_order,
     to_torch_layout,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "from_torch_layout",
     "group_ranks_of",
     "has_no_values",
+    "hash_as_stock",
     "held_by",
     "hook_concatenate",
     "hook_from_group",

@@ -89,6 +89,29 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
     return all(getattr(mesh, field) == getattr(stock, field) for field in fields)
 
 
+class _HashedMesh:
+    """A mesh in `hash_as_stock`: all that stock's `__hash__` reads, and another tuple of ranks."""
+
+    _hash_key = getattr(StockDeviceMesh, "_hash_key", None)  # there from 2.12 on
+    _hash = None
+
+    def __init__(self, mesh: StockDeviceMesh, ranks: object) -> None:
+        self._mesh, self._flatten_rank_map = mesh, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mesh, name)
+
+
+def hash_as_stock(mesh: StockDeviceMesh, ranks: object) -> int:
+    """Return the hash that stock gives a mesh, with an object for the tuple of its ranks.
+
+    Args:
+        mesh: ours.
+        ranks: has the hash of the tuple of ranks.
+    """
+    return StockDeviceMesh.__hash__(_HashedMesh(mesh, ranks))  # type: ignore[arg-type, no-any-return, no-untyped-call]
+
+
 def keeps_rank_order(mesh: StockDeviceMesh) -> bool:
     """Whether the groups of a mesh, of either class, have their ranks in its order."""
     return bool(getattr(mesh, "_preserve_rank_order", False))

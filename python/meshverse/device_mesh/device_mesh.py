@@ -1074,9 +1074,14 @@ class DeviceMesh(StockDeviceMesh):
         return mine is world or mine is None or world is None
 
     def __hash__(self) -> int:
-        # Stock's: it hashes the tuple of ranks, which remembers its hash. So equal meshes of either
-        # class have equal hashes.
-        return self._hash or StockDeviceMesh.__hash__(self)  # type: ignore[no-untyped-call]
+        # Equal meshes of either class have equal hashes.
+        if self._hash is None:
+            universe = self._universe
+            if universe.size <= _SMALL_WORLD:
+                return StockDeviceMesh.__hash__(self)  # type: ignore[no-untyped-call]
+            # Without the tuple of all ranks, which stock's reads.
+            self._hash = compat.hash_as_stock(self, universe.rank_views.hashed)
+        return self._hash
 
     def _stable_hash(self) -> str:
         # torch finds compiled graphs on disk by this hash, and the ranks of a host share the disk.

@@ -43,6 +43,21 @@ class RankTuple(tuple[int, ...]):
         return tuple, (tuple(self),)
 
 
+class HashedRanks:
+    """The hash of a tuple of ranks, without the tuple, for tuples that are only hashed."""
+
+    def __init__(self, rank_map: RankMap) -> None:
+        same = _CORE_HASHES_AS_PYTHON
+        self._hash = rank_map.tuple_hash() if same else hash(tuple(rank_map.ranks().tolist()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+# Another Python may hash tuples in another way.
+_CORE_HASHES_AS_PYTHON = RankMap.from_ranks([5, 2, 8]).tuple_hash() == hash((5, 2, 8))
+
+
 class RankViews:
     """A rank map as the tensor and the tuple that torch's own code asks of a mesh.
 
@@ -50,18 +65,23 @@ class RankViews:
     """
 
     def __init__(self, rank_map: RankMap) -> None:
-        self._ranks = rank_map.ranks()
+        self._rank_map = rank_map
 
     @computed
     def tensor(self) -> torch.Tensor:
         """The global rank at every position: int32 CPU tensor of shape (n,)."""
         with compat.untraced():
-            return torch.frombuffer(self._ranks, dtype=torch.int32)
+            return torch.frombuffer(self._rank_map.ranks(), dtype=torch.int32)
+
+    @computed
+    def hashed(self) -> HashedRanks:
+        """What has the hash of the tuple."""
+        return HashedRanks(self._rank_map)
 
     @computed
     def tuple(self) -> RankTuple:
         """The global rank at every position."""
-        return RankTuple(self._ranks.tolist())
+        return RankTuple(self._rank_map.ranks().tolist())
 
 
 _views: weakref.WeakKeyDictionary[RankMap, RankViews] = weakref.WeakKeyDictionary()
