@@ -38,9 +38,11 @@ __all__ = [
     "python_dispatch",
     "require_supported_torch",
     "stock_module",
+    "torch_ops",
 ]
 
 c_extension: Any = torch._C
+torch_ops: Any = torch._ops
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 BackendOptions: TypeAlias = Any
@@ -71,11 +73,15 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d_core, "Backend"),
     (c_extension, "DisableTorchFunction"),
     (c_extension, "_dispatch_keys"),
+    (c_extension, "_functorch"),
+    (c_extension, "_len_torch_dispatch_stack"),
+    (c_extension, "_len_torch_function_stack"),
     (fake_tensor, "FakeTensor"),
     (functorch, "temporarily_clear_interpreter_stack"),
     (guards, "TracingContext"),
     (guards, "detect_fake_mode"),
     (python_dispatch, "_disable_current_modes"),
+    (torch_ops, "_len_torch_dispatch_stack_pre_dispatch"),
     (dist.ProcessGroup, "_device_types"),
     (dist.ProcessGroup, "_get_backend"),
     (StockDeviceMesh, "_setup_world_group_and_device"),

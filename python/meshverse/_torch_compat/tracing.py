@@ -23,6 +23,7 @@ from .private_names import (
     opaque_object,
     python_dispatch,
     stock_module,
+    torch_ops,
 )
 
 # As it was before `hook_concatenate`.
@@ -146,6 +147,9 @@ def untraced() -> Iterator[None]:
     Neither fake, proxy, functional nor the user's own modes see what is done inside, and what is
     made inside `torch.func.grad` and the like is not wrapped for it. 2.11-2.15.
     """
+    if _is_eager():  # to enter all of these takes 60 us where caches are cold
+        yield
+        return
     with (
         python_dispatch._disable_current_modes(),
         functorch.temporarily_clear_interpreter_stack(),
@@ -153,6 +157,16 @@ def untraced() -> Iterator[None]:
         torch.inference_mode(False),
     ):
         yield
+
+
+def _is_eager() -> bool:
+    return not (
+        c_extension._len_torch_function_stack()  # modes, among which is the default device
+        or c_extension._len_torch_dispatch_stack()
+        or torch_ops._len_torch_dispatch_stack_pre_dispatch()
+        or c_extension._functorch.peek_interpreter_stack()
+        or torch.is_inference_mode_enabled()
+    )
 
 
 @functools.cache
