@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
@@ -92,14 +93,15 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
 class _HashedMesh:
     """A mesh in `hash_as_stock`: all that stock's `__hash__` reads, and another tuple of ranks."""
 
-    _hash_key = getattr(StockDeviceMesh, "_hash_key", None)  # there from 2.12 on
     _hash = None
 
     def __init__(self, mesh: StockDeviceMesh, ranks: object) -> None:
         self._mesh, self._flatten_rank_map = mesh, ranks
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._mesh, name)
+        found = getattr(self._mesh, name)
+        # Stock's own methods read this object too.
+        return MethodType(found.__func__, self) if isinstance(found, MethodType) else found
 
 
 def hash_as_stock(mesh: StockDeviceMesh, ranks: object) -> int:

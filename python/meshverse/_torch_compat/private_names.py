@@ -88,6 +88,7 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (StockDeviceMesh, "_concatenate"),
     (StockDeviceMesh, "_create_flatten_mesh"),
     (StockDeviceMesh, "_get_root_mesh"),
+    (StockDeviceMesh, "__hash__"),
     (StockDeviceMesh, "__setstate__"),
 )
 _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
