@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from . import _torch_compat as compat
 from .device_mesh.device_mesh import DeviceMesh
 from .saved_mesh.stock_pickles import take_in
-from .universe.universe import share_world_wide
+from .universe.groups import share_world_wide
 
 __all__ = ["install", "installed", "uninstall"]
 

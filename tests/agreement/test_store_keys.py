@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.universe.universe import share_world_wide
+from meshverse.universe.groups import share_world_wide
 from meshverse.world.world import World
 
 _AXES = ("dp", "tp")

@@ -17,7 +17,7 @@ import meshverse
 from helpers.worlds import fake_world, group_names, groups_created, live_groups
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse.groups.registry import GroupRegistry
-from meshverse.universe.universe import WorldUniverses
+from meshverse.universe.registry import WorldUniverses
 from meshverse.world.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"

@@ -12,6 +12,7 @@ from helpers.asking import (
     OF_PARALLEL,
     OF_TORCH,
     OF_UNIVERSE,
+    OF_UNIVERSE_INSIDE,
     USES_GROUPS_OF_MESH,
     USES_GROUPS_OF_UNIVERSE,
     Question,
@@ -25,6 +26,7 @@ _TABLES = {
     "users, of a mesh": OF_MESH,
     "users, by operators": OF_MESH_BY_OPERATORS,
     "users, of a universe": OF_UNIVERSE,
+    "inside of a universe": OF_UNIVERSE_INSIDE,
     "torch": OF_TORCH,
 }
 _ALL_QUESTIONS = [

@@ -13,6 +13,7 @@ from helpers.asking import (
     OF_PARALLEL,
     OF_TORCH,
     OF_UNIVERSE,
+    OF_UNIVERSE_INSIDE,
     lazy_cube,
     lazy_meshes,
 )
@@ -22,7 +23,7 @@ from meshverse import init_device_mesh
 
 _RANKS = 8
 _ASKS = 5
-_TABLES = (OF_MESH, OF_MESH_BY_OPERATORS, OF_UNIVERSE, OF_TORCH)
+_TABLES = (OF_MESH, OF_MESH_BY_OPERATORS, OF_UNIVERSE, OF_UNIVERSE_INSIDE, OF_TORCH)
 
 
 def _ask_alone() -> tuple[int, list[str]]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import (
 from helpers.observation import attempt
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate, load_mesh, save_mesh
 from meshverse.parallel import MeshCollective, Meshes, get_flat_mesh, get_fsdp_dp_mesh, get_submesh
+from meshverse.universe.registry import find_universe, universes_over
 
 Question = Callable[[DeviceMesh], object]
 
@@ -128,32 +129,9 @@ USES_GROUPS_OF_MESH = {
 OF_UNIVERSE: dict[str, Question] = {
     "explain": lambda mesh: (str(mesh.universe.explain()), mesh.universe.explain().to_json()),
     "draw": lambda mesh: attempt(lambda: str(mesh.universe.draw(node_size=4))),
-    "all_over": lambda mesh: Universe.all_over(mesh.universe.rank_map),
-    "has_made": lambda mesh: [mesh.universe.has_made(name) for name in mesh.group_names or ()],
-    "set_plain_names": lambda mesh: mesh.universe.set_plain_names(False),
-    "planned_group": lambda mesh: [
-        mesh.universe.planned_group(name) for name in mesh.group_names or ()
-    ],
-    "likeliest_group": lambda mesh: [mesh.universe.likeliest_group(a, "tp") for a in mesh.layout],
-    "find": lambda mesh: Universe.find(mesh.universe.rank_map, mesh.universe.serial),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
-    "groups": lambda mesh: list(mesh.universe.groups),
+    "is_over": lambda mesh: mesh.universe.is_over,
     "stand_for": lambda mesh: mesh.universe.stand_for(mesh.universe.serial),
-    "forget_places": lambda mesh: (mesh.universe.forget_places(), mesh.get_coordinate()),
-    "find_mesh": lambda mesh: mesh.universe.find_mesh(mesh._intern_key),
-    "intern": lambda mesh: mesh.universe.intern(mesh, mesh._intern_key),
-    "note": lambda mesh: mesh.universe.note(mesh),
-    "key_digest": lambda mesh: [
-        mesh.universe.key_digest(axis, name)
-        for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)
-    ],
-    "known_names": lambda mesh: mesh.universe.known_names(
-        mesh.description.layout, mesh.description.labels
-    ),
-    "known_group": lambda mesh: [
-        mesh.universe.known_group(axis, digest)
-        for axis, digest in zip(mesh.layout, mesh._key_digests, strict=False)
-    ],
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
     "parts": lambda mesh: mesh.universe.parts,
@@ -161,9 +139,37 @@ OF_UNIVERSE: dict[str, Question] = {
     "check_has": lambda mesh: mesh.universe.check_has(mesh.universe.rank_map),
     "serial": lambda mesh: mesh.universe.serial,
 }
+# Not of the universe itself, but of its groups and meshes, and of all universes.
+OF_UNIVERSE_INSIDE: dict[str, Question] = {
+    "groups": lambda mesh: list(mesh.universe.groups),
+    "universes over": lambda mesh: universes_over(mesh.universe.rank_map),
+    "find universe": lambda mesh: find_universe(mesh.universe.rank_map, mesh.universe.serial),
+    "set plain names": lambda mesh: mesh.universe.meshes.set_plain_names(False),
+    "forget coordinates": lambda mesh: (
+        mesh.universe.meshes.forget_coordinates(),
+        mesh.get_coordinate(),
+    ),
+    "find": lambda mesh: mesh.universe.meshes.find(mesh._intern_key),
+    "intern": lambda mesh: mesh.universe.meshes.intern(mesh, mesh._intern_key),
+    "note": lambda mesh: mesh.universe.meshes.note(mesh),
+    "has made": lambda mesh: [
+        mesh.universe.groups.has_made(name) for name in mesh.group_names or ()
+    ],
+    "planned": lambda mesh: [mesh.universe.groups.planned(name) for name in mesh.group_names or ()],
+    "likeliest": lambda mesh: [mesh.universe.groups.likeliest(a, "tp") for a in mesh.layout],
+    "key digest": lambda mesh: [
+        mesh.universe.groups.key_digest(axis, name)
+        for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)
+    ],
+    "known names": lambda mesh: mesh.universe.groups.known_names(
+        mesh.description.layout, mesh.description.labels
+    ),
+    "known": lambda mesh: [
+        mesh.universe.groups.known(axis, digest)
+        for axis, digest in zip(mesh.layout, mesh._key_digests, strict=False)
+    ],
+}
 USES_GROUPS_OF_UNIVERSE = {
-    "add_flattened": "takes a mesh that is there",
-    "keep": "takes a mesh that is there",
     "warm_up": "makes groups",
     "suspend": "talks to groups",
     "resume": "talks to groups",

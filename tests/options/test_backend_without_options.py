@@ -99,7 +99,7 @@ def _timeouts(*world: Any) -> dict[str, Any]:
     gloo = mesh.get_group("tp")._get_backend(torch.device("cpu"))
     return {
         "gloo": gloo.options._timeout.total_seconds(),
-        "keys": {group.request.options.timeout.total_seconds() for group in mesh.universe._groups},
+        "keys": {group.request.options.timeout.total_seconds() for group in mesh.universe.groups},
     }
 
 

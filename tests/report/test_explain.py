@@ -13,7 +13,7 @@ from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.universe.universe import WorldUniverses
+from meshverse.universe.registry import WorldUniverses
 from meshverse.world.world import World
 from trainer_views import Degrees, five_views
 

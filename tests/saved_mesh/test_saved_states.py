@@ -18,7 +18,7 @@ from helpers.observation import observe
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, Universe, init_device_mesh, load_mesh, save_mesh
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.universe.universe import _universes
+from meshverse.universe.registry import _universes
 
 _NAMES = ("dp", "tp")
 
@@ -53,7 +53,7 @@ class _Everything:
 
 
 def _look(universe: Universe) -> list[Any]:
-    return [repr(universe), list(universe._meshes.values()), dict(universe.flattened)]
+    return [repr(universe), list(universe.meshes), dict(universe.flattened)]
 
 
 _REFUSED: dict[str, tuple[str, Any, str]] = {

@@ -16,7 +16,8 @@ from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
 from meshverse.groups.group import Group
 from meshverse.universe import groups as universe_groups
-from meshverse.universe.universe import Universe, WorldUniverses
+from meshverse.universe.registry import WorldUniverses, find_universe
+from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
 _THREADS = 8
@@ -98,7 +99,7 @@ def test_threads_make_universes_of_their_own() -> None:
             assert len({id(universe) for universe in universes}) == 3 * _THREADS
             names = [name for universe in universes for name in universe.root.group_names]
             assert len(set(names)) == 2 * 3 * _THREADS
-            assert Universe.find(RankMap.identity(32), universes[5].serial) is universes[5]
+            assert find_universe(RankMap.identity(32), universes[5].serial) is universes[5]
             _at_once(lambda number, meshes=meshes: [m.universe.destroy() for m in meshes[number]])
             assert len(group_names()) == 1
 

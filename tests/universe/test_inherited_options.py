@@ -44,7 +44,7 @@ _DERIVED: dict[str, Callable[[DeviceMesh], DeviceMesh]] = {
 def _timeout(mesh: DeviceMesh) -> timedelta | None:
     """The timeout that c10d was given for the group of a one-axis mesh."""
     name = mesh.get_group().group_name
-    (group,) = (g for g in mesh.universe._groups if g.name == name)
+    (group,) = (g for g in mesh.universe.groups if g.name == name)
     return group.request.options.timeout
 
 

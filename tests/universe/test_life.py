@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
+from meshverse.universe.registry import find_universe
 from worlds import start_fake_world
 
 _NAMES = ("dp", "cp", "tp")
@@ -148,7 +149,7 @@ def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
         gc.collect()
         assert (universe() is None) == (end != "neither")
         if end == "neither":  # a mesh that is loaded finds it by that, whatever was collected
-            assert Universe.find(RankMap.identity(8), serial=99) is universe()
+            assert find_universe(RankMap.identity(8), serial=99) is universe()
     gc.collect()
     assert universe() is None
 
@@ -192,14 +193,14 @@ def test_the_first_universe_that_made_groups_is_found(world) -> None:
     borrowing = init_device_mesh("cpu", (8,))
     first, second = _mesh(), _mesh()
     found = [
-        Universe.find(RankMap.identity(8), mesh.universe.serial)
+        find_universe(RankMap.identity(8), mesh.universe.serial)
         for mesh in (borrowing, first, second)
     ]
     assert found == [borrowing.universe, first.universe, second.universe]
-    assert Universe.find(RankMap.identity(8), serial=99) is first.universe
+    assert find_universe(RankMap.identity(8), serial=99) is first.universe
     first.universe.destroy()
-    assert Universe.find(RankMap.identity(8), serial=99) is second.universe
-    assert Universe.find(RankMap.identity(4), serial=0) is None
+    assert find_universe(RankMap.identity(8), serial=99) is second.universe
+    assert find_universe(RankMap.identity(4), serial=0) is None
 
 
 def test_a_universe_made_beforehand(world) -> None:

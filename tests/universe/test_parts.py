@@ -215,7 +215,7 @@ def test_one_destroy_ends_all() -> None:
     for mesh in (job, *parts.values()):
         assert mesh.universe.is_over
         with pytest.raises(RuntimeError, match="was destroyed"):
-            _ = mesh.get_group(1) if mesh.get_coordinate() else mesh.universe.groups
+            _ = mesh.get_group(1) if mesh.get_coordinate() else mesh.universe.groups.check_usable()
     with pytest.raises(RuntimeError, match="The universe of ranks 0 to 7 was destroyed"):
         _part(job, [5, 6])
     job.universe.destroy()

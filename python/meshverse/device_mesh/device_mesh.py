@@ -57,6 +57,7 @@ from meshverse.options.overrides import (
     normalize_tags,
 )
 from meshverse.pictures import Picture
+from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
@@ -213,7 +214,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         known = None if universe is None else universe.known_part(rank_map)
         if known is not None:
-            known.roots.check_names(description)
+            known.meshes.check_names(description)
         self._describe(description)
         if not self._may_have_groups:
             init_backend = False
@@ -233,11 +234,11 @@ class DeviceMesh(StockDeviceMesh):
                 *(description.layout, description.labels, overrides, description.tags), call=call
             )
         self._take_group_names(names)
-        known.keep(self)
+        known.meshes.keep(self)
         if is_apart:
             note_root(self)
         else:
-            known.roots.note_names(description)
+            known.meshes.note_names(description)
 
     def _set_up_world(self) -> None:
         world = World.current()
@@ -276,7 +277,7 @@ class DeviceMesh(StockDeviceMesh):
                 for axis, name, given in zip(result.layout, labels, groups, strict=True)
             ]
         )
-        result._universe.keep(result)
+        result._universe.meshes.keep(result)
         note_root(result)
         return result
 
@@ -302,10 +303,10 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         """The one mesh of a universe with this description and these groups (None: without)."""
         key = description, None if group_names is None else tuple(group_names)
-        known = universe.find_mesh(key)
+        known = universe.meshes.find(key)
         if known is not None:
             return known
-        return universe.intern(DeviceMesh._made(universe, description, group_names), key)
+        return universe.meshes.intern(DeviceMesh._made(universe, description, group_names), key)
 
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
@@ -324,14 +325,14 @@ class DeviceMesh(StockDeviceMesh):
         self._slices = {}
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
-        if universe.keeps_places:
+        if universe.meshes.keeps_coordinates:
             position = universe.position
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
         else:
             DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
-        # If this mesh has isolation tags, `Universe.intern` may give it another root.
-        root = universe.roots.first
+        # If this mesh has isolation tags, `UniverseMeshes.intern` may give it another root.
+        root = universe.meshes.root
         self._root_mesh = None if root is self else root
         if universe.size <= _SMALL_WORLD:
             hash(self)
@@ -599,10 +600,10 @@ class DeviceMesh(StockDeviceMesh):
         if self.ndim == 1 and name in (self._mesh_dim_names or ()):
             return self._derive_under((tag,), self._description, self.group_names)
         axis, universe, root = self.layout.collapse(), self._universe, self._root()
-        known = universe.roots.flattened(name, tag)
+        known = universe.meshes.flattened(name, tag)
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
-        universe.roots.check_flattened_name(name, axis)
+        universe.meshes.check_flattened_name(name, axis)
         if known is None:
             description = MeshDescription(
                 *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),
@@ -616,7 +617,7 @@ class DeviceMesh(StockDeviceMesh):
                     *(description.layout, (name,), overrides, description.tags), call="flatten"
                 )
             known = self._in_universe(universe, description, group_names)
-            universe.add_flattened(name, tag, known)
+            universe.meshes.add_flattened(name, tag, known)
         is_at_root = root._flatten_mapping.get(name) is known
         if not is_at_root and tag == merge_tags(self._description.axis_tags):
             root._flatten_mapping[name] = known  # where torch finds it
@@ -779,7 +780,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         mine = self._universe
         if universe is None:
-            universe = Universe.find(mine.rank_map, mine.serial) or Universe(mine.rank_map)
+            universe = find_universe(mine.rank_map, mine.serial) or Universe(mine.rank_map)
         mine.bind(universe)
         return self
 
@@ -833,12 +834,15 @@ class DeviceMesh(StockDeviceMesh):
         """
         universe, keeps_order = self._universe, self._preserve_rank_order
         if not (overrides or tags or keeps_order):
-            known = universe.known_names(layout, names, first)
+            known = universe.groups.known_names(layout, names, first)
             if known is not None:
                 return known
-        groups = universe.groups
-        requests = groups.requests.of_axes(layout, names, overrides, tags, keeps_order, first)
-        made = groups.get_or_make(requests, call, layout, first=first)
+        made = universe.groups.get_or_make(
+            *(layout, names, overrides, tags),
+            preserve_rank_order=keeps_order,
+            call=call,
+            first=first,
+        )
         if not keeps_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
             note_order(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
@@ -871,7 +875,7 @@ class DeviceMesh(StockDeviceMesh):
         universe = self._universe
         # torch.compile cannot take in a mesh that is made within a graph with a list of another
         # class.
-        if universe.has_plain_names and all(
+        if universe.meshes.has_plain_names and all(
             name in universe.process_groups for name in group_names
         ):
             self._dim_group_names = list(group_names)
@@ -898,9 +902,9 @@ class DeviceMesh(StockDeviceMesh):
             universe, name = self._universe, self._name_without_use(mesh_dim)
             if name is not None and name in universe.ready_groups:
                 return universe.process_groups[name].rank()
-            planned = universe.planned_group(name)
+            planned = universe.groups.planned(name)
             if planned is not None:
-                _ = universe.groups  # raises where the group can no longer be made
+                universe.groups.check_usable()
                 return planned.request.my_rank()
             if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
                 return StockDeviceMesh.get_local_rank(self, mesh_dim)
@@ -917,7 +921,7 @@ class DeviceMesh(StockDeviceMesh):
         name = self._name_without_use(mesh_dim)
         if name is None:
             return None
-        planned = self._universe.planned_group(name)
+        planned = self._universe.groups.planned(name)
         return compat.resolve_group(name).rank() if planned is None else planned.request.my_rank()
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
@@ -1152,9 +1156,9 @@ class DeviceMesh(StockDeviceMesh):
             return self
         twin = self._made(self._universe, self._description, self.group_names)
         if twin.has_groups:
-            self._universe.note(twin)
+            self._universe.meshes.note(twin)
         else:  # so that bind() finds it
-            self._universe.keep(twin)
+            self._universe.meshes.keep(twin)
         return twin
 
     def _reduced(self) -> Any:
@@ -1193,7 +1197,7 @@ class DeviceMesh(StockDeviceMesh):
         if isinstance(names, PromisedGroups) and not names.are_all_known:
             return []
         pairs = zip(self.layout, self.group_names or (), strict=False)
-        return [self._universe.key_digest(*pair) for pair in pairs]
+        return [self._universe.groups.key_digest(*pair) for pair in pairs]
 
     # --- what its universe calls ----------------------------------------------------------------
 
@@ -1241,7 +1245,7 @@ class DeviceMesh(StockDeviceMesh):
         names = None if self.group_names is None else ()
         mesh = self._made(self._universe, self._description.with_tags(tags), names)
         mesh._take_root(None)
-        self._universe.note(mesh)
+        self._universe.meshes.note(mesh)
         if self.group_names:
 
             def request(index: int) -> str:
@@ -1280,7 +1284,7 @@ class DeviceMesh(StockDeviceMesh):
                 description.layout, description.labels, (), tags, call="bind"
             )
         self._take_group_names(names)
-        universe.keep(self)
+        universe.meshes.keep(self)
 
 
 def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:

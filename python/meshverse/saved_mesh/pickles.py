@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
 from meshverse.device_mesh.device_mesh import DeviceMesh
+from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state
@@ -75,9 +76,9 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     universe = universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
     if universe.root is None or not mesh.has_groups:  # so that bind() finds it
-        universe.keep(mesh)
+        universe.meshes.keep(mesh)
     else:
-        universe.note(mesh)
+        universe.meshes.note(mesh)
     return mesh
 
 
@@ -104,7 +105,7 @@ def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) ->
 def _live_universe_of(saved: SavedState) -> Universe | None:
     if saved.decoupled:
         return None
-    universe = Universe.find(saved.rank_map, saved.serial, _groups_of(saved))
+    universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved))
     if universe is None and dist.is_initialized():
         return Universe(saved.rank_map)
     # A process without process groups has no rank of its own, and may load meshes that several
@@ -172,7 +173,7 @@ def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
         return None
     if universe.position is None:
         return []
-    groups = [universe.known_group(*pair) for pair in zip(layout, saved.keys, strict=False)]
+    groups = [universe.groups.known(*pair) for pair in zip(layout, saved.keys, strict=False)]
     names = [group.name for group in groups if group is not None and group.name is not None]
     return names if len(names) == len(layout) else None
 

@@ -20,6 +20,7 @@ from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.device_mesh.group_names import MissingGroups
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.rank_tensors import plain_ranks, rank_map_of
+from meshverse.universe.registry import universes_over
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
@@ -126,10 +127,10 @@ def _are_stocks(names: list[str], layout: Layout, rank_map: RankMap) -> bool:
         return False
     default = world.default_group.group_name
     others = [pair for pair in zip(names, layout, strict=True) if pair[0] != default]
-    universes = Universe.all_over(rank_map)
+    universes = universes_over(rank_map)
     return bool(others) and all(
         compat.is_made_by_stock(name, RankGroups(axis, rank_map).ranks_of(position))
-        and not any(universe.has_made(name) for universe in universes)
+        and not any(universe.groups.has_made(name) for universe in universes)
         for name, axis in others
     )
 
@@ -157,12 +158,12 @@ def _groups_here(saved: SavedState) -> tuple[Universe, list[str]] | None:
     names = description.axis_names or (None,) * len(description.layout)
     axes = list(zip(description.layout, names, strict=True))
     found = []
-    for universe in Universe.all_over(saved.rank_map):
+    for universe in universes_over(saved.rank_map):
         if universe.root is None or universe.root.device_type != description.device_type:
             continue
         if universe.position is None:
             return universe, []
-        groups = [universe.likeliest_group(axis, name) for axis, name in axes]
+        groups = [universe.groups.likeliest(axis, name) for axis, name in axes]
         known = [group for group in groups if group is not None and group.name is not None]
         if len(known) == len(axes):
             named = sum(
@@ -190,9 +191,9 @@ def _become(
     mesh.__class__ = DeviceMesh
     assert isinstance(mesh, DeviceMesh)
     mesh._fill(universe, description, group_names)
-    known = universe.intern(mesh, mesh._intern_key)
+    known = universe.meshes.intern(mesh, mesh._intern_key)
     if known is not mesh:
-        universe.note(mesh)
+        universe.meshes.note(mesh)
     if known is not mesh and group_names is None:
         mesh.__dict__ = vars(known)  # bind() gives groups to the one that the universe knows
 

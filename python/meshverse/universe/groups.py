@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from meshverse.agreement import (
     Description,
     RanksDifferError,
     Rendezvous,
+    check_by_default,
     program_line,
     shortened,
 )
@@ -27,12 +28,17 @@ from meshverse.groups.group import Group, GroupUse, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest
 from meshverse.options.group_options import Defaults, GroupOptions
+from meshverse.options.overrides import Override
 from meshverse.report.explain import how_it_came
 from meshverse.world.world import World
 
+from .registry import WorldUniverses
 from .requests import Requests
 
-__all__ = ["UniverseGroups"]
+if TYPE_CHECKING:
+    from .universe import Universe
+
+__all__ = ["UniverseGroups", "share_world_wide"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +51,24 @@ class UniverseGroups:
     Args:
         rank_map: position -> global rank.
         position: this rank's, or None if it is outside.
-        world: the life of the default group they are made in.
+        world: the life of the default group they are made in; None if there is none, as of meshes
+            that were loaded without process groups.
+        universe: whose groups these are.
         defaults: what they inherit where an axis says nothing else.
         lazy: make a group when it is first used.
-        check_consistency: compare with the other ranks the calls that make groups.
-        part_of: the groups of the universe that this one is a part of, if it is.
-        share_world_wide: share groups with all universes of the world that do so.
+        check_consistency: compare with the other ranks the calls that make groups; by default
+            unless the environment says not to.
+        part_of: the groups of the universe that this one is a part of, if it is. What is not said
+            here is as there.
 
     Attributes:
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         requests: makes the requests that `get_or_make` takes.
         number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
             None until its first call that makes groups has succeeded.
-        has_own: whether any was requested that is neither given nor the default group.
+        is_kept: whether the world keeps the universe, as one that has groups of its own: neither
+            given nor the default group.
+        ended: how the universe ended, which sets it; None while it has not.
         scope: who shares groups: a universe and its parts, or all that share world-wide.
     """
 
@@ -65,44 +76,88 @@ class UniverseGroups:
         self,
         rank_map: RankMap,
         position: int | None,
-        world: World,
+        world: World | None,
+        universe: weakref.ref[Universe],
         *,
         defaults: Defaults,
         lazy: bool,
-        check_consistency: bool,
+        check_consistency: bool | None,
         part_of: UniverseGroups | None = None,
-        share_world_wide: bool = False,
     ) -> None:
-        self._rank_map, self._position, self._world = rank_map, position, world
-        self._lazy = lazy
-        self._is_compared = check_consistency and position is not None and world.store is not None
-        self._part_of = part_of
+        if part_of is not None:
+            if world is not None:
+                part_of.check_usable()
+            defaults, lazy = defaults.or_else(part_of._defaults), lazy or part_of._lazy
+            if check_consistency is None:
+                check_consistency = part_of._check_consistency
+        if check_consistency is None:
+            check_consistency = check_by_default()
+        self._defaults: Defaults = defaults
+        self._lazy: bool = lazy
+        self._check_consistency: bool = check_consistency
+        self._rank_map, self._position, self._own_world = rank_map, position, world
+        self._universe, self._part_of = universe, part_of
+        has_store = world is not None and world.store is not None
+        self._is_compared = check_consistency and position is not None and has_store
         in_order = rank_map.sorted()
         self._ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
-        self._registry = world.state(GroupRegistry)
-        self._calls = world.state(ComparedCalls)
+        self._largest_rank = in_order.rank_at(in_order.size - 1)
+        self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
+        self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
         self._calls_made: set[Hashable] = set()  # that were compared
         self._keys_written: list[str] = []
         self.scope: Hashable = object()
         if part_of is not None:
             self.scope = part_of.scope
-        elif share_world_wide:
+        elif _shares_world_wide:
             self.scope = "world"
         self.requests = Requests(rank_map, position, world, defaults)
         self._by_axis = GroupCache()  # the uses below, by axis layout and options
         self._keys: dict[str, OptionsKey] = {}  # of these, by digest
         self._uses: list[GroupUse] = []
         self.number: int | None = None
-        self.has_own = False
+        self.is_kept = False
+        self.ended: Literal["destroyed", "aborted"] | None = None
         self.process_groups: dict[str, compat.ProcessGroup] = {}
         self._reference = weakref.ref(self)
-        self.universe: weakref.ref[Any] | None = None  # set by the universe whose groups these are
+
+    @property
+    def _world(self) -> World:
+        if self._own_world is None:
+            raise RuntimeError(
+                f"This mesh over {self._rank_map} was loaded without process groups. Call "
+                "mesh.bind() on all its ranks, after init_process_group()."
+            )
+        return self._own_world
+
+    def check_usable(self) -> None:
+        """Check that groups can be made and used here.
+
+        Raises:
+            RuntimeError: the universe or its world has ended, or it has no process groups.
+            ValueError: a rank is outside the default process group.
+        """
+        world = self._world
+        if self.ended is not None:
+            raise RuntimeError(
+                f"The universe of {self._rank_map} was {self.ended}, and its process groups with "
+                "it. Make the mesh again: init_device_mesh() without universe= makes a new "
+                "universe."
+            )
+        _ = world.default_group  # raises if the world has ended
+        if self._largest_rank >= world.size:
+            raise ValueError(
+                f"A mesh over {self._rank_map} names rank {self._largest_rank}, but the default "
+                f"process group has ranks 0 to {world.size - 1}. Build the mesh from ranks of this "
+                "world."
+            )
 
     def note_change(self, *, is_live: bool) -> None:
         """Note that a group that meshes have has become live, or is so no more."""
-        universe = None if self.universe is None else self.universe()
-        if universe is not None and (not is_live or self._are_all_live()):
-            universe.set_plain_names(is_live)
+        universe = self._universe()
+        may_change = self._world.may_change
+        if universe is not None and not may_change and (not is_live or self._are_all_live()):
+            universe.meshes.set_plain_names(is_live)
 
     def _are_all_live(self) -> bool:
         return all(use.name is None or use.name in self.process_groups for use in self)
@@ -132,6 +187,27 @@ class UniverseGroups:
                 return use
         foreign = (use for use in self.along(axis) if use.how in _FOREIGN)
         return next((use for use in foreign if use.request.options.digest == key_digest), None)
+
+    def likeliest(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
+        """Return the group of an axis whose options are not known; None if there is none.
+
+        If there are several, those without a tag come first, then those that were requested under
+        this axis name, then the one that was made first. All ranks choose the same.
+        """
+        return min(
+            self.along(axis),
+            key=lambda use: (use.request.options.tag, axis_name not in use.requests),
+            default=None,
+        )
+
+    def has_made(self, name: str) -> bool:
+        """Return whether this is the c10d name of a group that is neither given nor the default."""
+        return any(use.name == name and not use.borrowed for use in self)
+
+    def key_digest(self, axis: AxisLayout, name: str) -> str | None:
+        """Return the digest of the options key of the group of this name along an axis, or None."""
+        named = (use for use in self.along(axis) if use.name == name)
+        return next((use.request.options.digest for use in named), None)
 
     def known_names(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
@@ -166,9 +242,9 @@ class UniverseGroups:
         """Return the use of the group of this c10d name, or None."""
         return next((use for use in self if use.name == name), None)
 
-    def planned(self, name: str) -> Group | None:
+    def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is still to be made, else None."""
-        group = self._registry.find(name)
+        group = None if name is None else self._registry.find(name)
         is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
         return group if is_planned else None
 
@@ -176,23 +252,25 @@ class UniverseGroups:
 
     def get_or_make(
         self,
-        requests: Sequence[GroupRequest],
-        call: str,
         layout: Layout,
+        axis_names: Sequence[str],
+        overrides: Sequence[Override],
+        tags: Sequence[str],
         *,
+        preserve_rank_order: bool,
+        call: str,
         first: int = 0,
-        asked: bool = True,
     ) -> list[GroupUse]:
         """Return my group along each axis: the known one, or one that its members make together.
 
         Args:
-            requests: one per axis.
-            call: what the user called, for messages.
             layout: of the mesh that the call makes: its ranks are compared with each other.
+            axis_names: of these axes of the mesh.
+            overrides: one an axis; empty where no axis has one.
+            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+            call: what the user called, for messages.
             first: index of the first of these axes in the layout.
-            asked: whether torch would make groups for this call, which `explain()` counts then.
-                Slices under a tag need groups too, but torch makes none for a slice. So they count
-                only where a group is new.
 
         Returns:
             One use of a group per axis. On a rank outside the rank map, without a group.
@@ -201,7 +279,26 @@ class UniverseGroups:
             RanksDifferError: other ranks are building other meshes.
             RuntimeError: a group cannot be made. Groups that were made for this call alone are
                 destroyed then.
+            ValueError: an options key cannot be made.
         """
+        self.check_usable()
+        requests = self.requests.of_axes(
+            layout, axis_names, overrides, tags, preserve_rank_order, first
+        )
+        return self._get_or_make(requests, call, layout, first=first)
+
+    def _get_or_make(
+        self,
+        requests: Sequence[GroupRequest],
+        call: str,
+        layout: Layout,
+        *,
+        first: int = 0,
+        asked: bool = True,
+    ) -> list[GroupUse]:
+        # `asked` says whether torch would make groups for this call, which `explain()` counts then.
+        # Slices under a tag need groups too, but torch makes none for a slice. So they count only
+        # where a group is new.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)
@@ -221,6 +318,11 @@ class UniverseGroups:
             raise
         if self.number is None and makes_groups and layout.size == self._rank_map.size:
             self.number = self._calls.number_universe(self._ranks)
+        if not self.is_kept and not all(use.borrowed for use in uses):
+            universe = self._universe()
+            assert universe is not None
+            self._world.state(WorldUniverses).keep(universe)
+            self.is_kept = True
         return uses
 
     def request_tagged(
@@ -231,12 +333,13 @@ class UniverseGroups:
         tags: Sequence[str],
     ) -> list[GroupUse]:
         """Return groups like those of these names along these axes, under other isolation tags."""
+        self.check_usable()
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tags[index])
             requests.append(like._replace(axis_name=axis_name, options=options))
-        return self.get_or_make(requests, "isolate", axes, asked=False)
+        return self._get_or_make(requests, "isolate", axes, asked=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # Without a group's name, this rank is outside the rank map. A name that is not known here
@@ -260,8 +363,6 @@ class UniverseGroups:
             self._release(known)
         self._keys[request.options.digest] = key
         use: GroupUse = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
-        if not use.borrowed:
-            self.has_own = True
         return use
 
     def _make(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
@@ -327,6 +428,7 @@ class UniverseGroups:
         """
         if name in self.process_groups:
             return
+        self.check_usable()
         use = self.find(name)
         group = self._registry.find(name) if use is None else use.group
         if group is None:
@@ -430,6 +532,7 @@ class UniverseGroups:
         Returns:
             The group's c10d name.
         """
+        self.check_usable()
         request = self.requests.given(axis, axis_name, GroupOptions.given(group))
         use = GroupUse(
             *(request, self.process_groups, None, None, Origin.GIVEN, self._reference),
@@ -447,6 +550,8 @@ class UniverseGroups:
             other: the groups of that universe.
             names: c10d names of those that are used here.
         """
+        self.check_usable()
+        other.check_usable()
         known = {use.name for use in self}
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
@@ -526,6 +631,15 @@ class UniverseGroups:
                 return f"Not shared with {axis}, which has options {options.in_words()}"
             return f"Not shared with {axis} of a mesh that was made apart, without universe="
         return "It is the first of these ranks"
+
+
+def share_world_wide(share: bool) -> None:
+    """Have universes made from now on share groups across the whole process, or not."""
+    global _shares_world_wide
+    _shares_world_wide = share
+
+
+_shares_world_wide = False  # in all threads
 
 
 def _stride(axis: AxisLayout) -> str:

@@ -20,7 +20,7 @@ class Requests:
     Args:
         rank_map: position -> global rank.
         position: this rank's, or None if it is outside.
-        world: whose default group says what is not said elsewhere.
+        world: whose default group says what is not said elsewhere; None where nothing is requested.
         defaults: what groups inherit where an axis says nothing else.
 
     Attributes:
@@ -28,7 +28,7 @@ class Requests:
     """
 
     def __init__(
-        self, rank_map: RankMap, position: int | None, world: World, defaults: Defaults
+        self, rank_map: RankMap, position: int | None, world: World | None, defaults: Defaults
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._world, self._defaults = world, defaults
@@ -86,10 +86,12 @@ class Requests:
     def _options(self, override: Override) -> GroupOptions:
         if override == NO_OVERRIDE:
             return self._usual or self._resolve_usual()
+        assert self._world is not None
         return GroupOptions.resolve(override, self._world.default_group, self._defaults)
 
     def _resolve_usual(self) -> GroupOptions:
         world = self._world
+        assert world is not None
         self._usual = (
             world.default_options
             if self._defaults is NO_DEFAULTS

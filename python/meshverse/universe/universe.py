@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import weakref
-from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.agreement import check_by_default, shortened
-from meshverse.groups.group import Group, GroupUse
+from meshverse._core import AxisLayout, RankMap
+from meshverse.agreement import shortened
 from meshverse.layouts.computed import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
@@ -25,47 +23,18 @@ from meshverse.pictures import Picture
 from meshverse.report.explain import Explanation, Portion, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.topology import Topology
-from meshverse.world.weak_registry import WeakRegistry
-from meshverse.world.world import World, WorldState
+from meshverse.world.world import World
 
 from .groups import UniverseGroups
-from .roots import Roots
+from .meshes import UniverseMeshes
+from .registry import WorldUniverses, next_own_serial, note_universe
 from .suspension import GroupMemory, memory_stats, resume, suspend
 from .warm_up import WarmedUp, warm_up
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh
 
-__all__ = ["Universe", "WorldUniverses", "ranks_outside", "share_world_wide"]
-
-
-class WorldUniverses(WorldState):
-    """The universes of one world.
-
-    Attributes:
-        kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
-            groups, so that all ranks find the same ones, whatever garbage each has collected.
-        n_ended: how many were destroyed or aborted.
-        alive: all that are alive.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Universe] = []
-        self.n_ended = 0
-        self.alive: WeakRegistry[Universe] = WeakRegistry()
-
-    def end(self) -> None:
-        """Keep none any more; from now on this process's rank may be another one."""
-        self.kept.clear()
-        for universe in self.alive.alive():
-            universe.forget_places()
-
-
-class Ending(enum.Enum):
-    """How a universe ended."""
-
-    DESTROYED = "destroyed"
-    ABORTED = "aborted"
+__all__ = ["Universe", "ranks_outside"]
 
 
 class Universe:
@@ -98,14 +67,10 @@ class Universe:
         rank: this process's global rank.
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
+        groups: its process groups.
+        meshes: its meshes.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
         ready_groups: those that need nothing before they are used.
-        has_plain_names: whether meshes may give torch plain lists of names of groups, as none of
-            them has to be looked at before it is used.
-        is_lazy: whether groups are made when they are first used.
-        roots: of the meshes made in this universe, and their flattened meshes.
-        keeps_places: whether meshes can keep this rank's coordinate, as its rank does not change.
-        is_over: whether it was destroyed or aborted.
         topology: where the ranks of the world are, if that is known.
         whole: the universe that this one is a part of; None if it is none.
         generation: how many universes of this world had ended when it was made.
@@ -118,12 +83,6 @@ class Universe:
             that is not positive.
         TypeError: a timeout that is no timedelta, or options that are no options object.
     """
-
-    # Said here too, as its parts read them.
-    topology: Topology | None
-    is_lazy: bool
-    _defaults: Defaults
-    _check_consistency: bool
 
     def __init__(
         self,
@@ -139,78 +98,61 @@ class Universe:
         part_of: Universe | None = None,
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
-        defaults = Defaults.of(timeout, options)
-        if part_of is not None:
-            defaults = defaults.or_else(part_of._defaults)
-            lazy, topology = lazy or part_of.is_lazy, topology or part_of.topology
-            if check_consistency is None:
-                check_consistency = part_of._check_consistency
-        if check_consistency is None:
-            check_consistency = check_by_default()
-        self.whole = part_of
-        self._defaults, self.is_lazy, self._check_consistency = defaults, lazy, check_consistency
-        self._parts: list[Universe] = []  # oldest first; of those over some ranks, the last
+        self.size = self.rank_map.size
         self.world = None if decoupled else World.current()
         # Part of what makes meshes equal: None for all universes but decoupled ones.
         self.token = object() if decoupled else None
+        if topology is None and part_of is not None:
+            topology = part_of.topology
         if topology is not None:
             topology.check_has(self.rank_map)
-        self.topology = topology
+        self.topology: Topology | None = topology
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank = rank
-        self.size = self.rank_map.size
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
-        self.roots = Roots()
-        self._own_serial: int | None = None  # once it is asked for
-        self._groups: UniverseGroups | None = None
-        self.generation = 0
-        self.process_groups: dict[str, compat.ProcessGroup] = {}
-        self.ready_groups: Container[str] = self.process_groups
-        self.has_plain_names = False
-        if self.world is not None:
-            self._groups = UniverseGroups(
-                self.rank_map,
-                self.position,
-                self.world,
-                defaults=defaults,
-                lazy=lazy,
-                check_consistency=check_consistency,
-                part_of=None if part_of is None else part_of.groups,
-                share_world_wide=_shares_world_wide,
-            )
-            self.process_groups = self._groups.process_groups
-            self.ready_groups = () if self.world.may_change else self.process_groups
-            self.has_plain_names = not self.world.may_change
-            self._groups.universe = weakref.ref(self)
-            universes = self.world.state(WorldUniverses)
-            universes.alive.add(self)
-            self.generation = universes.n_ended
-        self._ended: Ending | None = None
-        self.is_over = False
-        self._lock = threading.RLock()  # protects the parts, the roots and the next
-        self._is_kept = False  # by its world, as one that made groups
-        self._ranks_checked = False
-        self._meshes: dict[Hashable, DeviceMesh] = {}
-        self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
+        self.groups: UniverseGroups = UniverseGroups(
+            self.rank_map,
+            self.position,
+            self.world,
+            weakref.ref(self),
+            defaults=Defaults.of(timeout, options),
+            lazy=lazy,
+            check_consistency=check_consistency,
+            part_of=None if part_of is None else part_of.groups,
+        )
+        may_change = self.world is None or self.world.may_change
+        self.process_groups = self.groups.process_groups
+        self.ready_groups: Container[str] = () if may_change else self.process_groups
         # The rank is negative where nobody knows it.
-        self.keeps_places = rank >= 0 and not (self.world is not None and self.world.may_change)
-        _universes.add(self)
+        keeps_coordinates = rank >= 0 and (self.world is None or not may_change)
+        self.meshes = UniverseMeshes(
+            keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
+        )
+        self.whole = part_of
+        self._parts: list[Universe] = []  # oldest first; of those over some ranks, the last
+        self._parts_lock = threading.RLock()
+        self._own_serial: int | None = None  # once it is asked for
+        self.generation = note_universe(self)
 
     @property
     def serial(self) -> int:
         """Which universe of its ranks this is; see the class."""
-        number = None if self._groups is None else self._groups.number
-        if number is not None:
-            return number
+        if self.groups.number is not None:
+            return self.groups.number
         if self._own_serial is None:
-            self._own_serial = _next_own_serial(self.rank_map)
+            self._own_serial = next_own_serial(self.rank_map)
         return self._own_serial
 
     def stand_for(self, serial: int) -> None:
         """Be saved as the universe of this serial, of which a mesh was loaded."""
         self._own_serial = serial
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was destroyed or aborted."""
+        return self.groups.ended is not None
 
     # --- ranks ----------------------------------------------------------------------------------
 
@@ -220,54 +162,6 @@ class Universe:
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> UniverseGroups:
-        """The live process groups here, and what makes new ones.
-
-        Raises:
-            RuntimeError: the universe or its world has ended, or it has no process groups.
-            ValueError: a rank is outside the default process group.
-        """
-        if self._groups is None or self.world is None:
-            raise RuntimeError(
-                f"This mesh over {self.rank_map} was loaded without process groups. Call "
-                "mesh.bind() on all its ranks, after init_process_group()."
-            )
-        if self._ended is not None:
-            raise RuntimeError(self._why_ended(self._ended))
-        _ = self.world.default_group  # raises if the world has ended
-        if not self._ranks_checked:
-            self._check_ranks(self.world.size)
-        return self._groups
-
-    def known_names(
-        self, layout: Layout, axis_names: Sequence[str], first: int = 0
-    ) -> list[str] | None:
-        """c10d names of my groups along some axes, if all are there with the usual options.
-
-        Arguments as of `UniverseGroups.known_names`. None too if the universe, its world or its
-        process has ended. Every derived mesh asks this first, so it is short.
-        """
-        groups = self._groups
-        return None if groups is None else groups.known_names(layout, axis_names, first)
-
-    def _why_ended(self, how: Ending) -> str:
-        return (
-            f"The universe of {self.rank_map} was {how.value}, and its process groups "
-            "with it. Make the mesh again: init_device_mesh() without universe= makes a new "
-            "universe."
-        )
-
-    def _check_ranks(self, world_size: int) -> None:
-        ranks = self.rank_map
-        largest = ranks.sorted().rank_at(ranks.size - 1)
-        if largest >= world_size:
-            raise ValueError(
-                f"A mesh over {ranks} names rank {largest}, but the default process group has "
-                f"ranks 0 to {world_size - 1}. Build the mesh from ranks of this world."
-            )
-        self._ranks_checked = True
 
     def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
         """Which groups exist, for which axes, how each came to be, and how often it was asked for.
@@ -301,48 +195,19 @@ class Universe:
 
     def _explain(self, figures: Mapping[str, int] | None, node_size: int | None) -> Explanation:
         views = self._views()
-        parts = [
-            Portion(str(part.rank_map), tuple(part._groups or ())) for part in self._all_parts()
-        ]
+        parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
         return explain(
-            *(self.rank_map, self.rank, self._groups or (), figures, views, node_size),
+            *(self.rank_map, self.rank, self.groups, figures, views, node_size),
             topology=self.topology,
             parts=parts,
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
         """The groups here, and those of the parts."""
-        return [self.groups, *(part.groups for part in self._all_parts())]
-
-    def known_group(self, axis: AxisLayout, key_digest: str | None) -> GroupUse | None:
-        """The group of an axis with this options key, if there is one already."""
-        return None if self._groups is None else self._groups.known(axis, key_digest)
-
-    def likeliest_group(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
-        """The group of an axis whose options are not known; None if there is none. O(groups).
-
-        If there are several, those without a tag come first, then those that were asked for under
-        this axis name, then the one that was made first. All ranks choose the same.
-        """
-        along = self._groups.along(axis) if self._groups is not None else []
-        return min(
-            along, key=lambda g: (g.request.options.tag, axis_name not in g.requests), default=None
-        )
-
-    def planned_group(self, group_name: str | None) -> Group | None:
-        """Return the group of this c10d name if it is lazy and still to be made, else None."""
-        if group_name is None or self._groups is None:
-            return None
-        return self._groups.planned(group_name)
-
-    def has_made(self, group_name: str) -> bool:
-        """Whether this is the c10d name of a group that was made here: not given, nor default."""
-        return any(g.name == group_name and not g.borrowed for g in self._groups or ())
-
-    def key_digest(self, axis: AxisLayout, group_name: str) -> str | None:
-        """Digest of the options key of the group with this name along an axis; None if unknown."""
-        along = self._groups.along(axis) if self._groups is not None else ()
-        return next((g.request.options.digest for g in along if g.name == group_name), None)
+        all_groups = [self.groups, *(part.groups for part in self._all_parts())]
+        for groups in all_groups:
+            groups.check_usable()
+        return all_groups
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -392,7 +257,7 @@ class Universe:
         their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
         error is raised; a second call tries again what is left. After that, a call does nothing.
         """
-        self._end(Ending.DESTROYED)
+        self._end("destroyed")
 
     def abort(self) -> None:
         """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
@@ -400,90 +265,37 @@ class Universe:
         For ranks that are left waiting when another one has died; they need not all call it. Where
         an axis is on the default group, that ends too, and with it all groups of this process.
         """
-        self._end(Ending.ABORTED)
+        self._end("aborted")
 
-    def _end(self, how: Ending) -> None:
+    def _end(self, how: Literal["destroyed", "aborted"]) -> None:
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             ending.callback(self._end_own, how)
             for part in list(self._parts):
                 ending.callback(part._end, how)
 
-    def _end_own(self, how: Ending) -> None:
-        if self._groups is None or (self._ended is not None and self._groups.is_freed):
+    def _end_own(self, how: Literal["destroyed", "aborted"]) -> None:
+        if self.world is None or (self.is_over and self.groups.is_freed):
             return
-        self._ended, self.is_over = how, True
-        self.set_plain_names(False)
-        if self.world is not None:
-            universes = self.world.state(WorldUniverses)
-            universes.n_ended += 1
-            if self in universes.kept:
-                universes.kept.remove(self)
-        self._groups.free(abort=how is Ending.ABORTED)
+        self.groups.ended = how
+        self.meshes.set_plain_names(False)
+        self.world.state(WorldUniverses).note_end(self)
+        self.groups.free(abort=how == "aborted")
 
     # --- meshes ---------------------------------------------------------------------------------
 
     @property
     def root(self) -> DeviceMesh | None:
         """The first mesh made here, which the others under its isolation tags call their root."""
-        return self.roots.first
+        return self.meshes.root
 
     @property
     def flattened(self) -> Mapping[str, DeviceMesh]:
         """The flattened meshes under the isolation tags of the first mesh here, by name."""
         return {} if self.root is None else self.root.flattened
 
-    def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
-        """Note a flattened mesh, for all meshes here that may ask for it by its name."""
-        with self._lock:
-            self.roots.add_flattened(name, tag, flattened)
-
-    def find_mesh(self, key: Hashable) -> DeviceMesh | None:
-        """Return the mesh of this description and these names of groups, or None."""
-        return self._meshes.get(key)
-
-    def intern(self, mesh: DeviceMesh, key: Hashable) -> DeviceMesh:
-        """Return the mesh that is here already under a key, or else this one, kept here.
-
-        Args:
-            mesh: to be kept here, if there is none like it.
-            key: its description and names of groups; of a mesh of a user's subclass, its id.
-        """
-        with self._lock:  # of several threads, one makes the root
-            root = self.roots.first
-            if root is None or mesh._description.tags or root._description.tags:
-                root = self.roots.of(mesh)
-            if mesh._root_mesh is not root:
-                mesh._take_root(root)
-            if not self._is_kept:
-                self._keep()
-        return self._meshes.setdefault(key, mesh)
-
-    def keep(self, mesh: DeviceMesh) -> None:
-        """Intern a mesh that somebody has already, or know of it, if there is one like it."""
-        if self.intern(mesh, mesh._intern_key) is not mesh:
-            self.note(mesh)
-
-    def note(self, mesh: DeviceMesh) -> None:
-        """Know of a mesh that is not the one of its kind here."""
-        self._others.add(mesh)
-
-    def set_plain_names(self, is_plain: bool) -> None:
-        """Have meshes give torch plain lists of names of groups, or lists that look at each use."""
-        if self.world is None or self.world.may_change or not (is_plain or self.has_plain_names):
-            return
-        self.has_plain_names = is_plain
-        for mesh in (*list(self._meshes.values()), *self._others.alive()):
-            mesh._renew_group_names()
-
-    def forget_places(self) -> None:
-        """Have the meshes find the coordinate at each read, and raise if this is another rank."""
-        self.keeps_places = False
-        for mesh in (*list(self._meshes.values()), *self._others.alive()):
-            mesh._forget_coordinate()
-
     def _views(self) -> list[ExplainedView]:
         views: dict[tuple[object, ...], ExplainedView] = {}
-        for mesh in list(self._meshes.values()):
+        for mesh in self.meshes:
             what = mesh._description
             if what.layout.size == self.size:
                 key = (what.labels, what.layout, mesh.group_names)
@@ -493,14 +305,6 @@ class Universe:
 
     def _flattened_axes(self) -> dict[str, AxisLayout]:
         return {name: mesh.layout.collapse() for name, mesh in self.flattened.items()}
-
-    def _keep(self) -> None:
-        # Every call that makes groups gives a mesh, so this sees them all.
-        if self._ended is not None or self.world is None or self._groups is None:
-            return
-        if self._groups.has_own:
-            self.world.state(WorldUniverses).kept.append(self)
-            self._is_kept = True
 
     def bind(self, target: Universe) -> None:
         """Give the meshes here that have no process groups those of a universe, this or another.
@@ -517,18 +321,14 @@ class Universe:
                 f"Meshes over {self.rank_map} cannot be bound to a universe of "
                 f"{target.rank_map}: it has no ranks {outside}."
             )
-        bare = {key: mesh for key, mesh in self._meshes.items() if not mesh.has_groups}
-        if not bare:
+        if all(mesh.has_groups for mesh in self.meshes):
             raise RuntimeError(
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."
             )
         if target.rank_map != self.rank_map:
             target = target.part(self.rank_map)
-        # In an order that all ranks share, whatever order they loaded the meshes in.
-        for key, mesh in sorted(bare.items(), key=lambda item: str(item[1].description)):
-            mesh._join(target)
-            del self._meshes[key]
+        self.meshes.move_without_groups(target)
 
     def warm_up(
         self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
@@ -603,7 +403,7 @@ class Universe:
         own: dict[str, Any] = {"timeout": timeout, "options": options, "lazy": lazy or None}
         own["check_consistency"] = check_consistency
         own = {name: value for name, value in own.items() if value is not None}
-        with self._lock:
+        with self._parts_lock:
             known = self._over(rank_map)
             if known is None:
                 self.check_has(rank_map)
@@ -643,52 +443,12 @@ class Universe:
                 "Make it without universe=, or make the universe over all ranks that are needed."
             )
 
-    # --- finding one ----------------------------------------------------------------------------
-
-    @classmethod
-    def all_over(cls, rank_map: RankMap) -> list[Universe]:
-        """The live universes of these ranks in this world; first those that made groups."""
-        return sorted(cls._alive(rank_map), key=lambda universe: universe._distance(0, ()))
-
-    @classmethod
-    def _alive(cls, rank_map: RankMap) -> list[Universe]:
-        world = World.current()
-        return [
-            universe
-            for universe in _universes.alive()
-            if universe.rank_map == rank_map and universe.world is world and universe._ended is None
-        ]
-
-    @classmethod
-    def find(
-        cls, rank_map: RankMap, serial: int, groups: Collection[tuple[AxisLayout, str | None]] = ()
-    ) -> Universe | None:
-        """A live universe of these ranks in this world: all ranks find the same.
-
-        Of those that know all these groups, the one with this serial, or else the first that made
-        process groups. If none knows them all, the same of the others.
-
-        Args:
-            rank_map: the ranks.
-            serial: of the universe that is wanted.
-            groups: axis layouts of groups in it, with the digests of their options keys.
-        """
-        alive = cls._alive(rank_map)
-        return min(alive, key=lambda universe: universe._distance(serial, groups), default=None)
-
-    def _distance(
-        self, serial: int, groups: Collection[tuple[AxisLayout, str | None]]
-    ) -> tuple[bool, bool, bool, bool, int]:
-        knows_all = all(self.known_group(*group) is not None for group in groups)
-        mine = self.serial
-        return not knows_all, mine != serial, not self._is_kept, mine < 0, abs(mine)
-
     def __repr__(self) -> str:
-        groups = 0 if self._groups is None else len(self._groups)
-        state = "" if self._ended is None else f", {self._ended.value}"
+        groups = len(self.groups)
+        state = "" if self.groups.ended is None else f", {self.groups.ended}"
         parts = f", {len(self.parts)} parts" if self.parts else ""
         return (
-            f"Universe({self.rank_map}, {groups} groups, {len(self._meshes)} meshes{parts}{state})"
+            f"Universe({self.rank_map}, {groups} groups, {len(self.meshes)} meshes{parts}{state})"
         )
 
 
@@ -701,23 +461,3 @@ def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
     listed = ranks.ranks().tolist()
     outside = sorted(rank for rank in listed if of_universe.position_of(rank) is None)
     return shortened(outside) if outside else ""
-
-
-# Universes alive: a mesh that is loaded finds the one it was saved from here.
-_universes: WeakRegistry[Universe] = WeakRegistry()
-_own_serials: dict[str, int] = {}  # the last one of each rank map, by fingerprint
-_own_serials_lock = threading.Lock()
-_shares_world_wide = False  # of universes made from now on, in all threads
-
-
-def share_world_wide(share: bool) -> None:
-    """Whether universes made from now on share their process groups across the whole process."""
-    global _shares_world_wide
-    _shares_world_wide = share
-
-
-def _next_own_serial(rank_map: RankMap) -> int:
-    with _own_serials_lock:
-        serial = _own_serials.get(rank_map.fingerprint, 0) - 1
-        _own_serials[rank_map.fingerprint] = serial
-    return serial
