@@ -69,8 +69,8 @@ __all__ = ["DeviceMesh"]
 
 _NO_RANK = -1  # c10d's own word for it
 
-# A mesh over at most this many ranks is hashed when it is made: torch will ask for the hash, and it
-# takes microseconds. Over more ranks the first hash takes longer, and waits until it is asked for.
+# A mesh over at most this many ranks is hashed when it is made: torch will read the hash, and it
+# takes microseconds. Over more ranks the first hash takes longer, and waits until it is read.
 _SMALL_WORLD = 1024
 
 _SLICES_A_FLATTENED_AXIS = (
@@ -346,7 +346,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @property
     def description(self) -> MeshDescription:
-        """What this mesh is, apart from its universe and its process groups."""
+        """The device type, axes and tags of this mesh, without its universe and groups."""
         return self._description
 
     @property
@@ -776,7 +776,7 @@ class DeviceMesh(StockDeviceMesh):
 
         Raises:
             RuntimeError: it has process groups already, or there is no default process group.
-            ValueError: the universe has not all these ranks.
+            ValueError: the universe lacks some of these ranks.
         """
         mine = self._universe
         if universe is None:
@@ -997,7 +997,7 @@ class DeviceMesh(StockDeviceMesh):
         A copy of this mesh's own: to write to it changes no other mesh.
 
         Raises:
-            RuntimeError: a part of the universe, asked for on a rank outside the universe, or in a
+            RuntimeError: a part of the universe, read on a rank outside the universe, or in a
                 process that is another rank now than the one that made the mesh.
         """
         universe, layout = self._universe, self.layout
@@ -1106,7 +1106,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @computed
     def _compile_guard(self) -> tuple[object, ...]:
-        """What must stay equal for a compiled graph to be used: all that makes meshes equal.
+        """Values that must stay equal for a compiled graph to be used: all that makes meshes equal.
 
         Short strings, where stock's guard compares the tuple of all ranks at every call. The world
         counts, and which universes of it had ended, because a graph knows its process groups by
@@ -1172,7 +1172,7 @@ class DeviceMesh(StockDeviceMesh):
         return self._reduced()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a subclass or its user set on this mesh; `save_mesh` saves all else."""
+        """Attributes that a subclass or its user set on this mesh; `save_mesh` saves all else."""
         own = _own_attributes(type(self))
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -1203,7 +1203,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @property
     def _intern_key(self) -> Hashable:
-        """What identifies this mesh within its universe: its description and its process groups.
+        """The key of this mesh within its universe: its description and its process groups.
 
         A mesh of a user's subclass is identified by its id: it may have other attributes besides.
         """
@@ -1225,7 +1225,7 @@ class DeviceMesh(StockDeviceMesh):
             self._flatten_mapping[name] = flattened
 
     def _forget_coordinate(self) -> None:
-        """Find this rank's coordinate, and which ranks a part of the mesh has, anew when asked."""
+        """Compute this rank's coordinate, and the ranks of a part of the mesh, at the next read."""
         DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
         names = ["_coordinate_on_dim"]
         if self._description.layout.size != self._universe.size:
@@ -1250,7 +1250,7 @@ class DeviceMesh(StockDeviceMesh):
 
             def request(index: int) -> str:
                 with contextlib.suppress(AttributeError):
-                    del mesh._key_digests  # of no groups, if they were asked for before
+                    del mesh._key_digests  # of no groups, if they were read before
                 axis, description = slice(index, index + 1), self._description
                 if description.axis_tags[index] == tags[index]:
                     return str(self._dim_group_names[index])

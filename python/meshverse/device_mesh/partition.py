@@ -40,12 +40,12 @@ def init_mesh_partition(
             parts, or for none: then each part takes the ranks that follow those of the one before.
         common: arguments of `init_device_mesh` for all parts. With `universe=mesh.universe` the
             parts are of its ranks, and share process groups with `mesh` (`Universe.part`);
-            without, each part has a universe apart.
+            without, each part has a universe of its own.
 
     Raises:
-        TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` has not.
+        TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` lacks.
         ValueError: two parts have a rank in common; `ranks` given for some parts only; ranks that
-            the world or the universe has not; a `topology`; and as `init_device_mesh`.
+            the world or the universe lacks; a `topology`; and as `init_device_mesh`.
 
     Example:
         >>> meshes = init_mesh_partition(  # doctest: +SKIP
@@ -120,7 +120,7 @@ def _ranks_of_parts(
         if universe is not None and (outside := ranks_outside(rank_map, universe.rank_map)):
             raise ValueError(
                 f"Part {name!r} of a partition has ranks {outside}, which the universe of "
-                f"{universe.rank_map} has not: parts of a universe are of its ranks."
+                f"{universe.rank_map} lacks: parts of a universe are of its ranks."
             )
         ranks[name] = rank_map.ranks().tolist()  # a list, whatever was given
         first += size

@@ -45,7 +45,7 @@ class State(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """How a process group came to be, as the universe sees it that lists the group."""
+    """Origin of a process group, as the universe sees it that lists the group."""
 
     DEFAULT_GROUP = enum.auto()  # it is the default group itself
     SPLIT = enum.auto()  # split off the default group
@@ -63,7 +63,7 @@ class Group:
 
     Args:
         name: c10d's, the same on all members.
-        request: of the axis that asked first.
+        request: of the axis that requested it first.
         registry: that finds it by its name.
         handle: c10d's group, if it is made already.
         content: what the registry finds it by, if there is such a thing.
@@ -196,7 +196,7 @@ class Group:
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED
         elif self.state is not State.PLANNED:
-            # Ending a parent's group would wait for threads that this process has not.
+            # Ending a parent's group would wait for threads that are not in this process.
             _of_parents.append(self.handle)
             self.note_ended()
 
@@ -293,7 +293,7 @@ class GroupUse:
         process_groups: of the universe: its live groups, by name.
         group: the group; None on a rank that is in no group of the axis.
         name: c10d's name of my group, or None.
-        how: how it came to be, when it was requested.
+        how: its origin, when it was requested.
         created: whether a group was made for it here.
         borrowed: whether it is not this universe's: the default group, or one that the user made,
             or another universe.
@@ -325,7 +325,7 @@ class GroupUse:
 
     @property
     def origin(self) -> Origin:
-        """How the group came to be, as far as it has."""
+        """Origin of the group, so far."""
         if self.how is not Origin.NOT_YET or self.state in (State.PLANNED, State.BEING_MADE):
             return self.how
         return Origin.AT_FIRST_USE if self.created else Origin.SHARED

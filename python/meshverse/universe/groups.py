@@ -294,9 +294,9 @@ class UniverseGroups:
         layout: Layout,
         *,
         first: int = 0,
-        asked: bool = True,
+        counts: bool = True,
     ) -> list[GroupUse]:
-        # `asked` says whether torch would make groups for this call, which `explain()` counts then.
+        # `counts` says whether torch would make groups for this call; `explain()` counts it then.
         # Slices under a tag need groups too, but torch makes none for a slice. So they count only
         # where a group is new.
         ranks, makes_groups = None, False
@@ -311,7 +311,7 @@ class UniverseGroups:
             for request in requests:
                 use = self._get_or_make_one(request, new)
                 uses.append(use)
-                if asked or not use.requests:
+                if counts or not use.requests:
                     use.count_request(request.axis_name)
         except BaseException as error:
             self._give_back(new, uses, error, ranks)
@@ -339,7 +339,7 @@ class UniverseGroups:
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tags[index])
             requests.append(like._replace(axis_name=axis_name, options=options))
-        return self._get_or_make(requests, "isolate", axes, asked=False)
+        return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # Without a group's name, this rank is outside the rank map. A name that is not known here
@@ -610,13 +610,13 @@ class UniverseGroups:
     # --- telling --------------------------------------------------------------------------------
 
     def _tell(self, use: GroupUse) -> None:
-        """Log how a group came to be, on the first of its ranks: one line a group."""
+        """Log the origin of a group, on the first of its ranks: one line a group."""
         if not _log.isEnabledFor(logging.DEBUG):
             return
         ranks = use.request.my_ranks()
         if ranks[0] == self._world.rank:
             _log.debug(
-                "process group of axis %r with ranks %s, options %s: %s, asked for at %s. %s.",
+                "process group of axis %r with ranks %s, options %s: %s, requested at %s. %s.",
                 *(use.request.axis_name, shortened(ranks), use.request.options.in_words()),
                 *(how_it_came(use), program_line(), self._why_new(use.group, ranks)),
             )

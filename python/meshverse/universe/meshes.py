@@ -161,7 +161,7 @@ class UniverseMeshes:
                     check_names_at_root(name, axis, flattened, "a flattened mesh", self.root)
 
     def note_names(self, description: MeshDescription) -> None:
-        """Note the names of a root mesh that came after the first: no other axis gets them."""
+        """Note the names of a root mesh made after the first: no other axis gets them."""
         names = description.axis_names or ()
         for name, axis in zip(names, description.layout, strict=False):
             self._later_axes.setdefault(name, []).append(axis)
@@ -170,7 +170,7 @@ class UniverseMeshes:
         """Check the name of a flattened axis.
 
         Raises:
-            ValueError: a root mesh that came after the first has another axis of this name.
+            ValueError: a root mesh made after the first has another axis of this name.
         """
         for later in self._later_axes.get(name, ()):
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.root)
@@ -180,7 +180,7 @@ class UniverseMeshes:
         return self._flattened.get((name, tag))
 
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
-        """Note a flattened mesh, at the roots of all meshes that may ask for it by its name."""
+        """Note a flattened mesh, at the roots of all meshes that may look it up by its name."""
         parts = frozenset(tag_parts(tag))
         with self._lock:
             self._flattened[name, tag] = flattened

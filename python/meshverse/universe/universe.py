@@ -133,7 +133,7 @@ class Universe:
         self.whole = part_of
         self._parts: list[Universe] = []  # oldest first; of those over some ranks, the last
         self._parts_lock = threading.RLock()
-        self._own_serial: int | None = None  # once it is asked for
+        self._own_serial: int | None = None  # once it is read
         self.generation = note_universe(self)
 
     @property
@@ -158,13 +158,13 @@ class Universe:
 
     @computed
     def rank_views(self) -> RankViews:
-        """The rank map as torch's own code reads it: tensor and tuple, each made when asked for."""
+        """The rank map as torch's own code reads it: tensor and tuple, each made at its first read."""
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
 
     def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
-        """Which groups exist, for which axes, how each came to be, and how often it was asked for.
+        """Report the groups: their axes, the origin of each, and how often it was requested.
 
         `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
         data, and `.to_html()` a page where one picks a view, an axis and a rank.
@@ -182,12 +182,12 @@ class Universe:
         and `.to_html()` give it to write to a file. O(ranks), when it is shown.
 
         Args:
-            axis: name that the groups were asked for by; by default all groups are drawn.
+            axis: name by which the groups were requested; by default all groups are drawn.
             node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
                 says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
 
         Raises:
-            KeyError: no groups were asked for by this name.
+            KeyError: no groups were requested by this name.
             ValueError: there are no groups yet; a node size that is not positive.
         """
         picture = self._explain(None, node_size_here() if node_size is None else node_size).drawn()
@@ -220,11 +220,11 @@ class Universe:
         backends cannot be suspended stay as they are, as do groups that are suspended already.
 
         Args:
-            axis_names: of axes whose groups are meant, by any name they were asked for; by default
+            axis_names: of axes whose groups are meant, any that they were requested by; by default
                 all that were made here: not the default group, nor groups the user gave.
 
         Raises:
-            KeyError: no group was asked for by one of the names.
+            KeyError: no group was requested by one of the names.
             RuntimeError: no backend of these groups can be suspended. Or one of them refused: the
                 groups before it are suspended then, it and those after it are not.
         """
@@ -240,7 +240,7 @@ class Universe:
     def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
         """Return the memory that groups hold, as their backends say. Arguments as for `suspend`.
 
-        Groups whose backends do not tell are left out. No other rank is asked.
+        Groups whose backends report none are left out. Local: no other rank takes part.
         """
         return memory_stats(self._all_groups(), axis_names)
 
@@ -314,7 +314,7 @@ class Universe:
 
         Raises:
             RuntimeError: no mesh here lacks process groups.
-            ValueError: the target has not all these ranks.
+            ValueError: the target lacks some of these ranks.
         """
         if outside := ranks_outside(self.rank_map, target.rank_map):
             raise ValueError(
@@ -339,7 +339,7 @@ class Universe:
         do not wait for one another. All ranks of the universe call this with the same names.
 
         Args:
-            axis_names: of axes whose groups are wanted, by any name they were asked for; by
+            axis_names: of axes whose groups are wanted, any that they were requested by; by
                 default all groups.
             show_progress: draw a bar on the terminal (needs rich). The log tells in any case.
 
@@ -347,7 +347,7 @@ class Universe:
             What was warmed up and the seconds it took, in the order in which it was done.
 
         Raises:
-            KeyError: no group was asked for by one of the names.
+            KeyError: no group was requested by one of the names.
             RuntimeError: the universe has no mesh or no process groups.
         """
         groups = self._all_groups()
@@ -382,9 +382,9 @@ class Universe:
         """The universe over some of these ranks that shares process groups with this one.
 
         It has meshes, a root and flattened axes of its own. A group that this universe or another
-        of its parts has, over the same ranks with the same options, is not made again. What is
-        asked of this universe (`explain`, `warm_up`, `destroy`, ...) concerns its parts too; what
-        is asked of a part concerns that part. Made once for the same ranks in the same order.
+        of its parts has, over the same ranks with the same options, is not made again. Methods of
+        this universe (`explain`, `warm_up`, `destroy`, ...) concern its parts too, those of a part
+        that part. Made once for the same ranks in the same order.
 
         Args:
             ranks: as of `Universe`; all of these ranks in this order are this universe itself.
@@ -395,7 +395,7 @@ class Universe:
             rank: as of `Universe`.
 
         Raises:
-            ValueError: a rank that this universe has not; or a timeout or options for a part that
+            ValueError: a rank outside this universe; or a timeout or options for a part that
                 is there already.
             RuntimeError: this universe or its world has ended, or it has no process groups.
         """
@@ -423,7 +423,7 @@ class Universe:
         """This universe or its part over these ranks, in this order; None if there is none yet.
 
         Raises:
-            ValueError: a rank that this universe has not.
+            ValueError: a rank outside this universe.
         """
         known = self._over(ranks)
         if known is None:
@@ -453,7 +453,7 @@ class Universe:
 
 
 def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
-    """The ranks that a universe has not, for a message; "" if it has all. O(ranks)."""
+    """Return the ranks outside a universe, for a message; "" if there are none. O(ranks)."""
     if ranks == of_universe:
         return ""
     if of_universe.is_identity and ranks.sorted().rank_at(ranks.size - 1) < of_universe.size:

@@ -120,7 +120,7 @@ def in_one_order(
 
 
 def _place_in_order(chosen: Chosen) -> tuple[str, str, str]:
-    # All ranks share it, whatever order they asked in: so no two wait for each other.
+    # The same on all ranks, in whatever order they made requests: no two wait for each other.
     request = chosen.group.request
     ranks = request.rank_map.fingerprint
     return str(request.axis), request.options.name_digest, ranks

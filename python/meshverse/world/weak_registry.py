@@ -1,4 +1,4 @@
-"""Objects that are alive, as threads may ask for them at any time."""
+"""Weakly held objects, which several threads may list at any time."""
 
 from __future__ import annotations
 
