@@ -158,7 +158,7 @@ class Universe:
 
     @computed
     def rank_views(self) -> RankViews:
-        """The rank map as torch's own code reads it: tensor and tuple, each made at its first read."""
+        """The rank map as torch reads it: tensor and tuple, each made at its first read."""
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
