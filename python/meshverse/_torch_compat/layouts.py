@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from types import MethodType
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
@@ -93,15 +92,15 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
 class _HashedMesh:
     """A mesh in `hash_as_stock`: all that stock's `__hash__` reads, and another tuple of ranks."""
 
-    _hash = None
+    _hash_key = getattr(StockDeviceMesh, "_hash_key", None)
 
     def __init__(self, mesh: StockDeviceMesh, ranks: object) -> None:
-        self._mesh, self._flatten_rank_map = mesh, ranks
+        self._mesh, self._flatten_rank_map, self._hash = mesh, ranks, None
+        self._layout, self._device_type = mesh._layout, mesh._device_type
+        self._mesh_dim_names, self._thread_id = mesh._mesh_dim_names, mesh._thread_id
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._mesh, name)
-        # Stock's own methods read this object too.
-        return MethodType(found.__func__, self) if isinstance(found, MethodType) else found
+    def __getattr__(self, name: str) -> Any:  # of a later torch
+        return getattr(self._mesh, name)
 
 
 def hash_as_stock(mesh: StockDeviceMesh, ranks: object) -> int:

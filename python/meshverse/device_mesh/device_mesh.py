@@ -1085,12 +1085,14 @@ class DeviceMesh(StockDeviceMesh):
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.
-        if self._hash is None:
-            universe = self._universe
-            if universe.size <= _SMALL_WORLD:
-                return int(StockDeviceMesh.__hash__(self))  # type: ignore[no-untyped-call]
-            # Without the tuple of all ranks, which stock's reads.
-            self._hash = compat.hash_as_stock(self, universe.rank_views.hashed)
+        return self._hash or self._compute_hash()
+
+    def _compute_hash(self) -> int:
+        universe = self._universe
+        if universe.size <= _SMALL_WORLD:
+            return int(StockDeviceMesh.__hash__(self))  # type: ignore[no-untyped-call]
+        # Without the tuple of all ranks, which stock's reads.
+        self._hash = compat.hash_as_stock(self, universe.rank_views.hashed)
         return self._hash
 
     def _stable_hash(self) -> str:

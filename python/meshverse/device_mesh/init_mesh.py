@@ -17,6 +17,7 @@ from meshverse.options.group_options import Defaults
 from meshverse.options.isolation import current_tag
 from meshverse.options.overrides import (
     BackendOverride,
+    Override,
     normalize_overrides,
     normalize_tags,
 )
@@ -27,8 +28,8 @@ from .device_mesh import DeviceMesh
 
 __all__ = ["MeshPart", "check_universe", "init_device_mesh", "plan_mesh"]
 
-# Arguments that are those of the universe; and `lazy`, which is one of the two there too.
-_OF_UNIVERSE = ("timeout", "options", "check_consistency", "topology")
+# Arguments that are those of the universe.
+_OF_UNIVERSE = ("timeout", "options", "lazy", "check_consistency", "topology")
 
 
 class MeshPart(TypedDict, total=False):
@@ -133,22 +134,26 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     if topology is not None or traffic is not None:
         ranks = _ordered(layout, names, ranks, topology, traffic, universe)
     rank_map = _rank_map_for(layout, ranks, universe)
-    said = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
-    if get("lazy"):
-        said["lazy"] = True
-    if said:
+    said: dict[str, Any] = {}
+    timeout, options, lazy = get("timeout"), get("options"), get("lazy")
+    if lazy or not (timeout is options is topology is get("check_consistency") is None):
+        said = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
+        if not lazy:
+            said.pop("lazy", None)
         # In a universe that is there they come too late, also in a part of one.
         if universe is not None and universe.known_part(rank_map) is not None:
             raise _belongs_to_universe(said)
         # Here too, before the default process group is started.
-        Defaults.of(get("timeout"), get("options"))
+        Defaults.of(timeout, options)
     keeps_order = get("preserve_rank_order")
     if keeps_order is None:
         keeps_order = not rank_map.is_sorted()
     description = MeshDescription(device_type, layout, names, keeps_order)
     if get("isolate") is not None or current_tag():
         description = description.with_tags(normalize_tags(get("isolate"), names, len(shape)))
-    overrides = normalize_overrides(get("backend_override"), names, len(shape))
+    overrides: Sequence[Override] = ()
+    if get("backend_override") is not None:
+        overrides = normalize_overrides(get("backend_override"), names, len(shape))
 
     def build() -> DeviceMesh:
         mesh = object.__new__(DeviceMesh)

@@ -322,7 +322,6 @@ class UniverseGroups:
             universe = self._universe()
             assert universe is not None
             self._world.state(WorldUniverses).keep(universe)
-            self.is_kept = True
         return uses
 
     def request_tagged(

@@ -47,7 +47,8 @@ class UniverseMeshes:
         self._lock = threading.RLock()  # protects all below but the next two
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
-        self._later_axes: dict[str, list[AxisLayout]] = {}  # of root meshes after it, by name
+        # Of root meshes after it, by name; each axis once.
+        self._later_axes: dict[str, dict[AxisLayout, None]] = {}
         # The other roots, by the tags of their axes and those of the meshes they are roots of.
         self._other_roots: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
@@ -164,7 +165,7 @@ class UniverseMeshes:
         """Note the names of a root mesh made after the first: no other axis gets them."""
         names = description.axis_names or ()
         for name, axis in zip(names, description.layout, strict=False):
-            self._later_axes.setdefault(name, []).append(axis)
+            self._later_axes.setdefault(name, {})[axis] = None
 
     def check_flattened_name(self, name: str, axis: AxisLayout) -> None:
         """Check the name of a flattened axis.

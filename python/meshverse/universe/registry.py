@@ -33,7 +33,8 @@ class WorldUniverses(WorldState):
     def keep(self, universe: Universe) -> None:
         """Keep a universe that made process groups, once."""
         with self._lock:
-            if universe not in self.kept and not universe.is_over:
+            if not (universe.groups.is_kept or universe.is_over):
+                universe.groups.is_kept = True
                 self.kept.append(universe)
 
     def end(self) -> None:

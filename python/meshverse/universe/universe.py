@@ -74,6 +74,7 @@ class Universe:
         topology: where the ranks of the world are, if that is known.
         whole: the universe that this one is a part of; None if it is none.
         generation: how many universes of this world had ended when it was made.
+        is_over: whether it was destroyed or aborted.
         serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
             in this world, so it is the same on all of them. Negative for universes that made no
             process groups: they are numbered in each process, so ranks may differ.
@@ -134,6 +135,7 @@ class Universe:
         self._parts: list[Universe] = []  # oldest first; of those over some ranks, the last
         self._parts_lock = threading.RLock()
         self._own_serial: int | None = None  # once it is read
+        self.is_over = False
         self.generation = note_universe(self)
 
     @property
@@ -148,11 +150,6 @@ class Universe:
     def stand_for(self, serial: int) -> None:
         """Be saved as the universe of this serial, of which a mesh was loaded."""
         self._own_serial = serial
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was destroyed or aborted."""
-        return self.groups.ended is not None
 
     # --- ranks ----------------------------------------------------------------------------------
 
@@ -276,7 +273,7 @@ class Universe:
     def _end_own(self, how: Literal["destroyed", "aborted"]) -> None:
         if self.world is None or (self.is_over and self.groups.is_freed):
             return
-        self.groups.ended = how
+        self.groups.ended, self.is_over = how, True
         self.meshes.set_plain_names(False)
         self.world.state(WorldUniverses).note_end(self)
         self.groups.free(abort=how == "aborted")
@@ -431,7 +428,9 @@ class Universe:
         return known
 
     def _over(self, ranks: RankMap) -> Universe | None:
-        return next((one for one in (self, *self.parts) if one.rank_map == ranks), None)
+        if ranks is self.rank_map:  # equal rank maps are one object
+            return self
+        return next((part for part in self.parts if part.rank_map is ranks), None)
 
     def check_has(self, ranks: RankMap) -> None:
         """Raise ValueError unless this universe has all these ranks, in any order. O(ranks)."""
