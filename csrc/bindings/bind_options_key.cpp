@@ -154,6 +154,12 @@ OptionsKey with_tag(const OptionsKey& key, std::string tag) {
   return tagged;
 }
 
+OptionsKey without_timeout(const OptionsKey& key) {
+  OptionsKey timeless = key;
+  timeless.timeout_us.reset();
+  return timeless;
+}
+
 py::tuple reduced(const OptionsKey& key) {
   return py::make_tuple(ValueType<OptionsKey>::type(), py::make_tuple(to_state(key)));
 }
@@ -186,6 +192,10 @@ Raises:
 --
 
 The same key with another tag.)"),
+      method<&without_timeout>("without_timeout", R"(without_timeout($self, /)
+--
+
+The same key of a group whose timeout does not count.)"),
       method<&reduced>("__reduce__", "__reduce__($self, /)\n--\n\nFor pickle."),
       {}};
   static PyGetSetDef properties[] = {
@@ -216,19 +226,29 @@ True
 void bind_options_key(py::module_& module) {
   module.attr("OptionsKey") = create_options_key();
 
-  module.def("is_composite", &is_composite, "value"_a, "options"_a,
-             R"(Whether a key of ``options`` looks into a value in or below them, rather than at it.
+  module.def(
+      "data_in",
+      [](const py::object& options, py::handle ignored) {
+        return data_in(options, to_names(ignored));
+      },
+      "options"_a, "ignored"_a = py::tuple(),
+      R"(The containers and objects that a key of ``options`` looks into, the options first.
 
-It does into containers; and into objects that are data: made of their fields, none of which is a
-handle; or of a type that declares data (a dataclass, a namespace, options like ``options``, a
-struct of a C++ extension that can be copied). Scalars have no parts, and handles (locks, devices,
-whatever holds one) count by identity.
+Empty where they count by identity, or do something when they end. All else below them are scalars
+and handles (locks, devices, whatever holds one), which a copy of the options has in common with
+them.
 
->>> [is_composite(value, object()) for value in ([], 1, object())]
-[True, False, False]
+Args:
+    options: Options object of a backend.
+    ignored: Names of fields that are not looked at.
+
+Raises:
+    TypeError: As ``OptionsKey.of`` does.
+
+>>> from types import SimpleNamespace
+>>> data_in(SimpleNamespace(rings=[1, 2], lock=object()))[1:]
+[[1, 2]]
 )");
-  module.def("has_fields", &has_fields, "options"_a,
-             "Whether an options key reads an options object by its fields, not by identity.");
   module.def(
       "fresh_like",
       [](const py::object& options) -> py::object {

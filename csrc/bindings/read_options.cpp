@@ -1,26 +1,52 @@
 #include "read_options.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <exception>
 #include <functional>
 #include <map>
-#include <memory>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "checked_math.h"
 #include "handles.h"
-#include "plain_data.h"
 #include "value_types.h"
 
 namespace meshverse::bindings {
 namespace {
 
-std::string type_name(py::handle type) {
+// Deep enough for any options; an object that refers to itself through ever new ones ends here.
+constexpr std::size_t kMaxDepth = 8;
+
+// Types of the standard library that values are told apart by.
+struct PythonTypes {
+  py::object enum_type = py::module_::import("enum").attr("Enum");
+  py::object timedelta = py::module_::import("datetime").attr("timedelta");
+  py::object member_descriptor = py::module_::import("types").attr("MemberDescriptorType");
+  py::object namespace_type = py::module_::import("types").attr("SimpleNamespace");
+  py::object reduce = py::module_::import("builtins").attr("object").attr("__reduce_ex__");
+};
+
+const PythonTypes& python_types() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PythonTypes> types;
+  return types.call_once_and_store_result([] { return PythonTypes(); }).get_stored();
+}
+
+std::string type_name_of(py::handle value) {
+  const py::handle type = py::type::handle_of(value);
   return std::string(py::str(type.attr("__module__"))) + "." +
          std::string(py::str(type.attr("__qualname__")));
 }
 
-std::string type_name_of(py::handle value) { return type_name(py::type::handle_of(value)); }
+// --- scalars --------------------------------------------------------------------------------
+
+bool is_enum(py::handle value) {
+  // Enums of C++ extensions need not derive from enum.Enum, but list their members as those do.
+  return py::isinstance(value, python_types().enum_type) ||
+         (py::hasattr(py::type::handle_of(value), "__members__") && py::hasattr(value, "name"));
+}
 
 Tagged read_enum(py::handle value) {
   const py::object name = value.attr("name");
@@ -37,60 +63,239 @@ OptionValue read_int(py::handle value) {
   return Tagged{"int", py::str(int_type(value))};
 }
 
-// What one of this module's values is told apart by.
-std::string text_of(py::handle value) {
-  if (!ValueType<OptionsKey>::is(value.ptr())) return py::str(value);
-  return ValueType<OptionsKey>::of(value.ptr()).digest().hex();
+// A value known by what it is; nothing for all others.
+std::optional<OptionValue> read_scalar(py::handle value) {
+  PyObject* const object = value.ptr();
+  if (object == Py_None) return None();
+  if (PyBool_Check(object)) return object == Py_True;
+  if (is_enum(value)) return read_enum(value);
+  if (PyLong_Check(object)) return read_int(value);
+  if (PyFloat_Check(object)) return FloatBits(PyFloat_AS_DOUBLE(object));
+  if (PyUnicode_Check(object)) return value.cast<std::string>();
+  if (PyBytes_Check(object)) return Tagged{"bytes", std::string(py::repr(value))};
+  if (py::isinstance(value, python_types().timedelta)) {
+    return Tagged{"timedelta", std::to_string(to_microseconds(value)) + " us"};
+  }
+  if (py::hasattr(py::type::handle_of(value), "__fspath__")) {
+    return Tagged{type_name_of(value), py::str(value.attr("__fspath__")())};
+  }
+  if (!is_value_object(value)) return std::nullopt;
+  const bool is_key = ValueType<OptionsKey>::is(object);
+  return Tagged{type_name_of(value), is_key ? ValueType<OptionsKey>::of(object).digest().hex()
+                                            : std::string(py::str(value))};
+}
+
+// Whether the repr of a dict's key or a set's item says all of it.
+bool is_known_by_repr(py::handle value) {
+  if (!py::isinstance<py::tuple>(value)) return read_scalar(value).has_value();
+  const auto items = py::reinterpret_borrow<py::tuple>(value);
+  return std::all_of(items.begin(), items.end(), is_known_by_repr);
 }
 
 Handle make_handle(py::handle value) { return {refer_to(value), type_name_of(value)}; }
 
-// Flattens a value into fields: every part under its own dotted name.
+// --- containers and objects -----------------------------------------------------------------
+
+bool is_container(py::handle value) {
+  return py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value) ||
+         py::isinstance<py::dict>(value) || py::isinstance<py::anyset>(value);
+}
+
+bool is_property(py::handle class_member) {
+  return PyObject_TypeCheck(class_member.ptr(), &PyProperty_Type) != 0;
+}
+
+bool is_of_cpp(py::handle class_member) {
+  return is_property(class_member) && PyFunction_Check(class_member.attr("fget").ptr()) == 0;
+}
+
+// Whether a field of an object is one of its C++ part.
+bool is_in_cpp(py::handle object, const std::string& name) {
+  return is_of_cpp(py::getattr(py::type::handle_of(object), name.c_str(), py::none()));
+}
+
+// Names of an object's data fields: properties and slots of its class, then its own attributes.
+std::set<std::string> field_names(py::handle object) {
+  // These have attributes, but are not made of them.
+  PyObject* const pointer = object.ptr();
+  if (PyModule_Check(pointer) || PyType_Check(pointer) || PyFunction_Check(pointer)) return {};
+  py::dict fields;
+  const py::tuple classes = py::type::handle_of(object).attr("__mro__");
+  // From the most basic class but `object` on, so that what overrides a field can take it out.
+  for (std::size_t i = classes.size() - 1; i-- > 0;) {
+    for (const py::handle item : py::list(classes[i].attr("__dict__").attr("items")())) {
+      const auto entry = py::reinterpret_borrow<py::tuple>(item);
+      const py::object name = entry[0], member = entry[1];
+      if (is_property(member) || py::type::handle_of(member).is(python_types().member_descriptor)) {
+        fields[name] = py::none();
+      } else if (fields.contains(name)) {
+        fields.attr("pop")(name);
+      }
+    }
+  }
+  fields.attr("update")(py::getattr(object, "__dict__", py::dict()));
+  std::set<std::string> names;
+  for (const auto& [name, unused] : fields) {
+    auto text = name.cast<std::string>();
+    if (text.rfind("__", 0) != 0) names.insert(std::move(text));
+  }
+  return names;
+}
+
+// The classes among the bases of a type whose fields in C++ can be set.
+py::list structs_of(py::handle type) {
+  py::list structs;
+  for (const py::handle base : py::tuple(type.attr("__mro__"))) {
+    for (const py::handle member : py::list(base.attr("__dict__").attr("values")())) {
+      if (!is_of_cpp(member) || member.attr("fset").is_none()) continue;
+      structs.append(base);
+      break;
+    }
+  }
+  return structs;
+}
+
+// Whether an object is all in its fields, as pickle finds them. Sockets, files, locks and most
+// objects of C++ extensions are not: two of them with equal fields are two things. Nor are objects
+// of classes that derive from containers other than Python's own.
+bool is_all_in_fields(py::handle object) {
+  try {
+    const py::object reduced = python_types().reduce(object, 2);
+    if (!py::isinstance<py::tuple>(reduced)) return true;
+    const auto parts = py::reinterpret_borrow<py::tuple>(reduced);
+    return std::all_of(parts.begin() + std::min<py::ssize_t>(parts.size(), 3), parts.end(),
+                       [](py::handle items) { return items.is_none(); });
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return false;
+  }
+}
+
+bool ends_by_itself(py::handle object) {
+  return py::hasattr(py::type::handle_of(object), "__del__");
+}
+
+enum class Kind { kHandle, kData, kDataWithoutHandles };
+
+// --- all of them ----------------------------------------------------------------------------
+
+// Flattens options into fields: every part under its own dotted name.
 class Reader {
  public:
-  Reader(const py::object& options, const std::set<std::string>& ignored)
-      : ignored_(ignored), data_check_(options) {}
+  Reader(py::handle options, const std::set<std::string>& ignored)
+      : structs_(structs_of(py::type::handle_of(options))), ignored_(ignored) {}
 
   // Whether `object` has fields; if so, they are read under `prefix`.
   bool read_fields(py::handle object, const std::string& prefix) {
     const std::set<std::string> names = field_names(object);
     for (const std::string& name : names) {
-      if (ignored_.count(prefix + name) != 0) continue;
-      const py::object value = read_field(object, name, prefix + name);
-      if (value) read_value(value, prefix + name, !is_scalar(value) && is_in_cpp(object, name));
+      const std::string path = prefix + name;
+      if (ignored_.count(path) == 0) attempt([&] { read_field(object, name, path); });
     }
     return !names.empty();
   }
 
-  const OptionFields& fields() const { return fields_; }
+  // What was read. A name that is taken gets a mark, so that no value is lost.
+  OptionFields fields() {
+    OptionFields fields;
+    for (auto& [name, value] : fields_) {
+      while (!fields.try_emplace(name, value).second) name += "'";
+    }
+    return fields;
+  }
+
+  // What was looked into.
+  const std::vector<py::object>& data() const { return data_; }
 
  private:
-  void read_value(const py::object& value, const std::string& name, bool in_cpp = false) {
+  // An object turned out to be a handle, or to hold one.
+  struct HandleFound {};
+
+  // An object that may be data, or hold a handle and so be one itself, is read to see which. If it
+  // is in another such object, the outer one decides.
+  struct Trial {
+    std::size_t depth;               // of the object in `path_`
+    std::exception_ptr first_error;  // counts if the object is data
+  };
+
+  // Reads one of several parts. In a trial, an error waits until the others are read.
+  template <class Read>
+  void attempt(Read read) {
+    if (!trial_) return read();
+    const std::size_t depth = path_.size();
+    try {
+      return read();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      if (!trial_->first_error) trial_->first_error = std::current_exception();
+    } catch (const std::runtime_error&) {
+      if (!trial_->first_error) trial_->first_error = std::current_exception();
+    }
+    path_.resize(depth);
+  }
+
+  void read_field(py::handle object, const std::string& name, const std::string& path) {
+    const py::object value = get_field(object, name, path);
+    if (!value) return;
+    if (auto scalar = read_scalar(value)) return add(path, *std::move(scalar));
+    read_parts(value, path, is_in_cpp(object, name));
+  }
+
+  void read_item(const py::object& value, const std::string& name, bool in_cpp) {
     if (ignored_.count(name) != 0) return;
-    if (value.is_none()) return add(name, None());
-    if (is_enum(value)) return add(name, read_enum(value));
-    if (py::isinstance<py::bool_>(value)) return add(name, value.cast<bool>());
-    if (py::isinstance<py::int_>(value)) return add(name, read_int(value));
-    if (py::isinstance<py::float_>(value)) return add(name, FloatBits(value.cast<double>()));
-    if (py::isinstance<py::str>(value)) return add(name, value.cast<std::string>());
-    if (py::isinstance<py::bytes>(value)) {
-      return add(name, Tagged{"bytes", std::string(py::repr(value))});
+    if (auto scalar = read_scalar(value)) return add(name, *std::move(scalar));
+    read_parts(value, name, in_cpp);
+  }
+
+  // `in_cpp`: the value was read from a field of a C++ object, or a container there.
+  void read_parts(const py::object& value, const std::string& name, bool in_cpp) {
+    const Kind kind = is_container(value) ? Kind::kData : kind_of(value, in_cpp);
+    if (kind == Kind::kHandle) return add_handle(name, value);
+    if (kind == Kind::kData || trial_) return read_nested(value, name, in_cpp);
+    const std::size_t n_fields = fields_.size(), n_data = data_.size();
+    trial_ = Trial{path_.size(), nullptr};
+    bool is_handle = false;
+    try {
+      read_nested(value, name, in_cpp);
+    } catch (const HandleFound&) {
+      is_handle = true;
     }
-    if (py::isinstance(value, python_types().timedelta)) {
-      return add(name, Tagged{"timedelta", std::to_string(to_microseconds(value)) + " us"});
+    const std::exception_ptr error = trial_->first_error;
+    path_.resize(trial_->depth);
+    trial_.reset();
+    if (is_handle) {
+      fields_.resize(n_fields);
+      data_.resize(n_data);
+      add_handle(name, value);
+    } else if (error) {
+      std::rethrow_exception(error);
     }
-    if (is_path(value)) {
-      return add(name, Tagged{type_name_of(value), py::str(value.attr("__fspath__")())});
+  }
+
+  Kind kind_of(const py::object& object, bool in_cpp) const {
+    if (ends_by_itself(object) || field_names(object).empty()) return Kind::kHandle;
+    const py::handle type = py::type::handle_of(object);
+    if (py::tuple(type.attr("__mro__")).contains(python_types().namespace_type) ||
+        py::hasattr(type, "__dataclass_fields__")) {
+      return Kind::kData;
     }
-    if (is_value_object(value)) return add(name, Tagged{type_name_of(value), text_of(value)});
-    if (!is_container(value) && !data_check_.is_data(value, in_cpp)) {
-      return add(name, make_handle(value));
+    const py::list structs = structs_of(type);
+    const bool is_struct = !structs.empty() && (in_cpp || py::hasattr(type, "__copy__") ||
+                                                py::hasattr(type, "__setstate__"));
+    if (is_struct || std::any_of(structs.begin(), structs.end(),
+                                 [&](py::handle base) { return structs_.contains(base); })) {
+      return Kind::kData;
     }
-    read_nested(value, name, in_cpp);
+    return is_all_in_fields(object) ? Kind::kDataWithoutHandles : Kind::kHandle;
   }
 
   void read_nested(const py::object& value, const std::string& name, bool in_cpp) {
-    const bool inside_itself = std::find(path_.begin(), path_.end(), value.ptr()) != path_.end();
+    const auto found = std::find(path_.begin(), path_.end(), value.ptr());
+    const bool inside_itself = found != path_.end();
+    if (inside_itself && trial_) {
+      const auto depth = static_cast<std::size_t>(found - path_.begin());
+      if (depth <= trial_->depth || !is_container(value)) throw HandleFound();
+    }
     if (inside_itself || path_.size() >= kMaxDepth) {
       throw py::type_error("options field '" + name + "' of type " + type_name_of(value) +
                            (inside_itself ? " contains itself" : " is nested too deeply") +
@@ -98,6 +303,7 @@ class Reader {
                            " deep can be compared; add the field to `ignored`, or make it simpler");
     }
     path_.push_back(value.ptr());
+    data_.push_back(value);
     if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
       read_sequence(value, name, in_cpp);
     } else if (py::isinstance<py::dict>(value)) {
@@ -115,8 +321,8 @@ class Reader {
     add(name, Tagged{py::isinstance<py::list>(sequence) ? "list" : "tuple", ""});
     std::size_t index = 0;
     for (const py::handle item : sequence) {
-      read_value(py::reinterpret_borrow<py::object>(item),
-                 name + "[" + std::to_string(index++) + "]", in_cpp);
+      const std::string path = name + "[" + std::to_string(index++) + "]";
+      attempt([&] { read_item(py::reinterpret_borrow<py::object>(item), path, in_cpp); });
     }
   }
 
@@ -125,7 +331,9 @@ class Reader {
     Counts seen;
     for (const py::handle item : dict.attr("items")()) {
       const auto [key, value] = item.cast<std::pair<py::object, py::object>>();
-      read_value(value, name + "[" + label(key, name, seen) + "]", in_cpp);
+      attempt([&, &key = key, &value = value] {
+        read_item(value, name + "[" + label(key, name, seen) + "]", in_cpp);
+      });
     }
   }
 
@@ -139,21 +347,14 @@ class Reader {
     });
     Counts seen;
     for (const py::object& item : items) {
-      if (is_known_by_repr(item)) {
-        read_value(item, name + "{" + label(item, name, seen) + "}", in_cpp);
-      } else {
-        label(item, name, seen);
-      }
+      attempt([&] {
+        const std::string path = name + "{" + label(item, name, seen) + "}";
+        if (is_known_by_repr(item)) read_item(item, path, in_cpp);
+      });
     }
   }
 
   using Counts = std::map<std::string, int>;  // by type
-
-  static bool is_known_by_repr(py::handle value) {
-    if (!py::isinstance<py::tuple>(value)) return is_scalar(value);
-    const auto items = py::reinterpret_borrow<py::tuple>(value);
-    return std::all_of(items.begin(), items.end(), is_known_by_repr);
-  }
 
   // What a dict's key or a set's item is called. What is no scalar counts by identity, and is
   // called by its type and number: its repr may tell an address, which every process has its own
@@ -162,16 +363,16 @@ class Reader {
     if (is_known_by_repr(value)) return py::repr(value);
     const std::string type = type_name_of(value);
     const std::string text = "<" + type + " " + std::to_string(seen[type]++) + ">";
-    add(container + text, make_handle(value));
+    add_handle(container + text, value);
     return text;
   }
 
   // The field's value; null for a slot that was never set.
-  static py::object read_field(py::handle object, const std::string& name,
-                               const std::string& path) {
+  static py::object get_field(py::handle object, const std::string& name, const std::string& path) {
     try {
       return object.attr(name.c_str());
     } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
       const py::object descriptor =
           py::getattr(py::type::handle_of(object), name.c_str(), py::none());
       if (!is_property(descriptor) && error.matches(PyExc_AttributeError)) return py::object();
@@ -185,12 +386,21 @@ class Reader {
     }
   }
 
-  void add(const std::string& name, OptionValue value) { fields_.emplace(name, std::move(value)); }
+  void add(const std::string& name, OptionValue value) {
+    fields_.emplace_back(name, std::move(value));
+  }
 
+  void add_handle(const std::string& name, py::handle value) {
+    if (trial_) throw HandleFound();
+    add(name, make_handle(value));
+  }
+
+  const py::list structs_;  // of the options
   const std::set<std::string>& ignored_;
-  DataCheck data_check_;
+  std::vector<std::pair<std::string, OptionValue>> fields_;
+  std::vector<py::object> data_;
   std::vector<PyObject*> path_;  // what is being looked into, outermost first
-  OptionFields fields_;
+  std::optional<Trial> trial_;
 };
 
 void check_is_options_object(const py::object& options) {
@@ -205,13 +415,6 @@ void check_is_options_object(const py::object& options) {
 }
 
 }  // namespace
-
-bool is_composite(const py::object& value, const py::object& options) {
-  if (is_scalar(value)) return false;
-  return is_container(value) || DataCheck(options).is_data(value);
-}
-
-bool has_fields(py::handle object) { return !field_names(object).empty(); }
 
 py::object fresh_like(const py::object& options) {
   try {
@@ -232,6 +435,15 @@ OptionsSnapshot read_options(const py::object& options, const std::set<std::stri
   Reader defaults(options, ignored);
   defaults.read_fields(fresh, "");
   return {"", differing_fields(actual.fields(), defaults.fields())};
+}
+
+py::list data_in(const py::object& options, const std::set<std::string>& ignored) {
+  Reader reader(options, ignored);
+  py::list data;
+  if (!reader.read_fields(options, "") || ends_by_itself(options)) return data;
+  data.append(options);
+  for (const py::object& part : reader.data()) data.append(part);
+  return data;
 }
 
 std::int64_t to_microseconds(py::handle timedelta) {

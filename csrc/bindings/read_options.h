@@ -1,4 +1,16 @@
-// Reading options objects of any type by reflection.
+// Reading options objects of any type by reflection: what an options key looks into, and what it
+// looks at.
+//
+// Scalars (numbers, texts, enums, paths, this module's values) count by what they are, containers
+// and data by their parts, all else is a handle and counts by identity. Three kinds of objects are
+// data:
+// - dataclasses and namespaces, whatever they hold;
+// - structs of C++ extensions, whose fields in C++ can be set: if read from a field of a C++
+//   object, if their type can be copied, or if they have the base with these fields in common with
+//   the options;
+// - objects that consist of their fields, as pickle finds them, none of which is or holds a handle.
+//   So what holds a lock or a connection is a handle as a whole.
+// What does something when it ends (`__del__`) is a handle, as it must not end twice.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +36,9 @@ struct OptionsSnapshot {
 // Raises TypeError for what is not an options object, and for fields that cannot be read.
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored);
 
-// Whether `read_options` looks into a value in or below `options`, rather than at it. Scalars have
-// no parts, and handles count by identity.
-bool is_composite(const py::object& value, const py::object& options);
-
-bool has_fields(py::handle object);
+// The containers and data that `read_options` looks into, the options first; none where they count
+// by identity, or must not end twice. Raises as above.
+py::list data_in(const py::object& options, const std::set<std::string>& ignored);
 
 // A fresh object of the same type; null where there is none without arguments.
 py::object fresh_like(const py::object& options);

@@ -64,8 +64,8 @@ CALLS = {
         "gloo", timeout=datetime.timedelta(days=d)
     ),
     "OptionsKey.with_tag": lambda t: key.with_tag(t),
-    "is_composite": lambda v: c.is_composite(v, SimpleNamespace(v=v)),
-    "has_fields": lambda v: c.has_fields(v),
+    "OptionsKey.without_timeout": lambda t: key.with_tag(str(t)).without_timeout(),
+    "data_in": lambda v: c.data_in(SimpleNamespace(v=v, w=[v])),
     "fresh_like": lambda v: c.fresh_like(v),
     "GroupCache": lambda n: c.GroupCache(n),
     "GroupCache.find": lambda first, n: cache.find(layout, first, n, key),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -113,6 +114,12 @@ def test_with_tag_changes_the_tag_only():
     tagged = original.with_tag("reduce_scatter")
     assert tagged == key(DataclassOptions(rings=4), tag="reduce_scatter") != original
     assert original.tag == ""
+
+
+def test_without_timeout_leaves_the_rest():
+    full = key(DataclassOptions(rings=4), timeout=datetime.timedelta(seconds=9), tag="x")
+    assert full.without_timeout() == key(DataclassOptions(rings=4), tag="x") != full
+    assert full.without_timeout() == full.without_timeout().without_timeout()
 
 
 def test_text_names_what_differs():
@@ -248,6 +255,77 @@ def test_what_is_more_than_its_fields_counts_by_identity(make):
         assert key(changed(value=one)) == key(changed(value=one)) != key(changed(value=other))
         assert key(changed(value=one)).digest == key(changed(value=other)).digest
         assert repr(key(changed(value=one))).endswith("handle>)")
+
+
+class Ring(collections.deque):
+    def __init__(self, items):
+        super().__init__(items)
+        self.name = "eth0"
+
+
+def test_items_of_containers_that_are_not_pythons_own_are_no_fields():
+    one, other = Ring([1]), Ring([2])
+    assert key(changed(value=one)) == key(changed(value=one)) != key(changed(value=other))
+
+
+@dataclasses.dataclass
+class Cable:
+    plug: object = None
+
+
+class Unreadable(Locked):
+    @property
+    def address(self):
+        raise RuntimeError("not connected")
+
+
+def cyclic():
+    items = []
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: [threading.Lock()],
+        lambda: [[threading.Lock()]],
+        lambda: [Cable(threading.Lock())],
+        lambda: [{threading.Lock(): 1}],
+        lambda: [{"eth0", threading.Lock()}],
+        lambda: [cyclic(), threading.Lock()],
+        lambda: [Unreadable()],
+        lambda: [{"a": Unreadable()}],
+    ],
+)
+def test_an_object_that_holds_a_handle_is_one_whatever_else_it_holds(parts):
+    def holding(parts):
+        config = Config()
+        config.parts, config.cable = parts, Cable(parts)
+        return config
+
+    parts = parts()
+    one, other = holding(parts), holding(parts)
+    assert repr(key(changed(value=one))).endswith("value=<test_options_keys.Config handle>)")
+    assert key(changed(value=one)) == key(changed(value=one)) != key(changed(value=other))
+    # Other than an object, a namespace is data whatever it holds.
+    keys = [key(changed(value=types.SimpleNamespace(x=x))) for x in (one, one, other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_objects_that_refer_to_what_holds_them_are_handles():
+    outer, inner = Cable(), Config()
+    outer.plug, inner.algorithm = inner, [outer]
+    assert key(types.SimpleNamespace(x=outer)) == key(types.SimpleNamespace(x=Cable(inner)))
+    assert repr(key(types.SimpleNamespace(x=outer))).endswith("Config handle>)")
+
+
+def test_no_two_fields_have_one_name():
+    def options(dotted, nested):
+        return types.SimpleNamespace(**{"a.b": dotted}, a=types.SimpleNamespace(b=nested))
+
+    keys = {key(options(dotted, nested)) for dotted in (1, 2) for nested in (1, 2)}
+    assert len(keys) == 4
 
 
 def test_handles_as_keys_of_dicts_and_in_sets_count_by_identity():

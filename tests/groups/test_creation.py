@@ -86,4 +86,4 @@ def test_the_inherited_timeout_is_no_part_of_a_name(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
     options = mesh.universe.world.default_options
     assert "timeout=1800s" in repr(options.key)
-    assert "timeout" not in repr(options.name_key)
+    assert "timeout" not in repr(options.key.without_timeout())

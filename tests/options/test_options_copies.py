@@ -20,7 +20,7 @@ import torch.distributed as dist
 from helpers import via_store
 from meshverse import _torch_compat as compat
 from meshverse._core import OptionsKey
-from meshverse.options.copies import copy_of
+from meshverse.options.group_options import _copy as copy_of
 
 _C10dOptions: Any = torch._C._distributed_c10d.Backend.Options
 
@@ -257,11 +257,16 @@ def test_data_is_a_snapshot(data: str, kind: Any, whose: str) -> None:
 
 def test_what_is_there_twice_is_there_twice() -> None:
     config = Config()
-    cycle: list[Any] = [config]
+    mine = copy_of(_ring({"one": config, "other": config, "more": [config]})).value
+    assert mine["one"] is mine["other"] is mine["more"][0] is not config
+
+
+def test_what_has_no_end_is_neither_compared_nor_copied() -> None:
+    cycle: list[Any] = []
     cycle.append(cycle)
-    mine = copy_of(_ring({"one": config, "other": config, "cycle": cycle})).value
-    assert mine["one"] is mine["other"] is mine["cycle"][0] is not config
-    assert mine["cycle"][1] is mine["cycle"] is not cycle
+    for take in (copy_of, _key):
+        with pytest.raises(TypeError, match="contains itself"):
+            take(_ring(cycle))
 
 
 def test_what_says_that_there_is_but_one_is_believed() -> None:

@@ -65,6 +65,7 @@ from .options import (
     is_backend_options,
     new_like,
     said_timeout,
+    set_timeout,
 )
 from .private_names import (
     BackendOptions,
@@ -153,6 +154,7 @@ __all__ = [
     "resume",
     "root_of",
     "said_timeout",
+    "set_timeout",
     "set_up_device",
     "shrunk_from",
     "split_options",

@@ -24,7 +24,7 @@ def create_by_members(
     store: Any,
     *,
     backend: str,
-    options: BackendOptions | None,
+    backend_options: BackendOptions | None,
     timeout: timedelta | None,
     name: str,
     attempt: str,
@@ -40,7 +40,7 @@ def create_by_members(
         default_group: the default process group.
         store: of the default process group, or another connection to it.
         backend: backend string of the group.
-        options: options object that c10d may keep and write to, or None.
+        backend_options: options object that c10d may keep and write to, or None.
         timeout: of the group's operations; None for c10d's default.
         name: unique among the groups there are, the same on all members.
         attempt: "", or the same text on all members if there was a group of this name before, or an
@@ -62,7 +62,7 @@ def create_by_members(
                 backend,
                 store,
                 name,  # type: ignore[arg-type]
-                backend_options=options,
+                backend_options=backend_options,
                 timeout=timeout,
                 device_id=device,
                 group_desc=description,
@@ -83,7 +83,7 @@ def create_by_split(
     default_group: ProcessGroup,
     *,
     backend: str,
-    options: BackendOptions | None,
+    backend_options: BackendOptions | None,
     timeout: timedelta | None,
     name: str,
     description: str,
@@ -96,8 +96,8 @@ def create_by_split(
         ranks: global ranks of the group, ascending; on a rank that is in no group, those of any.
         default_group: the default process group, whose communicators are split.
         backend: backend string of the group.
-        options: options object that c10d may keep and write to; None for those of the default
-            group.
+        backend_options: options object that c10d may keep and write to; None for those of the
+            default group.
         timeout: of the group's operations.
         name: unique among the groups there are, the same on all members.
         description: shown in c10d's logs.
@@ -114,7 +114,12 @@ def create_by_split(
     only = {} if len(first) == len(default_group._device_types) else {"device_types": first}
     known_as: Any = name  # torch's own type of names is a str to everybody else
     group = default_group.split_group(
-        ranks, timeout=timeout, opts=options, group_name=known_as, group_desc=description, **only
+        ranks,
+        timeout=timeout,
+        opts=backend_options,
+        group_name=known_as,
+        group_desc=description,
+        **only,
     )
     if group is None:
         return None
@@ -166,7 +171,7 @@ def create_by_all(
     all_ranks: list[list[int]],
     *,
     backend: str,
-    options: BackendOptions | None,
+    backend_options: BackendOptions | None,
     timeout: timedelta | None,
     keeps_order: bool,
     description: str,
@@ -176,7 +181,7 @@ def create_by_all(
     Args:
         all_ranks: global ranks of every group.
         backend: backend string of the groups.
-        options: options object, or None.
+        backend_options: options object, or None.
         timeout: of the groups' operations.
         keeps_order: whether group ranks follow the order given, not ascending ranks; only where
             `NEW_GROUP_KEEPS_ORDER`.
@@ -192,7 +197,7 @@ def create_by_all(
             ranks,
             timeout=timeout,
             backend=backend,
-            pg_options=options,
+            pg_options=backend_options,
             group_desc=description,
             **order,
         )

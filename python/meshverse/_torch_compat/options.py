@@ -35,6 +35,12 @@ def options_timeout(options: BackendOptions | None) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+def set_timeout(options: BackendOptions, timeout: timedelta) -> None:
+    """Have an options object of c10d say a timeout; others are left as they are."""
+    if is_backend_options(options):
+        options._timeout = timeout
+
+
 def options_of(backend: Any) -> BackendOptions | None:
     """The options a backend was made with; None where it keeps none. 2.11-2.15.
 

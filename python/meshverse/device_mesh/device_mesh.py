@@ -39,22 +39,22 @@ from meshverse.layouts.user_input import (
     read_ranks,
 )
 from meshverse.nearest import did_you_mean
-from meshverse.options.isolation import (
-    check_tag,
-    current_tag,
-    merge_tags,
-    own_tag,
-    tag_inside,
-    tag_parts,
-)
-from meshverse.options.overrides import (
+from meshverse.options.group_options import (
     NO_OVERRIDE,
     BackendOverride,
     Override,
     SingleOverride,
     normalize_override,
     normalize_overrides,
+)
+from meshverse.options.isolation import (
+    check_tag,
+    current_tag,
+    merge_tags,
     normalize_tags,
+    own_tag,
+    tag_inside,
+    tag_parts,
 )
 from meshverse.pictures import Picture
 from meshverse.universe.registry import find_universe

@@ -13,14 +13,13 @@ from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import check_axis_names, check_device_type, read_rank_map
-from meshverse.options.group_options import Defaults
-from meshverse.options.isolation import current_tag
-from meshverse.options.overrides import (
+from meshverse.options.group_options import (
     BackendOverride,
+    Defaults,
     Override,
     normalize_overrides,
-    normalize_tags,
 )
+from meshverse.options.isolation import current_tag, normalize_tags
 from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
 

@@ -71,7 +71,7 @@ def _split(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
         request.ordered(groups.ranks_of(request.position or 0)),
         world.default_group,
         backend=request.options.backend,
-        options=request.options.options_for_split(world.default_group),
+        backend_options=request.options.new_backend_options_for_split(world.default_group),
         timeout=request.options.timeout,
         name=name or f"{request.axis_name} of others",
         description=f"mesh_{request.axis_name}",
@@ -85,7 +85,7 @@ def _make_by_all(request: GroupRequest, world: World) -> compat.ProcessGroup | N
     return compat.create_by_all(
         groups.all().tolist(),
         backend=request.options.backend,
-        options=request.options.backend_options_for_c10d(),
+        backend_options=request.options.new_backend_options(),
         timeout=request.options.timeout,
         keeps_order=request.keeps_order,
         description=f"mesh_{request.axis_name}",
@@ -109,7 +109,7 @@ def _make_by_all_in_order(
             world.default_group,
             world.connection,
             backend=request.options.backend,
-            options=request.options.backend_options_for_c10d(),
+            backend_options=request.options.new_backend_options(),
             timeout=request.options.timeout,
             name=name if world.rank in ranks else f"{name} {index} of others",
             attempt="",
@@ -145,14 +145,14 @@ def create_by_members(
     if attempt is not None:
         # While gloo connects, this rank may be interrupted when the others have the group already.
         create = interrupt_after()(create)
-    default_group, own_options = world.default_group, options.backend_options_for_c10d()
+    default_group, backend_options = world.default_group, options.new_backend_options()
     try:
         return create(
             ranks,
             default_group,
             world.connection,
             backend=options.backend,
-            options=own_options,
+            backend_options=backend_options,
             timeout=options.timeout,
             name=group.name,
             attempt=str(attempt or ""),

@@ -7,14 +7,17 @@ operation gives what is made inside groups that are shared only under the same t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+
+from .by_axis import by_axis
 
 __all__ = [
     "check_tag",
     "current_tag",
     "isolate",
     "merge_tags",
+    "normalize_tags",
     "own_tag",
     "tag_inside",
     "tag_parts",
@@ -81,6 +84,47 @@ def check_tag(tag: str) -> str:
             "'; '. Leave `isolate` out to share groups."
         )
     return tag
+
+
+def normalize_tags(
+    isolate: str | Mapping[int | str, str] | None,
+    axis_names: Sequence[str] | None,
+    ndim: int,
+    inside: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Return the isolation tag of every axis, in axis order; empty if no axis has one.
+
+    A tag is made of up to three parts: that of the axis it is derived from, that of the `isolate`
+    blocks around the call, and what the call gives as `isolate=`.
+
+    Args:
+        isolate: one tag for all axes, or tags by axis index or name, or None.
+        axis_names: names of the axes, if they have any.
+        ndim: number of axes.
+        inside: the tags of the axes they are derived from, one per new axis; empty for none.
+
+    Raises:
+        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
+        TypeError, ValueError: a value is no tag.
+    """
+    block = current_tag()
+    if isolate is None and not block:
+        return tuple(inside) if any(inside) else ()
+    before = inside or ("",) * ndim
+    if isolate is None:
+        return tuple([tag_inside(block, tag) for tag in before])
+    if isinstance(isolate, str):
+        return tuple(own_tag(tag, block, check_tag(isolate)) for tag in before)
+    if not isinstance(isolate, Mapping):
+        raise TypeError(
+            f"isolate={isolate!r} of type {type(isolate).__name__}: give one tag for all axes, or "
+            "a mapping from axis name or index to a tag."
+        )
+    tags = by_axis(isolate, axis_names, ndim, argument="isolate")
+    return tuple(
+        tag_inside(block, tag) if own is None else own_tag(tag, block, check_tag(own))
+        for tag, own in zip(before, tags, strict=True)
+    )
 
 
 def tag_inside(block: str, tag: str) -> str:

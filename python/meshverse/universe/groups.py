@@ -27,8 +27,7 @@ from meshverse.groups.creation import create_by_all, create_by_members, how, nee
 from meshverse.groups.group import Group, GroupUse, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest
-from meshverse.options.group_options import Defaults, GroupOptions
-from meshverse.options.overrides import Override
+from meshverse.options.group_options import Defaults, GroupOptions, Override
 from meshverse.report.explain import how_it_came
 from meshverse.world.world import World
 

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.rank_views import ascends
-from meshverse.options.group_options import NO_DEFAULTS, Defaults, GroupOptions
-from meshverse.options.overrides import NO_OVERRIDE, Override
+from meshverse.options.group_options import (
+    NO_DEFAULTS,
+    NO_OVERRIDE,
+    Defaults,
+    GroupOptions,
+    Override,
+)
 from meshverse.world.world import World
 
 __all__ = ["Requests"]

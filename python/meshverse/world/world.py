@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from meshverse import _torch_compat as compat
-from meshverse.options.group_options import GroupOptions
-from meshverse.options.overrides import NO_OVERRIDE
+from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
 from .run_store import Run, RunStore
 
