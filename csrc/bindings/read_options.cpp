@@ -68,6 +68,9 @@ std::optional<OptionValue> read_scalar(py::handle value) {
   PyObject* const object = value.ptr();
   if (object == Py_None) return None();
   if (PyBool_Check(object)) return object == Py_True;
+  if (PyLong_CheckExact(object)) return read_int(value);
+  if (PyUnicode_CheckExact(object)) return value.cast<std::string>();
+  if (PyList_CheckExact(object) || PyDict_CheckExact(object)) return std::nullopt;
   if (is_enum(value)) return read_enum(value);
   if (PyLong_Check(object)) return read_int(value);
   if (PyFloat_Check(object)) return FloatBits(PyFloat_AS_DOUBLE(object));
@@ -114,18 +117,29 @@ bool is_in_cpp(py::handle object, const std::string& name) {
   return is_of_cpp(py::getattr(py::type::handle_of(object), name.c_str(), py::none()));
 }
 
+// The (name, member) pairs of one class, without its bases.
+py::list members_of(py::handle type) {
+  auto* const class_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+#if PY_VERSION_HEX >= 0x030C0000
+  const auto members = py::reinterpret_steal<py::object>(PyType_GetDict(class_type));
+#else
+  const auto members = py::reinterpret_borrow<py::object>(class_type->tp_dict);
+#endif
+  return py::reinterpret_steal<py::list>(PyDict_Items(members.ptr()));
+}
+
 // Names of an object's data fields: properties and slots of its class, then its own attributes.
 std::set<std::string> field_names(py::handle object) {
   // These have attributes, but are not made of them.
   PyObject* const pointer = object.ptr();
   if (PyModule_Check(pointer) || PyType_Check(pointer) || PyFunction_Check(pointer)) return {};
   py::dict fields;
-  const py::tuple classes = py::type::handle_of(object).attr("__mro__");
+  const auto classes = py::reinterpret_borrow<py::tuple>(Py_TYPE(pointer)->tp_mro);
   // From the most basic class but `object` on, so that what overrides a field can take it out.
   for (std::size_t i = classes.size() - 1; i-- > 0;) {
-    for (const py::handle item : py::list(classes[i].attr("__dict__").attr("items")())) {
-      const auto entry = py::reinterpret_borrow<py::tuple>(item);
-      const py::object name = entry[0], member = entry[1];
+    for (const py::handle item : members_of(classes[i])) {
+      const py::handle name = PyTuple_GET_ITEM(item.ptr(), 0);
+      const py::handle member = PyTuple_GET_ITEM(item.ptr(), 1);
       if (is_property(member) || py::type::handle_of(member).is(python_types().member_descriptor)) {
         fields[name] = py::none();
       } else if (fields.contains(name)) {
@@ -146,7 +160,8 @@ std::set<std::string> field_names(py::handle object) {
 py::list structs_of(py::handle type) {
   py::list structs;
   for (const py::handle base : py::tuple(type.attr("__mro__"))) {
-    for (const py::handle member : py::list(base.attr("__dict__").attr("values")())) {
+    for (const py::handle item : members_of(base)) {
+      const py::handle member = PyTuple_GET_ITEM(item.ptr(), 1);
       if (!is_of_cpp(member) || member.attr("fset").is_none()) continue;
       structs.append(base);
       break;
@@ -183,7 +198,7 @@ enum class Kind { kHandle, kData, kDataWithoutHandles };
 class Reader {
  public:
   Reader(py::handle options, const std::set<std::string>& ignored)
-      : structs_(structs_of(py::type::handle_of(options))), ignored_(ignored) {}
+      : options_(options), ignored_(ignored) {}
 
   // Whether `object` has fields; if so, they are read under `prefix`.
   bool read_fields(py::handle object, const std::string& prefix) {
@@ -199,7 +214,7 @@ class Reader {
   OptionFields fields() {
     OptionFields fields;
     for (auto& [name, value] : fields_) {
-      while (!fields.try_emplace(name, value).second) name += "'";
+      while (!fields.try_emplace(std::move(name), std::move(value)).second) name += "'";
     }
     return fields;
   }
@@ -280,11 +295,13 @@ class Reader {
       return Kind::kData;
     }
     const py::list structs = structs_of(type);
-    const bool is_struct = !structs.empty() && (in_cpp || py::hasattr(type, "__copy__") ||
-                                                py::hasattr(type, "__setstate__"));
-    if (is_struct || std::any_of(structs.begin(), structs.end(),
-                                 [&](py::handle base) { return structs_.contains(base); })) {
-      return Kind::kData;
+    if (!structs.empty()) {
+      if (in_cpp || py::hasattr(type, "__copy__") || py::hasattr(type, "__setstate__")) {
+        return Kind::kData;
+      }
+      const py::list of_options = structs_of(py::type::handle_of(options_));
+      const auto in_common = [&](py::handle base) { return of_options.contains(base); };
+      if (std::any_of(structs.begin(), structs.end(), in_common)) return Kind::kData;
     }
     return is_all_in_fields(object) ? Kind::kDataWithoutHandles : Kind::kHandle;
   }
@@ -395,7 +412,7 @@ class Reader {
     add(name, make_handle(value));
   }
 
-  const py::list structs_;  // of the options
+  const py::handle options_;  // those at the top
   const std::set<std::string>& ignored_;
   std::vector<std::pair<std::string, OptionValue>> fields_;
   std::vector<py::object> data_;
