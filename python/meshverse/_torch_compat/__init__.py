@@ -21,7 +21,7 @@ from .creation import (
     create_by_split,
     is_of_other_ranks,
 )
-from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, root_of, waited
+from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
 from .groups import (
     abort_all,
     can_be_reconfigured,
@@ -50,7 +50,10 @@ from .layouts import (
     from_torch_layout,
     hash_as_stock,
     keeps_rank_order,
+    tag_layout,
+    tags_of,
     to_torch_layout,
+    with_flattened_tag,
 )
 from .one_graph import (
     compiles_one_graph,
@@ -75,7 +78,6 @@ from .private_names import (
 )
 from .saved_stock import StockState, hook_setstate, is_made_by_stock, read_stock_state
 from .sleep import memory_stats, resume, suspend
-from .tagged_layouts import tag_layout, tags_of, with_flattened_tag
 from .tracing import (
     has_no_values,
     hook_concatenate,
@@ -152,7 +154,6 @@ __all__ = [
     "real_mesh",
     "resolve_group",
     "resume",
-    "root_of",
     "said_timeout",
     "set_timeout",
     "set_up_device",

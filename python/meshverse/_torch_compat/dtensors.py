@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from .groups import find_group
 
-__all__ = ["base_of", "group_ranks_of", "held_by", "is_strided_shard", "root_of", "waited"]
-
 
 def is_strided_shard(placement: object) -> bool:
     """Whether a placement is torch's `_StridedShard`: FSDP2's of a dimension that is split."""
@@ -24,11 +22,6 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def root_of(mesh: Any) -> Any:
-    """The mesh that a mesh was derived from; itself if from none."""
-    return mesh._get_root_mesh()
 
 
 def group_ranks_of(mesh: Any) -> list[list[int]]:

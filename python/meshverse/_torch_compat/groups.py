@@ -218,8 +218,7 @@ def end_group(name: str, *, abort: bool) -> None:
         name: c10d's.
         abort: end what is going on in it, where the backend can, instead of waiting for it.
     """
-    names = list(c10d._world.pg_names.items())  # other threads may add some
-    group = next((group for group, known in names if known == name), None)
+    group = find_group(name)
     if group is None:
         return
     tag = c10d._world.pg_to_tag.get(group)

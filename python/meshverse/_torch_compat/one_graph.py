@@ -12,16 +12,6 @@ import torch.distributed.config as distributed_config
 
 from .private_names import guards
 
-__all__ = [
-    "compiles_one_graph",
-    "coordinate_symbol",
-    "find_in_graph",
-    "is_one_graph_compiled",
-    "is_one_graph_traced",
-    "let_inductor_call",
-    "on_simulated_ranks",
-]
-
 # 2.15 moved the switch to torch.compiler.config; what it left behind warns.
 _config: Any = distributed_config
 if hasattr(torch.compiler.config, "compile_on_one_rank"):

@@ -1,4 +1,4 @@
-"""What c10d's options objects are, and what they say."""
+"""Options objects of c10d's backends: their class, their timeouts, new ones."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def is_backend_options(value: object) -> bool:
 
 
 def options_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object carries, or None if it carries none."""
+    """Return the timeout of an options object, or None if it has none."""
     return getattr(options, "_timeout", None)
 
 
 def set_timeout(options: BackendOptions, timeout: timedelta) -> None:
-    """Have an options object of c10d say a timeout; others are left as they are."""
+    """Set the timeout of an options object of c10d; leave other objects as they are."""
     if is_backend_options(options):
         options._timeout = timeout
 
 
 def options_of(backend: Any) -> BackendOptions | None:
-    """The options a backend was made with; None where it keeps none. 2.11-2.15.
+    """Return the options a backend was made with; None where it keeps none. 2.11-2.15.
 
     MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
     no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
@@ -54,7 +54,7 @@ def options_of(backend: Any) -> BackendOptions | None:
 
 
 def said_timeout(options: BackendOptions | None) -> timedelta | None:
-    """The timeout an options object was given, or None if it is that of a fresh one of its type."""
+    """Return the timeout an options object was given; None if it is that of a fresh one."""
     timeout = options_timeout(options)
     if options is None or timeout == options_timeout(fresh_like(options)):
         return None
@@ -62,7 +62,7 @@ def said_timeout(options: BackendOptions | None) -> timedelta | None:
 
 
 def new_like(value: Any) -> Any | None:
-    """A new object of the same type, made without running its Python constructor.
+    """Return a new object of the same type, made without running its Python constructor.
 
     So it has no Python attributes. None if the constructor of its C++ base class needs arguments
     that are not known here. Known are those of c10d's base class of options: a backend and a

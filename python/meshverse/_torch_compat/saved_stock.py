@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from .groups import find_group
 from .layouts import FLATTENED_ARE_APART, from_torch_layout, to_torch_layout
-from .private_names import ProcessGroup, StockDeviceMesh, c10d
-
-__all__ = ["StockState", "hook_setstate", "is_made_by_stock", "read_stock_state"]
+from .private_names import StockDeviceMesh
 
 
 class StockState(NamedTuple):
@@ -83,12 +82,7 @@ def is_made_by_stock(name: str, ranks: list[int]) -> bool:
     The description of such a group is "mesh_" and the name of the axis. Groups that a program makes
     itself have other descriptions.
     """
-    group = _live_group(name)
+    group = find_group(name)
     if group is None or not group.group_desc.startswith("mesh_"):
         return False
     return sorted(dist.get_process_group_ranks(group)) == sorted(ranks)
-
-
-def _live_group(name: str) -> ProcessGroup | None:
-    names = list(c10d._world.pg_names.items())  # other threads may add some
-    return next((group for group, known in names if known == name), None)

@@ -7,8 +7,6 @@ from typing import Any
 
 from .private_names import ProcessGroup
 
-__all__ = ["memory_stats", "resume", "suspend"]
-
 
 def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
     """The memory counters of a group's backends, summed up; None if no backend has any.

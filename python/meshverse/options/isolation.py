@@ -67,7 +67,7 @@ def isolate(tag: str) -> Iterator[None]:
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it is one.
+    """Return the tag, if it is one.
 
     Raises:
         TypeError: it is no string.
@@ -128,7 +128,7 @@ def normalize_tags(
 
 
 def tag_inside(block: str, tag: str) -> str:
-    """The tag that an axis gets inside an `isolate` block.
+    """Return the tag that an axis gets inside an `isolate` block.
 
     The block's tag goes in front of the axis's tag, unless it is there already.
 
@@ -148,7 +148,7 @@ def tag_inside(block: str, tag: str) -> str:
 
 
 def own_tag(tag: str, block: str, own: str) -> str:
-    """The tag of an axis that is derived with `isolate=own`, maybe inside an `isolate` block.
+    """Return the tag of an axis that is derived with `isolate=own`, maybe in an `isolate` block.
 
     The new tag is added to the axis's tag inside the block, unless the axis has it already.
 
@@ -171,7 +171,7 @@ def own_tag(tag: str, block: str, own: str) -> str:
 
 
 def join_tags(outer: str, inner: str) -> str:
-    """The tag of a block inside a block; "" stands for no tag."""
+    """Return the tag of a block inside a block; "" stands for no tag."""
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
@@ -180,7 +180,7 @@ _AND = "; and "
 
 
 def merge_tags(tags: Iterable[str]) -> str:
-    """The tag of an axis that is made of axes with these tags: each tag once, sorted.
+    """Return the tag of an axis that is made of axes with these tags: each tag once, sorted.
 
     >>> merge_tags(["b", "", "a", "b"]), merge_tags(["", ""])
     ('a; and b', '')
@@ -189,7 +189,7 @@ def merge_tags(tags: Iterable[str]) -> str:
 
 
 def tag_parts(tag: str) -> list[str]:
-    """The tags that were merged into one.
+    """Return the tags that were merged into one.
 
     >>> tag_parts("a; and b"), tag_parts("")
     (['a', 'b'], [''])
