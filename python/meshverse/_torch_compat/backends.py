@@ -1,4 +1,4 @@
-"""How groups of a backend are made: by whom, whether ranks wait, and what is split.
+"""Ways in which groups of a backend are made: by whom, whether ranks wait, and what is split.
 
 | what a backend or torch says | what follows |
 |---|---|
@@ -49,12 +49,12 @@ def _uses_torchcomms(backend: str) -> bool:
 
 
 def by_device(backend: str) -> Mapping[str, str]:
-    """The backend of each device type."""
+    """Return the backend of each device type."""
     return c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
 def backend_in_words(backend: str) -> str:
-    """The backend of a group as people know it.
+    """Return the backend of a group as people know it.
 
     "undefined", which c10d says after `init_process_group()` without a backend, becomes the
     backends that it stands for, such as "cpu:gloo,cuda:nccl".
@@ -65,7 +65,7 @@ def backend_in_words(backend: str) -> str:
 
 
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
-    """The devices of each backend, if a group of `backend` is made by splitting the default group.
+    """Return the devices of each backend, if a group of `backend` is a split of the default group.
 
     None if it is made in another way. Stock checks less, and fails if a backend cannot be split.
     """
@@ -94,7 +94,7 @@ def can_split(group: ProcessGroup, backend: str) -> bool:
 
 
 def split_options(group: ProcessGroup) -> BackendOptions | None:
-    """The options that groups inherit which are split off this default group.
+    """Return the options that groups inherit which are split off this default group.
 
     They are those of the backend of the device it is bound to. Its other backends, if any, hand on
     their own options, which cannot be set for a single group.
@@ -104,7 +104,7 @@ def split_options(group: ProcessGroup) -> BackendOptions | None:
 
 
 def why_all_ranks(group: ProcessGroup, backend: str) -> str | None:
-    """Why a group of this backend must be made by all ranks, or None if its members suffice."""
+    """Return why all ranks must make a group of this backend, or None if its members suffice."""
     if _uses_torchcomms(backend) and not _TORCHCOMMS_BY_MEMBERS:
         return "torchcomms"
     if "mpi" in _names(backend):
@@ -161,7 +161,7 @@ def _is_classic_nccl(name: str) -> bool:
 
 
 def _names(backend: str) -> set[str]:
-    """The names in a backend string: of one backend, or one a device type."""
+    """Return the names in a backend string: of one backend, or one a device type."""
     return {part.rpartition(":")[2] for part in backend.split(",")}
 
 

@@ -1,4 +1,4 @@
-"""What DTensor has that torch calls private. Importing it is left until a DTensor is at hand."""
+"""Private parts of DTensor, which is imported only when there is one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def is_strided_shard(placement: object) -> bool:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the result of a collective that it still waits for."""
+    """Return the tensor itself, or the result of a collective that it still waits for."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def group_ranks_of(mesh: Any) -> list[list[int]]:
-    """Ranks of this rank's groups along the axes of a mesh, in group-rank order.
+    """Return the ranks of this rank's groups along the axes of a mesh, in group-rank order.
 
     Those of lazy groups, which are not made yet, are left out; a mesh without groups has none.
     """
@@ -35,7 +35,7 @@ def group_ranks_of(mesh: Any) -> list[list[int]]:
 
 
 def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-    """The local tensor of a DTensor and how it is laid out, or a plain tensor; the same objects.
+    """Return the local tensor of a DTensor and its layout, or a plain tensor; the same objects.
 
     `to_local` makes another object each time, in some 10 us.
     """
@@ -47,5 +47,5 @@ def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a tensor was made from by slicing or viewing; None if it was not."""
+    """Return the tensor that a tensor was made from by slicing or viewing; None if it was not."""
     return tensor._base

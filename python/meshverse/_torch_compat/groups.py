@@ -19,22 +19,22 @@ from .private_names import ProcessGroup, StockDeviceMesh, c10d
 
 
 def current_default_group() -> ProcessGroup | None:
-    """The default process group of this thread, or None before `init_process_group`."""
+    """Return the default process group of this thread, or None before `init_process_group`."""
     return dist.GroupMember.WORLD
 
 
 def default_backend(group: ProcessGroup) -> str:
-    """The backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
 
 
 def canonical_backend(backend: str) -> str:
-    """The backend as c10d spells it, in lower case."""
+    """Return the backend as c10d spells it, in lower case."""
     return str(dist.Backend(backend))
 
 
 def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
-    """What a group of this backend gets when no timeout is asked for.
+    """Return the timeout of a group of this backend that is given none.
 
     The timeout the user gave `init_process_group`, if it is not c10d's default there; stock forgets
     it. Otherwise c10d's default for the backend.
@@ -72,7 +72,7 @@ def check_backend(backend: str) -> None:
 
 
 def thread_id() -> int | None:
-    """This thread's id under torch's threaded test backend, whose ranks are threads; else None."""
+    """Return this thread's id where ranks are threads: torch's threaded test backend; else None."""
     threaded = dist.is_initialized() and dist.get_backend() == "threaded"
     return threading.get_ident() if threaded else None
 
@@ -99,7 +99,7 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
 
 def store_of(default_group: ProcessGroup) -> Any:
-    """The store that a default group was given; None for MPI, which has none."""
+    """Return the store that a default group was given; None for MPI, which has none."""
     return c10d._world.pg_map[default_group][1]
 
 
@@ -137,7 +137,7 @@ class _NoGroups(list[ProcessGroup]):
 
 
 def world_lifetime() -> object:
-    """An object that c10d lets go of when the default group is destroyed or aborted.
+    """Return an object that c10d lets go of when the default group is destroyed or aborted.
 
     The default group itself will not do, nor its store: others may hold them. This object is a list
     in c10d's registry of groups by tag, under a tag that nobody uses. c10d empties that registry
@@ -189,7 +189,7 @@ def _end_watch(watch: _Watch, watches: dict[int, _Watch] = _watches) -> None:
 
 
 def shrunk_from(name: str) -> ProcessGroup | None:
-    """The group that `shrink_group` made in place of the group of this name, or None.
+    """Return the group that `shrink_group` made in place of the group of this name, or None.
 
     The new group's description names the old one. 2.11-2.15.
     """
@@ -239,7 +239,7 @@ resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # ty
 
 
 def find_group(name: str) -> ProcessGroup | None:
-    """The live process group registered under a name, or None."""
+    """Return the live process group registered under a name, or None."""
     try:
         return resolve_group(name)
     except RuntimeError:

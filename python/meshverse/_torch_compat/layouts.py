@@ -47,7 +47,7 @@ def _to_torch_axis(axis: AxisLayout) -> Any:
 
 @lru_cache(maxsize=4096)  # they are immutable, and many meshes have the same
 def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
-    """torch's form of a layout, equal to the one stock torch builds for the same mesh.
+    """Return torch's form of a layout, equal to the one stock torch builds for the same mesh.
 
     Args:
         layout: ours.
@@ -69,7 +69,7 @@ def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
 
 
 def from_torch_layout(layout: TorchLayout) -> Layout:
-    """Our form of a layout of torch's."""
+    """Return our form of a layout of torch's."""
     if _FlatLayout is not None:
         return Layout([AxisLayout(axis.shape, axis.stride) for axis in layout])
     axes = [layout[i] for i in range(len(layout))]
@@ -199,7 +199,7 @@ def _with_fields(kind: type, **fields: Any) -> Any:
 
 
 def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> TorchLayout:
-    """A layout of torch's with tags on its axes.
+    """Return a layout of torch's with tags on its axes.
 
     Args:
         layout: torch's.
@@ -212,7 +212,7 @@ def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> 
 
 
 def with_flattened_tag(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> TorchLayout:
-    """The layout of a slice that gets this tag when torch flattens it.
+    """Return the layout of a slice that gets this tag when torch flattens it.
 
     Args:
         layout: torch's. From 2.13 on, its axes have their tags already.
@@ -225,7 +225,7 @@ def with_flattened_tag(layout: TorchLayout, tags: Sequence[str], flattened_tag: 
 
 
 def tags_of(layout: TorchLayout) -> tuple[str, ...]:
-    """The tags of a layout's axes; empty where none has one."""
+    """Return the tags of a layout's axes; empty where none has one."""
     if _FlatLayout is None:
         tags: tuple[str, ...] = getattr(layout, "tags", ())
     else:

@@ -1,4 +1,4 @@
-"""What torch does where one graph is compiled for all ranks (`compile_on_one_rank`)."""
+"""Compiling one graph for all ranks (`compile_on_one_rank`): whether torch does it; symbols."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_one_graph_traced() -> bool:
 
 
 def coordinate_symbol(size: int) -> torch.SymInt | None:
-    """For a fake kernel: a new symbol for a number of `range(size)` that is known at run time.
+    """Return, for a fake kernel, a new symbol for a number of `range(size)` known at run time.
 
     None where the fake mode has no symbols. The public `new_dynamic_size` refuses where a user does
     not allow shapes that depend on data: a coordinate's range is known. 2.11-2.15.
@@ -74,7 +74,7 @@ def _is_dynamo_at_work() -> bool:
 
 
 def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | None:
-    """A number of each rank that LocalTensor mode simulates here; None outside the mode.
+    """Return a number of each rank that LocalTensor mode simulates here; None outside the mode.
 
     Args:
         value_of: the number that a global rank has.
@@ -90,7 +90,7 @@ def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | N
 
 
 def let_inductor_call(operator: Any) -> None:
-    """For a fake kernel: have inductor, if it is at work, call an operator that takes no tensor.
+    """Have inductor, if it is at work, call an operator without tensors; for a fake kernel.
 
     For an operator that it calls unchanged, inductor takes the device from the tensor arguments,
     and fails if there are none. An operator's fake kernel always runs before that. 2.11-2.15.
@@ -112,7 +112,7 @@ def let_inductor_call(operator: Any) -> None:
 
 
 def find_in_graph(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by which torch gets a mesh that a graph uses from the graph's inputs.
+    """Return the function by which torch gets a mesh that a graph uses from the graph's inputs.
 
     Stock's has two gaps, which this closes. It does not look whether the mesh itself is an input: a
     root mesh becomes a constant, and inductor's cache gives the next process None in its place. And

@@ -1,4 +1,4 @@
-"""Which versions of torch are supported, and every private name of torch that we rely on.
+"""Versions of torch that are supported, and every private name of torch that we rely on.
 
 Each name was checked on torch 2.11 to 2.15. `require_supported_torch` runs at import, before the
 rest of this package uses one, so a torch that moved one fails there, with one sentence.

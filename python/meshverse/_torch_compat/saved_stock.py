@@ -37,7 +37,7 @@ class StockState(NamedTuple):
 
 
 def read_stock_state(state: Mapping[str, Any]) -> StockState:
-    """What the pickled attributes of a stock mesh say.
+    """Return what the pickled attributes of a stock mesh say.
 
     Raises:
         AttributeError, KeyError, OverflowError, TypeError, ValueError: they are of another version

@@ -9,7 +9,7 @@ from .private_names import ProcessGroup
 
 
 def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
-    """The memory counters of a group's backends, summed up; None if no backend has any.
+    """Return the memory counters of a group's backends, summed up; None if no backend has any.
 
     A backend with counters can be suspended too: c10d implements both for the same backends.
     """
@@ -30,7 +30,7 @@ def suspend(group: ProcessGroup) -> None:
 
 
 def resume(group: ProcessGroup) -> None:
-    """The reverse of `suspend`; all its ranks call this."""
+    """Reverse `suspend`; all its ranks call this."""
     for backend in _backends(group):
         if _stats(backend) is not None:
             backend.resume()
@@ -44,7 +44,7 @@ def _stats(backend: Any) -> dict[str, int] | None:
 
 
 def _backends(group: ProcessGroup) -> list[Any]:
-    """A group's backends, each once, in an order that all ranks share."""
+    """Return a group's backends, each once, in an order that all ranks share."""
     devices = sorted(group._device_types, key=lambda device: device.type)
     found = (group._get_backend(device) for device in devices)
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""How torch.compile and torch's functions treat our meshes, and how to work outside its modes."""
+"""Hooks that have torch.compile and torch's functions know our meshes; ways around modes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def is_stocks_own(method: Callable[..., Any]) -> bool:
 
 
 def real_mesh(value: object) -> Any:
-    """The mesh inside one of torch.compile's stand-ins (`FakeScriptObject`), or the value."""
+    """Return the mesh inside a stand-in of torch.compile (`FakeScriptObject`), or the value."""
     return getattr(value, "real_obj", value)
 
 
