@@ -45,9 +45,10 @@ class RankMap {
   // Every rank by position, as int32; std::invalid_argument where one does not fit.
   RankArray ranks() const;
 
-  // The hash that 64-bit CPython, 3.8 and newer, gives to the tuple of these ranks. O(size), without
-  // the tuple. Source: tuple_hash in CPython's Objects/tupleobject.c, which is xxHash's round; and
-  // an int below 2**61 - 1 is its own hash. std::invalid_argument for more than 2**31 ranks.
+  // The hash that 64-bit CPython, 3.8 and newer, gives to the tuple of these ranks. O(size),
+  // without the tuple. Source: tuple_hash in CPython's Objects/tupleobject.c, which is xxHash's
+  // round; and an int below 2**61 - 1 is its own hash. std::invalid_argument for more than 2**31
+  // ranks.
   std::int64_t tuple_hash() const;
 
   // Stands for the content across processes and machines. O(1).
