@@ -174,7 +174,7 @@ class DeviceMesh(StockDeviceMesh):
                 universe = _root_mesh.universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
-        names = check_axis_names(mesh_dim_names, len(layout))
+        names = check_axis_names(mesh_dim_names or None, len(layout))  # () as stock
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:  # torch adds groups that it has already
             tags = tags_before
@@ -1031,6 +1031,11 @@ class DeviceMesh(StockDeviceMesh):
             if not hint:
                 raise
             raise KeyError(*error.args, hint.strip()) from None
+
+    def _get_root_mesh_dim(self) -> int | None:
+        # The root of all meshes here is the first one; in stock, a slice of another root has that.
+        dim = self._universe.meshes.later_dim(self._description)
+        return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
         # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.
