@@ -76,20 +76,17 @@ def read_state(state: object) -> SavedState:
 
 def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
     fields = _read_fields(saved, name, _MESH_FIELDS)
-    layout, keys = fields["axes"], fields["keys"]
+    layout, keys, tags = fields["axes"], fields["keys"], fields["tags"]
     try:
         check_layout(layout, rank_map)
         names = check_axis_names(fields["names"], len(layout))
     except (AssertionError, RuntimeError, ValueError) as error:
         what = f"A saved mesh whose {name!r} is no mesh over {rank_map}"
         raise ValueError(f"{what}: {error}") from error
-    if keys and len(keys) != len(layout):
-        raise _refusal(f"{name}.keys", keys, f"one for each of the {len(layout)} axes, or none")
-    if fields["names"] is not None and len(fields["names"]) != len(layout):
-        raise _refusal(f"{name}.names", (), f"one for each of the {len(layout)} axes, or None")
-    tags = fields["tags"]
-    if tags and len(tags) != len(layout):
-        raise _refusal(f"{name}.tags", tags, f"one for each of the {len(layout)} axes, or none")
+    for field, values in (("keys", keys), ("tags", tags)):
+        if values and len(values) != len(layout):
+            rule = f"one for each of the {len(layout)} axes, or none"
+            raise _refusal(f"{name}.{field}", values, rule)
     if fields["flattened"] and len(layout) != 1:
         raise _refusal(f"{name}.flattened", True, f"False for {len(layout)} axes")
     return SavedMesh(
