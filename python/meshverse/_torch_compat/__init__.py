@@ -72,13 +72,12 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
-from .saved_stock import StockState, hook_setstate, is_made_by_stock, read_stock_state
+from .saved_stock import StockState, is_made_by_stock, is_unread, read_stock_state
 from .sleep import memory_stats, resume, suspend
 from .tagged_layouts import tag_layout, tags_of, with_flattened_tag
 from .tracing import (
     has_no_values,
     hook_concatenate,
-    hook_from_group,
     is_faking,
     is_stocks_own,
     lacks_memory,
@@ -127,8 +126,6 @@ __all__ = [
     "hash_as_stock",
     "held_by",
     "hook_concatenate",
-    "hook_from_group",
-    "hook_setstate",
     "is_backend_options",
     "is_faking",
     "is_made_by_stock",
@@ -138,6 +135,7 @@ __all__ = [
     "is_shrunk_default",
     "is_stocks_own",
     "is_strided_shard",
+    "is_unread",
     "keeps_rank_order",
     "lacks_memory",
     "let_compile_know",
