@@ -144,6 +144,25 @@ def test_names_that_torch_adds() -> None:
         assert (mesh.get_local_rank(), mesh.get_coordinate()) == (1, (1,))
 
 
+@pytest.mark.parametrize("rank", [None, 5])
+def test_slices_of_a_mesh_to_which_names_were_added(rank: int | None) -> None:
+    with fake_world(8, 5):
+        ranks = torch.arange(8).view(2, 4)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=_AXES, _init_backend=False, _rank=rank)
+        groups = [dist.new_group([1, 5]), dist.new_group([4, 5, 6, 7])]
+        mesh._dim_group_names = [group.group_name for group in groups]
+        joined = DeviceMesh._concatenate([mesh["dp"], mesh["tp"]])
+        split = mesh._unflatten(1, (2, 2), ("cp", "tp"))
+        for derived in (mesh, joined):
+            assert derived.get_all_groups() == groups
+            assert [derived[name].get_group() for name in _AXES] == groups
+            assert [derived[name].get_local_rank() for name in _AXES] == [1, 1]
+        assert split["dp"].get_group() is groups[0]
+        dist.destroy_process_group(groups[1])
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            mesh["tp"].get_group()
+
+
 def test_groups_that_are_adopted() -> None:
     with fake_world(8, 5):
         group = dist.new_group([4, 5, 6, 7])
