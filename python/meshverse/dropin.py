@@ -32,7 +32,8 @@ def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMe
     # Python calls __init__ of the class of what this returns, with the same arguments.
     if cls is StockDeviceMesh and _shall_be_ours(args, kwargs):
         return object.__new__(DeviceMesh)
-    return object.__new__(cls)
+    make = super(StockDeviceMesh, cls).__new__  # of a program's own subclass, with other bases
+    return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
 def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

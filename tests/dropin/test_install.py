@@ -336,6 +336,28 @@ def test_a_programs_own_subclass_stays_what_it_is(state: str) -> None:
     assert back == theirs
 
 
+class _Counted:
+    """Another base of a program's own kind of mesh, which counts what is made."""
+
+    n_made = 0
+
+    def __new__(cls, *_: object, **__: object) -> Any:
+        cls.n_made += 1
+        return super().__new__(cls)
+
+
+class CountedMesh(STOCK.DeviceMesh, _Counted):
+    """A program's own kind of mesh, with two bases."""
+
+
+def test_a_programs_own_subclass_has_its_other_bases(state: str) -> None:
+    before = CountedMesh.n_made
+    theirs = CountedMesh("cpu", [4, 5], mesh_dim_names=("dp",))
+    assert type(theirs) is CountedMesh
+    assert pickle.loads(pickle.dumps(theirs)) == theirs
+    assert CountedMesh.n_made == before + 2
+
+
 def test_the_constructor_still_complains_as_stock(state: str) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'axes'"):
         ImportedBefore("cpu", [4, 5], axes=("dp",))

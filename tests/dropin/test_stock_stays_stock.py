@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -159,6 +161,18 @@ def test_dtensors_and_modules_are_copied_onto_their_own_mesh(world) -> None:
         assert type(copied.device_mesh) is StockDeviceMesh
         assert copied.device_mesh.get_group() is dist.group.WORLD
         assert torch.equal((copied.detach() * 2).to_local(), torch.full((1, 8), 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_are_read_into_tensors_on_their_own_mesh(world, tmp_path: Path) -> None:
+    mesh, helper = _line(), _ours_everywhere()
+    state = {"w": DTensor.from_local(torch.ones(1, 8), mesh, [Shard(0)], run_check=False)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    state["w"].zero_()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state["w"].device_mesh is mesh
+    assert state["w"].to_local().sum() == 8
+    del helper
 
 
 # --- on real ranks -------------------------------------------------------------------------------
