@@ -1,13 +1,14 @@
-"""The hooks on torch: which class `torch.distributed.DeviceMesh(...)` builds.
+"""What Meshverse puts on torch's `DeviceMesh`, and `install()`.
 
-Importing Meshverse sets them, so that what torch derives from one of our meshes is ours too: FSDP2,
-for example, calls `torch.distributed.DeviceMesh._concatenate`. With `install()`, every mesh that is
-built afterwards is ours.
+Importing Meshverse puts two hooks there, so that what torch derives from one of our meshes is ours
+too: FSDP2, for example, calls `torch.distributed.DeviceMesh._concatenate`. With `install()`, every
+mesh that is built afterwards is ours, which takes two more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMe
     # Python calls __init__ of the class of what this returns, with the same arguments.
     if cls is StockDeviceMesh and _shall_be_ours(args, kwargs):
         return object.__new__(DeviceMesh)
-    return object.__new__(cls)
+    make = super(StockDeviceMesh, cls).__new__  # of a program's own subclass, with other bases
+    return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
 def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -46,14 +48,36 @@ def _is_installed() -> bool:
     return _installed or _open_blocks > 0
 
 
+_STOCKS = {
+    name: inspect.getattr_static(StockDeviceMesh, name) for name in ("from_group", "__setstate__")
+}
+
+
+@functools.wraps(_STOCKS["__setstate__"])
+def _setstate(self: StockDeviceMesh, state: dict[str, Any]) -> None:
+    if type(self) is not StockDeviceMesh or not take_in(self, state):
+        _STOCKS["__setstate__"](self, state)
+
+
+# Stock's `from_group` would write the groups' names into the mesh, and its universe would not know
+# the groups.
+_OURS = {"from_group": staticmethod(DeviceMesh.from_group), "__setstate__": _setstate}
+
+
+def _follow_switch() -> None:
+    """Put on torch's class what is there while installed, or what was there before."""
+    wanted, others = (_OURS, _STOCKS) if _is_installed() else (_STOCKS, _OURS)
+    for name, method in wanted.items():
+        if inspect.getattr_static(StockDeviceMesh, name) is others[name]:
+            setattr(StockDeviceMesh, name, method)
+
+
 # Set once and left there: CPython cannot take a __new__ off a class again without breaking it.
 # Python reads the signature of a class from __new__ first; these keep it what it was.
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
-compat.hook_from_group(DeviceMesh.from_group, _is_installed)
-compat.hook_setstate(lambda mesh, state: take_in(mesh, state, is_installed=_is_installed()))
 compat.let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
 
 
@@ -78,14 +102,14 @@ def install(share: Literal["mesh", "world"] = "mesh") -> None:
     with _lock:
         _installed = True
         share_world_wide(share == "world")
+        _follow_switch()
 
 
 def uninstall() -> None:
     """Undo `install()`: `torch.distributed.DeviceMesh(...)` builds stock meshes again.
 
-    What importing Meshverse leaves on torch's class stays, and passes everything on to stock:
-    `__new__`, `from_group`, `_concatenate`, which still combines our meshes as ours, and
-    `__setstate__`, which still loads a stock mesh onto our groups where only those are here.
+    `from_group` and `__setstate__` of torch's class are stock's again. The two hooks that importing
+    Meshverse has put there stay, for our meshes: `__new__` and `_concatenate`.
 
     Root meshes built from now on share no process groups. Blocks of `installed()` that are open
     stay in force to their end.
@@ -94,6 +118,7 @@ def uninstall() -> None:
     with _lock:
         _installed = False
         share_world_wide(False)
+        _follow_switch()
 
 
 @contextlib.contextmanager
@@ -102,8 +127,10 @@ def installed() -> Iterator[None]:
     global _open_blocks
     with _lock:
         _open_blocks += 1
+        _follow_switch()
     try:
         yield
     finally:
         with _lock:
             _open_blocks -= 1
+            _follow_switch()

@@ -134,11 +134,6 @@ _REFUSED_HERE = {
         RuntimeError,
         r"len\(mesh_dim_names\): 1 and len\(mesh_shape\):2",
     ),
-    "one string for names": (
-        lambda: init_device_mesh("cpu", (2, 4), mesh_dim_names="ab"),
-        TypeError,
-        "'ab'",
-    ),
     "a name that is no string": (
         lambda: init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", 1)),
         TypeError,

@@ -276,20 +276,33 @@ def _everything_of_torch() -> dict[tuple[str, str], object]:
     }
 
 
-def _are_same(one: dict[tuple[str, str], object], other: dict[tuple[str, str], object]) -> bool:
-    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+def _changed(before: dict[tuple[str, str], object]) -> set[tuple[str, str]]:
+    now = _everything_of_torch()
+    return {key for key in before.keys() | now.keys() if before.get(key) is not now.get(key)}
 
 
-def test_nothing_of_torch_is_replaced() -> None:
+def test_two_methods_of_torch_are_replaced_while_installed() -> None:
     before = _everything_of_torch()
+    both = {("DeviceMesh", "from_group"), ("DeviceMesh", "__setstate__")}
     with meshverse.installed():
         assert _is_installed()
-        assert _are_same(_everything_of_torch(), before)
+        assert _changed(before) == both
+    assert not _changed(before)
     meshverse.install()
     assert _is_installed()
-    assert _are_same(_everything_of_torch(), before)
+    with meshverse.installed():
+        assert _changed(before) == both
+    assert _changed(before) == both
     meshverse.uninstall()
-    assert _are_same(_everything_of_torch(), before)
+    assert not _changed(before)
+
+
+def test_what_others_have_put_on_torchs_class_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = staticmethod(lambda *_: None)
+    monkeypatch.setattr(STOCK.DeviceMesh, "from_group", theirs)
+    for switch in (meshverse.uninstall, meshverse.install, meshverse.uninstall):
+        switch()
+        assert vars(STOCK.DeviceMesh)["from_group"] is theirs
 
 
 # --- a stock mesh, and a program's own subclass, in every state ----------------------------------
@@ -321,6 +334,28 @@ def test_a_programs_own_subclass_stays_what_it_is(state: str) -> None:
     back = pickle.loads(pickle.dumps(theirs))
     assert type(back) is TheirMesh
     assert back == theirs
+
+
+class _Counted:
+    """Another base of a program's own kind of mesh, which counts what is made."""
+
+    n_made = 0
+
+    def __new__(cls, *_: object, **__: object) -> Any:
+        cls.n_made += 1
+        return super().__new__(cls)
+
+
+class CountedMesh(STOCK.DeviceMesh, _Counted):
+    """A program's own kind of mesh, with two bases."""
+
+
+def test_a_programs_own_subclass_has_its_other_bases(state: str) -> None:
+    before = CountedMesh.n_made
+    theirs = CountedMesh("cpu", [4, 5], mesh_dim_names=("dp",))
+    assert type(theirs) is CountedMesh
+    assert pickle.loads(pickle.dumps(theirs)) == theirs
+    assert CountedMesh.n_made == before + 2
 
 
 def test_the_constructor_still_complains_as_stock(state: str) -> None:

@@ -75,7 +75,7 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
     "more sizes than strides": ("mesh.axes", [([2, 2], [1])], r"'mesh.axes' is .*\[2, 2\]"),
     "axes that are a number": ("mesh.axes", 4, "'mesh.axes' is 4: it must be a list"),
     "three names for one axis": ("mesh.names", ("a", "b", "c"), "'mesh' is no mesh.*same length"),
-    "no name for one axis": ("mesh.names", (), "'mesh.names' is .*one for each of the 1 axes"),
+    "no name for one axis": ("mesh.names", (), "'mesh' is no mesh.*same length"),
     "one name twice": ("root.names", ("dp", "dp"), "'root' is no mesh.*must be unique"),
     "a name that is a number": ("mesh.names", (3,), "'mesh.names' is 3: it must be a string"),
     "names that are text": ("root.names", "dp", "'root.names' is 'dp': it must be a list"),

@@ -28,6 +28,10 @@ def _stock() -> Any:
     return STOCK.init_device_mesh("cpu", _SHAPE, mesh_dim_names=_NAMES)
 
 
+def _line() -> Any:
+    return STOCK.init_device_mesh("cpu", (8,), mesh_dim_names=("w",))
+
+
 def _stock_flattened() -> Any:
     return _stock()["dp", "cp"]._flatten("data")
 
@@ -51,9 +55,7 @@ _MESHES: dict[str, tuple[Callable[[], Any], Callable[[DeviceMesh], Any]]] = {
     "two axes": (lambda: _stock()["dp", "tp"], lambda mesh: mesh["dp", "tp"]),
     "flattened": (_stock_flattened, lambda mesh: mesh["dp", "cp"].flatten("data")),
     "unflattened": (
-        lambda: STOCK.init_device_mesh("cpu", (8,), mesh_dim_names=("w",))._unflatten(
-            0, _SHAPE, _NAMES
-        ),
+        lambda: _line()._unflatten(0, _SHAPE, _NAMES),
         lambda mesh: mesh,
     ),
     "concatenated": (
@@ -79,7 +81,7 @@ def test_it_is_on_the_live_meshs_groups(which: str, own_groups: int) -> None:
         assert mesh == expected
         assert hash(mesh) == hash(expected)
         assert mesh.get_all_groups() == expected.get_all_groups()
-        assert mesh._get_root_mesh() is expected._get_root_mesh()
+        assert mesh._get_root_mesh() == expected._get_root_mesh()
         assert observe(mesh) == observe(expected)
 
 
@@ -94,6 +96,16 @@ def test_what_derives_from_it_is_the_live_meshs() -> None:
             assert mesh["dp", "cp"]._flatten("data") is live["dp", "cp"]._flatten("data")
         assert pickle.loads(pickle.dumps(mesh)) is live
         assert copy.deepcopy(mesh) is mesh
+
+
+def test_a_loaded_root_is_a_root() -> None:
+    saved = _saved(_stock)
+    with fake_world(8, _RANK):
+        meshverse.install()
+        live, mesh = _ours(), pickle.loads(saved)
+        mesh.abort()
+        with pytest.raises(RuntimeError, match="aborted"):
+            live.get_group("tp")
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -267,6 +279,17 @@ def test_a_copy_of_a_live_stock_mesh_stays_stock(which: str, how: str, world) ->
     assert observe(back) == observe(mesh)
 
 
+@pytest.mark.parametrize("how", _COPIES)
+def test_a_copy_of_one_on_the_default_group_stays_stock(how: str, world) -> None:
+    mesh = _line()
+    meshverse.install()
+    live = init_device_mesh("cpu", (8,), mesh_dim_names=("w",))
+    back = _COPIES[how](mesh)
+    live.universe.destroy()
+    assert type(back) is STOCK.DeviceMesh
+    assert back.get_group() is dist.group.WORLD
+
+
 def test_a_mesh_without_groups_stays_as_it_is(world) -> None:
     mesh = STOCK.DeviceMesh("cpu", torch.arange(8).reshape(_SHAPE), _init_backend=False)
     meshverse.install()
@@ -275,50 +298,18 @@ def test_a_mesh_without_groups_stays_as_it_is(world) -> None:
     assert type(pickle.loads(pickle.dumps(mesh))) is STOCK.DeviceMesh
 
 
-def test_on_the_default_group_it_may_stay_stock() -> None:
-    saved = _saved(lambda: STOCK.init_device_mesh("cpu", (8,), mesh_dim_names=("w",)))
-    with fake_world(8, _RANK):
-        meshverse.install()
-        mesh = pickle.loads(saved)
-        assert mesh.get_group() is dist.group.WORLD
-        live = init_device_mesh("cpu", (8,), mesh_dim_names=("w",))
-        assert live == mesh
-        mesh = pickle.loads(saved)
-        assert type(mesh) is DeviceMesh
-        assert mesh.get_group() is live.get_group()
-
-
-@pytest.mark.parametrize("which", _MESHES)
-def test_not_installed_it_is_on_torchs_groups_where_they_are_here(which: str) -> None:
-    make, _ = _MESHES[which]
+@pytest.mark.parametrize("which", ["line", "flattened"])
+def test_on_the_default_group_it_stays_stock(which: str) -> None:
+    make = _line if which == "line" else lambda: _stock()._flatten("w")
     saved = _saved(make)
     with fake_world(8, _RANK):
-        live, other = make(), _ours()
-        mesh = pickle.loads(saved)
-        assert type(mesh) is STOCK.DeviceMesh
-        assert mesh._dim_group_names == live._dim_group_names
-        assert mesh.get_all_groups() == live.get_all_groups()
-        del other
-
-
-def test_not_installed_torchs_may_be_made_later() -> None:
-    saved = _saved(_stock)
-    with fake_world(8, _RANK):
-        mesh = pickle.loads(saved)
-        assert type(mesh) is STOCK.DeviceMesh
-        live = _stock()
-        assert mesh.get_all_groups() == live.get_all_groups()
-
-
-def test_not_installed_it_is_on_ours_where_only_they_are_here() -> None:
-    saved = _saved(_stock)
-    with fake_world(8, _RANK):
-        for _ in range(9):
-            dist.new_group([4, 5])
-        live = _ours()
-        mesh = pickle.loads(saved)
-        assert type(mesh) is DeviceMesh
-        assert mesh.get_all_groups() == live.get_all_groups()
+        meshverse.install()
+        alone = pickle.loads(saved)
+        live = init_device_mesh("cpu", (8,), mesh_dim_names=("w",))
+        for mesh in (alone, pickle.loads(saved)):
+            assert type(mesh) is STOCK.DeviceMesh
+            assert mesh.get_group() is dist.group.WORLD
+            assert mesh == live
 
 
 def test_a_subclass_of_stock_stays_what_it_is() -> None:

@@ -76,12 +76,11 @@ from .private_names import (
     StockDeviceMesh,
     TorchLayout,
 )
-from .saved_stock import StockState, hook_setstate, is_made_by_stock, read_stock_state
+from .saved_stock import StockState, is_made_by_stock, is_unread, read_stock_state
 from .sleep import memory_stats, resume, suspend
 from .tracing import (
     has_no_values,
     hook_concatenate,
-    hook_from_group,
     is_faking,
     is_stocks_own,
     lacks_memory,
@@ -130,8 +129,6 @@ __all__ = [
     "hash_as_stock",
     "held_by",
     "hook_concatenate",
-    "hook_from_group",
-    "hook_setstate",
     "is_backend_options",
     "is_faking",
     "is_made_by_stock",
@@ -141,6 +138,7 @@ __all__ = [
     "is_shrunk_default",
     "is_stocks_own",
     "is_strided_shard",
+    "is_unread",
     "keeps_rank_order",
     "lacks_memory",
     "let_compile_know",

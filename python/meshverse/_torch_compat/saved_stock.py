@@ -1,9 +1,8 @@
-"""Reading a saved mesh of torch's own class, and a hook on loading one."""
+"""Reading a saved mesh of torch's own class."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,20 +16,17 @@ class StockState(NamedTuple):
     """The attributes of a saved stock mesh, not checked. 2.11-2.15.
 
     Attributes:
-        axes: sizes and strides of every axis, as `save_mesh` writes them.
+        fields: of the mesh, as `save_mesh` writes them.
         rank_map: tensor of global ranks.
+        rank: global rank of the process that saved it.
         group_names: the names its groups had in the program that saved it, one per axis.
         root: the mesh it was derived from, which may be yet to be loaded; None for a root.
         flattened: meshes that were flattened from it or its submeshes.
     """
 
-    device_type: Any
-    axes: list[tuple[list[int], list[int]]]
-    names: Any
+    fields: dict[str, Any]
     rank_map: Any
     rank: Any
-    preserve_rank_order: Any
-    is_flattened: bool
     group_names: list[str]
     root: Any
     flattened: list[Any]
@@ -45,44 +41,41 @@ def read_stock_state(state: Mapping[str, Any]) -> StockState:
     """
     layout = from_torch_layout(state["_layout"])
     as_rooted = to_torch_layout(layout, flattened=False)
+    fields = {
+        "device_type": state["_device_type"],
+        "axes": [(list(axis.sizes), list(axis.strides)) for axis in layout],
+        "names": state["_mesh_dim_names"],
+        "preserve_rank_order": state.get("_preserve_rank_order", False),
+        "flattened": FLATTENED_ARE_APART and len(layout) == 1 and as_rooted != state["_layout"],
+        "keys": [],
+        "tags": [],
+    }
     return StockState(
-        state["_device_type"],
-        [(list(axis.sizes), list(axis.strides)) for axis in layout],
-        state["_mesh_dim_names"],
+        fields,
         state["_rank_map"],
         state["_rank"],
-        state.get("_preserve_rank_order", False),
-        FLATTENED_ARE_APART and len(layout) == 1 and as_rooted != state["_layout"],
         list(state["_dim_group_names"]),
         state.get("_root_mesh"),
         list(state["_flatten_mapping"].values()),
     )
 
 
-def hook_setstate(take_in: Callable[[StockDeviceMesh, dict[str, Any]], bool]) -> None:
-    """Call a function for each stock mesh that is loaded or copied, before torch fills it in.
+def is_unread(mesh: object) -> bool:
+    """Whether a stock mesh has no attributes yet, because the file's meshes refer to each other.
 
-    Args:
-        take_in: gets the mesh, which has no attributes yet, and the saved attributes. Returns
-            whether it has filled in the mesh; if not, torch does.
+    Pickle then makes both objects first, and gives them their attributes one after the other.
     """
-    stock = StockDeviceMesh.__setstate__
-
-    @functools.wraps(stock)
-    def setstate(self: StockDeviceMesh, state: dict[str, Any]) -> None:
-        if type(self) is not StockDeviceMesh or not take_in(self, state):
-            stock(self, state)
-
-    StockDeviceMesh.__setstate__ = setstate  # type: ignore[method-assign]
+    return type(mesh) is StockDeviceMesh and not vars(mesh)
 
 
 def is_made_by_stock(name: str, ranks: list[int]) -> bool:
-    """Whether torch's own mesh made a live group of this name, with these ranks in any order.
+    """Whether a group of this name is live, has these ranks in any order, and torch's mesh made it.
 
     The description of such a group is "mesh_" and the name of the axis. Groups that a program makes
-    itself have other descriptions.
+    itself have other descriptions. The default group, on which torch puts meshes too, has none.
     """
     group = find_group(name)
-    if group is None or not group.group_desc.startswith("mesh_"):
+    if group is None:
         return False
-    return sorted(dist.get_process_group_ranks(group)) == sorted(ranks)
+    is_of_mesh = group.group_desc.startswith("mesh_") or group is dist.group.WORLD
+    return is_of_mesh and sorted(dist.get_process_group_ranks(group)) == sorted(ranks)

@@ -82,22 +82,6 @@ def hook_concatenate(
     StockDeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
 
 
-def hook_from_group(
-    ours: Callable[..., StockDeviceMesh], shall_be_ours: Callable[[], bool]
-) -> None:
-    """Have `DeviceMesh.from_group`, called by the stock name, use ours where meshes shall be ours.
-
-    Stock's would write the groups' names into the mesh, and its universe would not know the groups.
-    """
-    stock = StockDeviceMesh.from_group
-
-    @functools.wraps(stock)
-    def from_group(*args: Any, **kwargs: Any) -> StockDeviceMesh:
-        return (ours if shall_be_ours() else stock)(*args, **kwargs)
-
-    StockDeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
-
-
 def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
     """Warn as if a method of the stock mesh did, always from the same line of torch's file.
 

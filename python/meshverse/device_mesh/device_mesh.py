@@ -174,7 +174,7 @@ class DeviceMesh(StockDeviceMesh):
                 universe = _root_mesh.universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
-        names = check_axis_names(mesh_dim_names, len(layout))
+        names = check_axis_names(mesh_dim_names or None, len(layout))  # () as stock
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:  # torch adds groups that it has already
             tags = tags_before
@@ -535,7 +535,7 @@ class DeviceMesh(StockDeviceMesh):
                 overrides=(),
                 call="_get_all_submeshes",
                 init_backend=False,
-                rank=universe.rank,
+                rank=None if World.current() else universe.rank,
             )
             own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
             submesh._take_group_names(own)
@@ -1004,7 +1004,7 @@ class DeviceMesh(StockDeviceMesh):
         if layout.size == universe.size:
             first = 0
         elif universe.position is not None:
-            if universe.world is not None:
+            if universe.world is not None and not universe.has_own_rank:
                 universe.world.check_rank()
             first = layout.base(universe.position)
         else:
@@ -1031,6 +1031,11 @@ class DeviceMesh(StockDeviceMesh):
             if not hint:
                 raise
             raise KeyError(*error.args, hint.strip()) from None
+
+    def _get_root_mesh_dim(self) -> int | None:
+        # The root of all meshes here is the first one; in stock, a slice of another root has that.
+        dim = self._universe.meshes.later_dim(self._description)
+        return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
         # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.
@@ -1064,7 +1069,7 @@ class DeviceMesh(StockDeviceMesh):
         # not be found for a new mesh.
         if mine.is_over or theirs.is_over:
             return False
-        return mine.world is theirs.world or self._may_be_of(theirs.world)
+        return mine.world is theirs.world or self._may_be_of(theirs.world) or not other.has_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world, so it is taken for one of this world.
@@ -1078,10 +1083,10 @@ class DeviceMesh(StockDeviceMesh):
 
     def _may_be_of(self, world: World | None) -> bool:
         # What torch's caches hold for a mesh of an earlier world must not be found for one of this
-        # world: the earlier groups are gone. A mesh that was loaded without a world may be of any.
-        # Under torch's threaded test backend, each thread is a rank and has a world of its own.
+        # world: the earlier groups are gone. A mesh without groups, or without a world, may be of
+        # any. Under torch's threaded test backend, each thread is a rank and has its own world.
         mine = self._universe.world
-        return mine is world or mine is None or world is None
+        return mine is world or mine is None or world is None or not self.has_groups
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.

@@ -123,7 +123,7 @@ def slice_axes(
             f"Invalid mesh_dim_names {names} specified. Mesh dim indices should be in ascending "
             f"order; the axes of this mesh are, in order, {mesh.axis_names}."
         )
-    submesh = MeshDescription(mesh.device_type, part, names, mesh.preserve_rank_order)
+    submesh = MeshDescription(mesh.device_type, part, names or None, mesh.preserve_rank_order)
     return submesh.with_tags(tags) if tags else submesh
 
 

@@ -137,20 +137,17 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None:
-    """The names of a mesh's axes, or None if it has none.
+    """The names of a mesh's axes, or None if it has none. One string names an axis a letter.
 
     Raises:
-        TypeError: a single string, or names that are no strings.
+        TypeError: names that are no strings.
         RuntimeError: a repeated name, or another number of names than axes.
     """
-    if not names:
+    if names is None:
         return None
-    for name in (None,) if isinstance(names, str) else names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"mesh_dim_names must be a tuple of strings, one an axis; got {names!r}."
-            )
     names = tuple(names)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"mesh_dim_names must be a tuple of strings, one an axis; got {names!r}.")
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise RuntimeError(
@@ -162,7 +159,7 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
             "mesh_shape and mesh_dim_names should have same length! Found "
             f"len(mesh_dim_names): {len(names)} and len(mesh_shape):{ndim}, with names {names}."
         )
-    return names
+    return names or None
 
 
 def check_layout(layout: Layout, rank_map: RankMap) -> None:

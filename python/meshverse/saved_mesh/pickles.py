@@ -18,7 +18,7 @@ from meshverse.universe.universe import Universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state
 
-__all__ = ["load_mesh", "load_mesh_as", "mesh_fields", "save_mesh", "universe_of"]
+__all__ = ["load_mesh", "load_mesh_as", "load_saved", "mesh_fields", "save_mesh"]
 
 _NO_RANK = -1  # as in c10d
 _Mesh = TypeVar("_Mesh", bound=DeviceMesh)
@@ -57,8 +57,12 @@ def load_mesh(state: MeshState) -> DeviceMesh:
     Raises:
         ValueError: a state that `save_mesh` could not have written; nothing is changed then.
     """
-    saved = read_state(state)
-    return _loaded(DeviceMesh._in_universe, saved.mesh, universe_of(saved))
+    return load_saved(read_state(state))
+
+
+def load_saved(saved: SavedState) -> DeviceMesh:
+    """The mesh of a saved state that was read; see `load_mesh`."""
+    return _loaded(DeviceMesh._in_universe, saved.mesh, _universe_of(saved))
 
 
 def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
@@ -73,7 +77,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     if not _is_ours(mesh_class):
         raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
     saved = read_state(state)
-    universe = universe_of(saved)
+    universe = _universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
     if universe.root is None or not mesh.has_groups:  # so that bind() finds it
         universe.meshes.keep(mesh)
@@ -86,7 +90,7 @@ def _is_ours(mesh_class: object) -> bool:
     return isinstance(mesh_class, type) and issubclass(mesh_class, DeviceMesh)
 
 
-def universe_of(saved: SavedState) -> Universe:
+def _universe_of(saved: SavedState) -> Universe:
     """The universe that a saved mesh comes into: a live one, or one without process groups."""
     universe = _live_universe_of(saved) or _universe_apart_of(saved)
     if universe.root is None and saved.root is not None:

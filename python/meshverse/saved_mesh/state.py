@@ -1,7 +1,7 @@
 """A saved mesh as plain data, checked: it comes from a file, so nothing in it is taken on trust.
 
 Everything is read before anything is made of it. A field that is added to what `save_mesh` writes
-is added here: to a table of readers, and to the tuple that they fill.
+is added here: to one of the two tables of readers at the end, and to the tuple that they fill.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SavedMesh(NamedTuple):
     """
 
     description: MeshDescription
-    keys: tuple[str | None, ...]
+    keys: list[str | None]
 
 
 class SavedState(NamedTuple):
@@ -76,20 +76,17 @@ def read_state(state: object) -> SavedState:
 
 def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
     fields = _read_fields(saved, name, _MESH_FIELDS)
-    layout, keys = fields["axes"], fields["keys"]
+    layout, keys, tags = fields["axes"], fields["keys"], fields["tags"]
     try:
         check_layout(layout, rank_map)
         names = check_axis_names(fields["names"], len(layout))
     except (AssertionError, RuntimeError, ValueError) as error:
         what = f"A saved mesh whose {name!r} is no mesh over {rank_map}"
         raise ValueError(f"{what}: {error}") from error
-    if keys and len(keys) != len(layout):
-        raise _refusal(f"{name}.keys", keys, f"one for each of the {len(layout)} axes, or none")
-    if fields["names"] is not None and len(fields["names"]) != len(layout):
-        raise _refusal(f"{name}.names", (), f"one for each of the {len(layout)} axes, or None")
-    tags = fields["tags"]
-    if tags and len(tags) != len(layout):
-        raise _refusal(f"{name}.tags", tags, f"one for each of the {len(layout)} axes, or none")
+    for field, values in (("keys", keys), ("tags", tags)):
+        if values and len(values) != len(layout):
+            rule = f"one for each of the {len(layout)} axes, or none"
+            raise _refusal(f"{name}.{field}", values, rule)
     if fields["flattened"] and len(layout) != 1:
         raise _refusal(f"{name}.flattened", True, f"False for {len(layout)} axes")
     return SavedMesh(
@@ -126,10 +123,10 @@ def _read_fields(
     return {field: readers[field](value, f"{inside}{field}") for field, value in values.items()}
 
 
-def _read_rank_map(ranks: Any, name: str) -> RankMap:
+def _rank_map(ranks: Any, name: str) -> RankMap:
     if type(ranks) is int:
-        return RankMap.identity(_integer(ranks, name, 1, LARGEST_RANK + 1))
-    listed = _integers(ranks, name, 0, LARGEST_RANK)
+        return RankMap.identity(_integer(1, LARGEST_RANK + 1)(ranks, name))
+    listed = _listed(_integer(0, LARGEST_RANK))(ranks, name)
     try:
         return RankMap.from_ranks(listed)
     except ValueError as error:
@@ -137,56 +134,52 @@ def _read_rank_map(ranks: Any, name: str) -> RankMap:
         raise _refusal(name, ranks, rule) from None
 
 
-def _read_layout(axes: Any, name: str) -> Layout:
-    pairs = [_listed(axis, name) for axis in _listed(axes, name)]
+def _layout(axes: Any, name: str) -> Layout:
+    pairs = _listed(_listed(_as_it_is))(axes, name)
     if any(len(pair) != 2 for pair in pairs):
         raise _refusal(name, axes, "a list of pairs of sizes and strides")
-    largest = LARGEST_RANK + 1
-    modes = [
-        (_integers(sizes, name, 1, largest), _integers(strides, name, 0, largest))
-        for sizes, strides in pairs
-    ]
+    sizes_of = _listed(_integer(1, LARGEST_RANK + 1))
+    strides_of = _listed(_integer(0, LARGEST_RANK + 1))
+    modes = [(sizes_of(sizes, name), strides_of(strides, name)) for sizes, strides in pairs]
     try:
         return Layout([AxisLayout(sizes, strides) for sizes, strides in modes])
     except (OverflowError, ValueError) as error:
         raise _refusal(name, axes, f"the layouts of axes ({error})") from None
 
 
-def _read_names(names: Any, name: str) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    return tuple(_text(axis_name, name) for axis_name in _listed(names, name))
-
-
-def _read_keys(keys: Any, name: str) -> tuple[str | None, ...]:
-    return tuple(None if key is None else _text(key, name) for key in _listed(keys, name))
-
-
-def _read_tags(tags: Any, name: str) -> tuple[str, ...]:
-    read = tuple(_text(tag, name) for tag in _listed(tags, name))
-    parts = [part for tag in read if tag for part in tag_parts(tag)]  # "" for an axis without one
+def _tags(tags: Any, name: str) -> list[str]:
+    read = _listed(_text)(tags, name)
     try:
-        for part in parts:
-            check_tag(part)
+        for tag in filter(None, read):  # "" for an axis without one
+            for part in tag_parts(tag):
+                check_tag(part)
     except ValueError as error:
         raise _refusal(name, tags, f"isolation tags ({error})") from None
     return read
 
 
-def _listed(values: Any, name: str) -> list[Any] | tuple[Any, ...]:
-    if type(values) not in (list, tuple):
-        raise _refusal(name, values, "a list")
-    return values  # type: ignore[no-any-return]
+def _listed(read: _Reader) -> Callable[[Any, str], list[Any]]:
+    """A reader of lists or tuples of what `read` reads."""
+
+    def read_all(values: Any, name: str) -> list[Any]:
+        if type(values) not in (list, tuple):
+            raise _refusal(name, values, "a list")
+        return [read(value, name) for value in values]
+
+    return read_all
 
 
-def _integers(values: Any, name: str, smallest: int, largest: int) -> list[int]:
-    return [_integer(value, name, smallest, largest) for value in _listed(values, name)]
+def _or_none(read: _Reader) -> _Reader:
+    return lambda value, name: None if value is None else read(value, name)
 
 
-def _integer(value: Any, name: str, smallest: int, largest: int) -> int:
-    if type(value) is not int or not smallest <= value <= largest:  # a bool is no number here
-        raise _refusal(name, value, f"an integer from {smallest} to {largest}")
-    return value
+def _integer(smallest: int, largest: int) -> Callable[[Any, str], int]:
+    def read(value: Any, name: str) -> int:
+        if type(value) is not int or not smallest <= value <= largest:  # a bool is no number here
+            raise _refusal(name, value, f"an integer from {smallest} to {largest}")
+        return value
+
+    return read
 
 
 def _text(value: Any, name: str) -> str:
@@ -207,22 +200,14 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _rank(value: Any, name: str) -> int:
-    return _integer(value, name, -1, LARGEST_RANK)  # -1 where there was no default process group
-
-
-def _serial(value: Any, name: str) -> int:
-    return _integer(value, name, -(2**63), 2**63 - 1)
-
-
 def _as_it_is(value: Any, _: str) -> Any:
     return value
 
 
 _STATE_FIELDS: dict[str, _Reader] = {
-    "ranks": _read_rank_map,
-    "rank": _rank,
-    "serial": _serial,
+    "ranks": _rank_map,
+    "rank": _integer(-1, LARGEST_RANK),  # -1 where there was no default process group
+    "serial": _integer(-(2**63), 2**63 - 1),
     "decoupled": _flag,
     "mesh": _as_it_is,  # these are read when the ranks are known
     "root": _as_it_is,
@@ -230,12 +215,12 @@ _STATE_FIELDS: dict[str, _Reader] = {
 
 _MESH_FIELDS: dict[str, _Reader] = {
     "device_type": _device_type,
-    "axes": _read_layout,
-    "names": _read_names,
+    "axes": _layout,
+    "names": _or_none(_listed(_text)),
     "preserve_rank_order": _flag,
     "flattened": _flag,
-    "keys": _read_keys,
-    "tags": _read_tags,
+    "keys": _listed(_or_none(_text)),
+    "tags": _tags,
 }
 
 

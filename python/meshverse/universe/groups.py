@@ -430,6 +430,8 @@ class UniverseGroups:
         use = self.find(name)
         group = self._registry.find(name) if use is None else use.group
         if group is None:
+            if compat.find_group(name) is not None:  # torch, or the program, gave a mesh its name
+                return
             raise RuntimeError(
                 f"The process group {name} was destroyed, by destroy_process_group(group) or with "
                 "another universe that made it. Make the mesh again, on groups that are there."

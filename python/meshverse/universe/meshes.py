@@ -47,8 +47,8 @@ class UniverseMeshes:
         self._lock = threading.RLock()  # protects all below but the next two
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
-        # Of root meshes after it, by name; each axis once.
-        self._later_axes: dict[str, dict[AxisLayout, None]] = {}
+        # Of root meshes after it, by name: where an axis stands in the first of them that has it.
+        self._later_axes: dict[str, dict[AxisLayout, int]] = {}
         # The other roots, by the tags of their axes and those of the meshes they are roots of.
         self._other_roots: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
@@ -164,8 +164,20 @@ class UniverseMeshes:
     def note_names(self, description: MeshDescription) -> None:
         """Note the names of a root mesh made after the first: no other axis gets them."""
         names = description.axis_names or ()
-        for name, axis in zip(names, description.layout, strict=False):
-            self._later_axes.setdefault(name, {})[axis] = None
+        for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
+            self._later_axes.setdefault(name, {}).setdefault(axis, index)
+
+    def later_dim(self, description: MeshDescription) -> int | None:
+        """Return where a one-axis mesh stands in a root mesh made after the first.
+
+        None if it stands in none of them, or in the first one too.
+        """
+        names, root = description.axis_names or (), self.root
+        if len(names) != 1 or root is None:
+            return None
+        name, axis = names[0], description.layout[0]
+        of_first = zip(root.description.labels, root.description.layout, strict=True)
+        return None if (name, axis) in of_first else self._later_axes.get(name, {}).get(axis)
 
     def check_flattened_name(self, name: str, axis: AxisLayout) -> None:
         """Check the name of a flattened axis.

@@ -21,7 +21,7 @@ class WorldUniverses(WorldState):
         kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
             groups, so that all ranks find the same ones, whatever garbage each has collected.
         n_ended: how many were destroyed or aborted.
-        alive: all that are alive.
+        alive: all that are alive, but for those whose rank was given.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,8 @@ def note_universe(universe: Universe) -> int:
     if universe.world is None:
         return 0
     universes = universe.world.state(WorldUniverses)
-    universes.alive.add(universe)
+    if not universe.has_own_rank:
+        universes.alive.add(universe)
     return universes.n_ended
 
 

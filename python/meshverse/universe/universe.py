@@ -55,7 +55,8 @@ class Universe:
         lazy: make a group when it is first used, by its members, instead of with its mesh.
         check_consistency: compare with the other ranks each call that makes groups; by default
             unless the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
-        rank: this process's global rank; by default that of the default process group.
+        rank: this process's global rank, in whatever world; by default that of the default process
+            group, as long as it lasts.
         decoupled: whether its meshes have nothing to do with the current default group, and equal
             no others, until they are bound.
         topology: where the ranks of the world are, for `explain()`. It does not order `ranks`.
@@ -65,6 +66,7 @@ class Universe:
         rank_map: position -> global rank.
         size: number of ranks.
         rank: this process's global rank.
+        has_own_rank: whether it was given, and not that of the default process group.
         position: this rank's place in the rank map, or None if it is outside.
         world: the life of the default process group it was made in; None if there was none.
         groups: its process groups.
@@ -108,6 +110,7 @@ class Universe:
         if topology is not None:
             topology.check_has(self.rank_map)
         self.topology: Topology | None = topology
+        self.has_own_rank = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
         self.rank = rank
@@ -127,7 +130,8 @@ class Universe:
         self.process_groups = self.groups.process_groups
         self.ready_groups: Container[str] = () if may_change else self.process_groups
         # The rank is negative where nobody knows it.
-        keeps_coordinates = rank >= 0 and (self.world is None or not may_change)
+        is_fixed = self.has_own_rank or self.world is None or not may_change
+        keeps_coordinates = rank >= 0 and is_fixed
         self.meshes = UniverseMeshes(
             keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
         )
