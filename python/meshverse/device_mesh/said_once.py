@@ -55,7 +55,7 @@ def note_order(mesh: DeviceMesh, axes: Sequence[AxisLayout], names: Sequence[str
         names: of these axes.
     """
     universe = mesh.universe
-    world, ascends = universe.world, universe.groups.requests.ascends
+    world, ascends = universe.world, universe.groups.ascends
     pairs = zip(axes, names, strict=True)
     sorted_by_torch = [name for axis, name in pairs if not ascends(axis)]
     if not sorted_by_torch or world is None:

@@ -9,6 +9,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -18,7 +22,6 @@ from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous, sho
 from meshverse.world.world import World
 
 from .group import Group, Origin
-from .interrupts import interrupt_after
 from .registry import GroupRegistry
 from .request import GroupRequest
 
@@ -144,7 +147,7 @@ def create_by_members(
     create = compat.create_by_members
     if attempt is not None:
         # While gloo connects, this rank may be interrupted when the others have the group already.
-        create = interrupt_after()(create)
+        create = _interrupt_after()(create)
     default_group, backend_options = world.default_group, options.new_backend_options()
     try:
         return create(
@@ -196,3 +199,30 @@ def _join(group: Group, ranks: list[int], world: World, what: str) -> int | None
         with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
             calls.check(store)  # which says why the others did not come
         raise type(error)(f"Rank {world.rank} could not make {what}: {error}") from None
+
+
+@contextlib.contextmanager
+def _interrupt_after() -> Iterator[None]:
+    """Handle a Ctrl-C that comes inside this block at its end. A second one is handled at once.
+
+    Python handles a signal as soon as c10d's C++ code returns. That is late enough for a group to
+    be connected on all members, and too early for this rank to note that it has the group.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            usual(number, frame)
+        held.append(frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if held:
+            usual(signal.SIGINT, held[0])

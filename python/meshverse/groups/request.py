@@ -1,13 +1,22 @@
-"""A request for the process groups along one axis."""
+"""Requests for process groups: one for each axis of a mesh, with its options filled in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshverse._core import AxisLayout, RankGroups, RankMap, rank_group
-from meshverse.options.group_options import GroupOptions
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap, rank_group
+from meshverse.layouts.rank_views import ascends
+from meshverse.options.group_options import (
+    NO_DEFAULTS,
+    NO_OVERRIDE,
+    Defaults,
+    GroupOptions,
+    Override,
+)
+from meshverse.world.world import World
 
-__all__ = ["GroupRequest"]
+__all__ = ["GroupRequest", "RequestBuilder"]
 
 
 class GroupRequest(NamedTuple):
@@ -68,3 +77,109 @@ class GroupRequest(NamedTuple):
             if ranks != in_axis_order:
                 identity = rank_group(AxisLayout(len(ranks)), RankMap.from_ranks(ranks), 0, salt)[1]
         return ranks, identity
+
+
+class RequestBuilder:
+    """Builds the requests of axes, with the defaults of one universe filled in.
+
+    Args:
+        rank_map: position -> global rank.
+        position: this rank's, or None if it is outside.
+        world: whose default group says what is not said elsewhere; None where nothing is requested.
+        defaults: what groups inherit where an axis says nothing else.
+
+    Attributes:
+        usual_key: of the options that groups inherit; None before the first request.
+    """
+
+    def __init__(
+        self, rank_map: RankMap, position: int | None, world: World | None, defaults: Defaults
+    ) -> None:
+        self._rank_map, self._position = rank_map, position
+        self._world, self._defaults = world, defaults
+        self._usual: GroupOptions | None = None  # of an axis of which nothing is said
+        self._ascending: dict[AxisLayout, bool] = {}
+        self.usual_key: OptionsKey | None = None
+
+    def of_axes(
+        self,
+        layout: Layout,
+        axis_names: Sequence[str],
+        overrides: Sequence[Override],
+        tags: Sequence[str],
+        preserve_rank_order: bool,
+        first: int = 0,
+    ) -> list[GroupRequest]:
+        """One request an axis.
+
+        Args:
+            layout: of a mesh, over positions.
+            axis_names: of these axes of the mesh, for `explain()` and c10d's descriptions.
+            overrides: one an axis; empty where no axis has one.
+            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
+            first: index of the first of the axes.
+
+        Raises:
+            ValueError: an options key cannot be made.
+        """
+        axes = layout.axes if preserve_rank_order else layout.ascending
+        axes = axes[first : first + len(axis_names)]
+        options = [self._usual or self._resolve_usual()] * len(axes)
+        if overrides:
+            options = [self._options(override) for override in overrides]
+        if tags:
+            options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
+        if preserve_rank_order:
+            return [
+                self._in_mesh_order(axis, name, wanted)
+                for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+            ]
+        return [
+            GroupRequest(axis, self._rank_map, self._position, wanted, name)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+        ]
+
+    def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
+        """The request of an axis of which nothing is said."""
+        return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
+
+    def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
+        """The request that stands for a process group that the user made."""
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
+
+    def _options(self, override: Override) -> GroupOptions:
+        if override == NO_OVERRIDE:
+            return self._usual or self._resolve_usual()
+        assert self._world is not None
+        return GroupOptions.resolve(override, self._world.default_group, self._defaults)
+
+    def _resolve_usual(self) -> GroupOptions:
+        world = self._world
+        assert world is not None
+        self._usual = (
+            world.default_options
+            if self._defaults is NO_DEFAULTS
+            else GroupOptions.resolve(NO_OVERRIDE, world.default_group, self._defaults)
+        )
+        self.usual_key = self._usual.key
+        return self._usual
+
+    def _in_mesh_order(
+        self, axis: AxisLayout, axis_name: str, options: GroupOptions
+    ) -> GroupRequest:
+        if self.ascends(axis):
+            return GroupRequest(axis.sorted(), self._rank_map, self._position, options, axis_name)
+        options = options.in_mesh_order()
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
+
+    def ascends(self, axis: AxisLayout) -> bool:
+        """Whether the ranks of all groups of an axis ascend. O(ranks) once where no rule says it.
+
+        All groups, not only mine: members of one group have to agree on its key.
+        """
+        if self._rank_map.is_sorted():
+            return axis.is_sorted()
+        if axis not in self._ascending:
+            self._ascending[axis] = ascends(RankGroups(axis, self._rank_map))
+        return self._ascending[axis]

@@ -2,8 +2,8 @@
 
 - `universe`: `Universe`, which has groups, meshes and parts.
 - `groups`: `UniverseGroups`, its process groups, with what was requested of each.
-- `requests`: what a call says of its axes becomes one `GroupRequest` per axis.
-- `roots`: which mesh is whose root, where isolation tags differ.
+- `registry`: the universes of a world, and which one a saved mesh is of.
+- `meshes`: `UniverseMeshes`, each mesh once; which is whose root, where isolation tags differ.
 - `warm_up`, `suspension`: connecting groups before the first step; giving back their memory.
 
 The class of meshes is in a room above: at run time, a universe only has meshes and calls them.

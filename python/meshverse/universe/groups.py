@@ -26,13 +26,12 @@ from meshverse.agreement import (
 from meshverse.groups.creation import create_by_all, create_by_members, how, needs_all_ranks
 from meshverse.groups.group import Group, GroupUse, Origin, State
 from meshverse.groups.registry import GroupRegistry
-from meshverse.groups.request import GroupRequest
+from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
 from meshverse.report.explain import how_it_came
 from meshverse.world.world import World
 
 from .registry import WorldUniverses
-from .requests import Requests
 
 if TYPE_CHECKING:
     from .universe import Universe
@@ -62,7 +61,6 @@ class UniverseGroups:
 
     Attributes:
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        requests: makes the requests that `get_or_make` takes.
         number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
             None until its first call that makes groups has succeeded.
         is_kept: whether the world keeps the universe, as one that has groups of its own: neither
@@ -110,7 +108,7 @@ class UniverseGroups:
             self.scope = part_of.scope
         elif _shares_world_wide:
             self.scope = "world"
-        self.requests = Requests(rank_map, position, world, defaults)
+        self._builder = RequestBuilder(rank_map, position, world, defaults)
         self._by_axis = GroupCache()  # the uses below, by axis layout and options
         self._keys: dict[str, OptionsKey] = {}  # of these, by digest
         self._uses: list[GroupUse] = []
@@ -187,6 +185,10 @@ class UniverseGroups:
         foreign = (use for use in self.along(axis) if use.how in _FOREIGN)
         return next((use for use in foreign if use.request.options.digest == key_digest), None)
 
+    def ascends(self, axis: AxisLayout) -> bool:
+        """Return whether the ranks of all groups of an axis ascend."""
+        return self._builder.ascends(axis)
+
     def likeliest(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
         """Return the group of an axis whose options are not known; None if there is none.
 
@@ -220,7 +222,7 @@ class UniverseGroups:
             axis_names: of these axes of the mesh.
             first: index of the first of them.
         """
-        usual_key = self.requests.usual_key
+        usual_key = self._builder.usual_key
         if usual_key is None:
             return None
         uses: list[GroupUse] | None = self._by_axis.find(layout, first, len(axis_names), usual_key)
@@ -281,7 +283,7 @@ class UniverseGroups:
             ValueError: an options key cannot be made.
         """
         self.check_usable()
-        requests = self.requests.of_axes(
+        requests = self._builder.of_axes(
             layout, axis_names, overrides, tags, preserve_rank_order, first
         )
         return self._get_or_make(requests, call, layout, first=first)
@@ -345,7 +347,7 @@ class UniverseGroups:
         for use in self.along(axis):
             if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
                 return use.request
-        return self.requests.inherited(axis, axis_name)
+        return self._builder.inherited(axis, axis_name)
 
     def _get_or_make_one(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
         axis, key = request.axis, request.options.key
@@ -486,7 +488,7 @@ class UniverseGroups:
                 self._world.run.remove_user(self, self._world.store)
             raise
         self._calls_made.add(made)
-        if all(one.options.key == self.requests.usual_key for one in requests):
+        if all(one.options.key == self._builder.usual_key for one in requests):
             self._calls_made.add((layout, first, *(one.axis_name for one in requests)))
         return ranks
 
@@ -533,7 +535,7 @@ class UniverseGroups:
             The group's c10d name.
         """
         self.check_usable()
-        request = self.requests.given(axis, axis_name, GroupOptions.given(group))
+        request = self._builder.given(axis, axis_name, GroupOptions.given(group))
         use = GroupUse(
             *(request, self.process_groups, None, None, Origin.GIVEN, self._reference),
             borrowed=True,
