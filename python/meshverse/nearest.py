@@ -1,11 +1,9 @@
-"""What to say of a name that is not known: the nearest of those that are."""
+"""Words of messages: the nearest of the names that are known, and counts with their nouns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-
-__all__ = ["did_you_mean"]
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
@@ -16,3 +14,13 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     """
     near = get_close_matches(str(name), [str(one) for one in known], n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def several(noun: str) -> str:
+    """Return the plural of a noun: "nodes", "switches"."""
+    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 rank", "10,240 ranks"."""
+    return f"{count:,} {noun if count == 1 else several(noun)}"

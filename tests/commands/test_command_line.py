@@ -31,6 +31,16 @@ def test_a_plan_as_data(capsys) -> None:
     assert (data["world"], data["mine"]["rank"], len(data["views"])) == (10_240, 777, 2)
 
 
+def test_an_axis_of_size_minus_1_has_the_rest(capsys) -> None:
+    assert main(["plan", "dp=-1,tp=8", "--world-size", "64", "--view", "a=-1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("World of 64 ranks, backend nccl, 2 views:\n  dp=8,tp=8\n  a=64\n")
+    assert main(["plan", "dp=4,tp=8", "--view", "pp=2,dp=-1,tp=4"]) == 0  # of the first view's
+    assert "\n  pp=2,dp=4,tp=4\n" in capsys.readouterr().out
+    assert main(["plan", "world=1"]) == 0
+    assert capsys.readouterr().out.startswith("World of 1 rank, backend nccl, 1 view:\n")
+
+
 def test_degrees_fill_the_world_that_is_given(capsys) -> None:
     assert main(["plan", "--degrees", "tp=8", "--world-size", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["views"][0].startswith(
@@ -59,6 +69,11 @@ def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
     [
         (["plan"], "There is no view to plan"),
         (["plan", "dp=4", "--view", "dp=5"], "The nearest that do: dp=4"),
+        (["plan", "pp=8", "dp=160", "tp=8"], "without spaces, as pp=8,dp=160,tp=8"),
+        (["plan", "pp=8,", "dp=160"], "without spaces, as pp=8,dp=160"),
+        (["plan", "dp=-1,tp=8"], "dp=-1 in the view 'dp=-1,tp=8' is no size where the number of"),
+        (["plan", "dp=-1,tp=-1", "--world-size", "8"], "One axis can have it"),
+        (["plan", "dp=-1,tp=3", "--world-size", "8"], "The nearest that do: dp=2,tp=4"),
         (["plan", "--degrees", "tp=8,sp=2"], "'sp=2' in --degrees"),
         (["plan", "--degrees", "tp=x"], "'tp=x' in --degrees"),
         (["plan", "--degrees", "tp=2,tp=2"], "write each degree once"),

@@ -11,7 +11,7 @@ _MODULES = ["", ".doctor", ".parallel", ".pictures", ".planner"]
 # What configuration files name, and what public functions give.
 _BY_PATH = {
     "meshverse.planner.crossings.Crossing",
-    "meshverse.planner.planned.Mine",
+    "meshverse.planner.plan.Mine",
     "meshverse.topology.levels.Level",
     "meshverse.universe.suspension.GroupMemory",
     "meshverse.universe.warm_up.WarmedUp",

@@ -20,10 +20,11 @@ from helpers.operations import operations
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse._core import RankMap
-from meshverse.graphs.coordinate_operator import coordinate, coordinate_of
 from meshverse.graphs.traced_coordinates import (
     CoordinateArguments,
+    coordinate,
     coordinate_arguments,
+    coordinate_of,
     rank_digits,
 )
 

@@ -221,4 +221,4 @@ def test_the_table_names_every_group_once() -> None:
         "world",
     ]
     assert rows[-1].split()[:5] == ["world", "10240:1", "10,240", "1", "none"]
-    assert any(line.startswith("Rank 777 asks for 9 process groups: 6 are made") for line in lines)
+    assert any(line.startswith("Rank 777 requests 9 process groups: 6 are made") for line in lines)

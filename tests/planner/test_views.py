@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-from meshverse.planner.views import View, check_fits, nearest, read_view, trainer_views
+from meshverse.planner.views import View, as_view, check_fits, nearest, trainer_views
 
 
 def test_a_view_is_read_as_it_is_written() -> None:
-    view = read_view("pp=8, dp=160,cp=1,tp=8,loss=dp*cp")
+    view = as_view("pp=8, dp=160,cp=1,tp=8,loss=dp*cp", None)
     assert view == View({"pp": 8, "dp": 160, "cp": 1, "tp": 8}, {"loss": ("dp", "cp")})
     assert str(view) == "pp=8,dp=160,cp=1,tp=8,loss=dp*cp"
     assert view.size == 10_240
@@ -43,7 +43,7 @@ def test_a_view_is_read_as_it_is_written() -> None:
 )
 def test_what_is_no_view_is_told(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        read_view(text)
+        as_view(text, None)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_view_stays_as_it_was_made() -> None:
 
 def test_a_view_that_does_not_cover_the_world_is_told_with_the_nearest_that_do() -> None:
     with pytest.raises(ValueError, match="has 10,496 ranks, but the world has 10,240") as caught:
-        check_fits(read_view("pp=8,replicate=4,shard=41,tp=8"), 10_240)
+        check_fits(as_view("pp=8,replicate=4,shard=41,tp=8", None), 10_240)
     assert str(caught.value).endswith("The nearest that do: pp=8,replicate=4,shard=40,tp=8.")
-    check_fits(read_view("pp=8,replicate=4,shard=40,tp=8"), 10_240)
+    check_fits(as_view("pp=8,replicate=4,shard=40,tp=8", None), 10_240)
 
 
 @given(

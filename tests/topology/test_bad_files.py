@@ -31,9 +31,9 @@ _NETWORK = "SwitchName=s0 Nodes=a,b\n"
         ('{"node": {"a": []}}', "[], the ranks of node 'a'"),
         ('{"node": {"a": "0"}, "node": {"a": "0-1"}}', "has 'node' twice in one object"),
         ('{"node": {"a": "0", "a": "1"}}', "has 'a' twice in one object"),
-        ('{"": {"a": "0"}}', "tells no levels"),
-        ("[1, 2]", "tells no levels"),
-        (' [{"node": {"a": "0"}}]', "tells no levels"),
+        ('{"": {"a": "0"}}', "has no levels"),
+        ("[1, 2]", "has no levels"),
+        (' [{"node": {"a": "0"}}]', "has no levels"),
     ],
     ids=lambda value: value[:40],
 )

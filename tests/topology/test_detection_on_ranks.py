@@ -180,14 +180,14 @@ def test_a_later_run_on_the_same_store_does_not_read_what_an_earlier_one_told(
 
 def _some_tell_no_switch() -> str:
     rank = dist.get_rank()
-    with pytest.raises(ValueError, match="tells no switch") as caught:
+    with pytest.raises(ValueError, match="gives no switch") as caught:
         Topology.detect(node=f"n{rank}", switches={} if rank == 2 else {"switch": "leaf"})
     return str(caught.value)
 
 
 def test_a_rank_that_tells_less_than_the_others_is_named(crew: Crew) -> None:
     for text in crew.run(_some_tell_no_switch, 4):
-        assert text.startswith("Rank 2 on node 'n2' tells no switch, but rank 0 tells 'leaf'")
+        assert text.startswith("Rank 2 on node 'n2' gives no switch, but rank 0 gives 'leaf'")
 
 
 def _differ() -> str:

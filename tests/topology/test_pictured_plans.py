@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from meshverse import Topology
-from meshverse.planner import plan
-from meshverse.planner.places import Places
+from meshverse.planner import Places, plan
 
 _VIEWS = ["dp=4,tp=4"]
 

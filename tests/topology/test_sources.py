@@ -12,7 +12,7 @@ import pytest
 
 from helpers import via_store
 from meshverse import Topology
-from meshverse.topology.nvlink import nvlink_domain
+from meshverse.topology.detection import nvlink_domain
 from meshverse.topology.slurm import expand_hosts, expand_tasks, read_network, switches_of_address
 
 # --- Slurm's lists -------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def test_a_topology_is_saved_and_read(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{", "is no JSON"),
-        ("{}", "tells no levels"),
-        ('{"node": ["a"]}', "tells no levels"),
+        ("{}", "has no levels"),
+        ('{"node": ["a"]}', "has no levels"),
         ('{"node": {"a": "0-1", "b": "1-2"}}', "rank 1 is on two node parts, 'a' and 'b'"),
         ('{"node": {"a": "0-1", "b": "4"}}', "ranks 2-3 are on no node. Name each of the ranks"),
         ('{"node": {"a": "0-1"}, "switch": {"s": "0"}}', "ranks 1 are on no switch"),
@@ -268,7 +268,7 @@ def test_a_domain_is_inside_a_node_or_outside() -> None:
         (
             lambda: Topology({"node": ["a"], "switch": ["s", "s"]}),
             ValueError,
-            "the node of 1 ranks, the switch of 2 ranks",
+            "the node of 1 rank, the switch of 2 ranks",
         ),
         (lambda: Topology.uniform(8, node_size=0), ValueError, "node_size=0"),
         (lambda: Topology.uniform(0, node_size=1), ValueError, "world_size=0"),

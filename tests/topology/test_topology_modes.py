@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshverse import Topology, init_device_mesh
 from meshverse.planner import plan
-from meshverse.planner.crossings import crossing_of, ranks_of_all_groups
-from meshverse.planner.places import Places
-from meshverse.planner.views import read_view
+from meshverse.planner.crossings import Places, crossing_of, ranks_of_all_groups
+from meshverse.planner.views import as_view
 
 _PARTS = {"node": ["a", "b"] * 4, "switch": ["s"] * 8}
 _IN_TURN = Topology(_PARTS)
@@ -108,7 +107,7 @@ def test_a_tensor_without_values_is_no_order() -> None:
 
 @_MODES
 def test_what_an_axis_crosses(mode: _Mode) -> None:
-    axis = read_view("dp=2,tp=4").axis_layouts()["tp"]
+    axis = as_view("dp=2,tp=4", None).axis_layouts()["tp"]
     with mode():
         places = [Places.in_blocks("node", 8, 2), *Places.of_topology(_IN_TURN)]
         counts = [each.count for each in places]

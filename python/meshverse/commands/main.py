@@ -14,8 +14,6 @@ from meshverse.report.environment import environment_report
 from .doctor_command import add_doctor
 from .plan_command import add_plan
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.

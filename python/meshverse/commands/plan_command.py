@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
 from meshverse.topology import Topology
 
-__all__ = ["add_plan"]
-
 _EXAMPLES = """\
 examples:
   meshverse plan pp=8,dp=160,tp=8 --node-size 8
   meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
+  meshverse plan dp=-1,tp=8 --world-size 64
   meshverse plan dp=4,tp=8 --topology topology.conf --nodes tux[0-3] --node-size 8
   meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
   meshverse plan pp=8,dp=160,tp=8 --node-size 8 --html plan.html --svg plan.svg
@@ -38,9 +38,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument(
         "mesh",
-        nargs="?",
+        nargs="*",
         help="the world's axes in order, the last varying fastest: pp=8,dp=160,tp=8. "
-        "loss=pp*dp adds an axis that is flattened of others",
+        "loss=pp*dp adds an axis that is flattened of others; dp=-1 is the rest of --world-size",
     )
     parser.add_argument("--view", action="append", default=[], help="another view of the world")
     parser.add_argument(
@@ -66,10 +66,20 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=_run)
 
 
+def one_view(words: list[str]) -> list[str]:
+    """Return the world's axes as a command has them, as one view or none.
+
+    Raises:
+        ValueError: axes that spaces separate.
+    """
+    if len(words) > 1:
+        view = ",".join(word.strip(",") for word in words)
+        raise ValueError(f"{' '.join(words)}: write the axes of a view without spaces, as {view}")
+    return words
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    views: list[View | str] = []
-    if arguments.mesh is not None:
-        views.append(arguments.mesh)
+    views: list[View | str] = [*one_view(arguments.mesh)]
     if arguments.degrees is not None:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
     topology, node_size = None, arguments.node_size
@@ -120,15 +130,10 @@ def _views_of_degrees(text: str, world_size: int | None) -> list[View]:
         )
     replicas = degrees.get("dp_replicate", 1)
     dp: int | None = degrees.get("dp", replicas * degrees.get("dp_shard", 1))
+    sizes = {f"{name}_size": degrees.get(name, 1) for name in ("cp", "tp", "pp", "ep")}
     if world_size is None:
-        world_size = dp or 1
-        for name in ("cp", "tp", "pp"):
-            world_size *= degrees.get(name, 1)
+        world_size = (dp or 1) * math.prod(degrees.get(name, 1) for name in ("cp", "tp", "pp"))
     elif "dp" not in degrees and "dp_shard" not in degrees:
-        dp = None  # what the others leave of the world
-    sizes = ParallelismSizes(
-        dp_size=dp,
-        dp_replicate_size=replicas,
-        **{f"{name}_size": degrees.get(name, 1) for name in ("tp", "pp", "cp", "ep")},
-    )
-    return trainer_views(sizes, world_size)
+        dp = None  # the rest of the world
+    parallelism = ParallelismSizes(dp_size=dp, dp_replicate_size=replicas, **sizes)
+    return trainer_views(parallelism, world_size)

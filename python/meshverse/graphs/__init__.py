@@ -1,1 +1,1 @@
-"""What torch.compile puts into a graph of a mesh: numbers of every rank, found by arithmetic."""
+"""Meshes in graphs of torch.compile: numbers of every rank, found by arithmetic."""

@@ -1,23 +1,88 @@
-"""The coordinate of a rank as a graph asks for it that one rank compiles for all."""
+"""The coordinate of a rank in a graph that one rank compiles for all.
+
+Such a graph contains the arithmetic of a mesh, but no rank. The rank that runs it asks for its
+coordinate by the operator `torch.ops.meshverse.coordinate`. Importing Meshverse registers it, so a
+process that only runs such a graph must import Meshverse too.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
 
-from .coordinate_operator import coordinate
+# Kept in a global: when the library object goes, the operator goes too.
+_library: Any = torch.library.Library("meshverse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "coordinate(int[] axis, int[] ranks, int first) -> SymInt", tags=torch.Tag.pt2_compliant_tag
+)
 
-__all__ = [
-    "CoordinateArguments",
-    "RankDigits",
-    "coordinate_arguments",
-    "rank_digits",
-    "traced_coordinate",
-]
+
+def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: int) -> int:
+    """Compute the coordinate of a global rank along an axis. O(digits).
+
+    Args:
+        rank: the global rank.
+        axis: how the axis steps through positions: size and stride of each digit in turn, the
+            rightmost fastest.
+        ranks: the global ranks at the positions 0, 1, ..., less `first`, as digits like those of
+            `axis`. Sorted by stride, each stride is a multiple of the one before times its size.
+        first: the global rank at position 0.
+
+    Raises:
+        AssertionError: the rank is not among these, as stock's.
+
+    Example:
+        >>> coordinate_of(13, axis=[4, 2], ranks=[8, 1], first=8)  # 8..15 as (4, 2): 13 is (2, 1)
+        2
+    """
+    position, rest = 0, rank - first
+    offset = rest
+    for size, stride in _pairs(ranks):
+        digit = offset // stride % size
+        position = position * size + digit
+        rest -= digit * stride
+    if rest:
+        raise AssertionError(
+            f"Rank {rank} runs a graph that asks for its place along an axis of a mesh, and it is "
+            f"not in that mesh. Its ranks are {first} and (size, stride) "
+            f"{', '.join(map(str, _pairs(ranks)))} from there. Run the graph on ranks of the mesh."
+        )
+    index = 0
+    for size, stride in _pairs(axis):
+        index = index * size + position // stride % size
+    return index
+
+
+def _pairs(digits: Sequence[int]) -> Iterable[tuple[int, int]]:
+    return zip(digits[::2], digits[1::2], strict=True)
+
+
+def _run(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.SymInt:
+    simulated = compat.on_simulated_ranks(lambda rank: coordinate_of(rank, axis, ranks, first))
+    return coordinate_of(dist.get_rank(), axis, ranks, first) if simulated is None else simulated
+
+
+def _fake(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.SymInt:
+    compat.let_inductor_call(coordinate)
+    symbol = compat.coordinate_symbol(math.prod(axis[::2]))
+    return _run(axis, ranks, first) if symbol is None else symbol
+
+
+_library.impl("coordinate", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("meshverse::coordinate", _fake, lib=_library)
+
+coordinate = torch.ops.meshverse.coordinate.default
+
+
+# --- the operator's arguments for an axis --------------------------------------------------------
 
 
 class RankDigits(NamedTuple):
@@ -28,7 +93,7 @@ class RankDigits(NamedTuple):
 
 
 class CoordinateArguments(NamedTuple):
-    """What `torch.ops.meshverse.coordinate` is called with; see `coordinate_of`."""
+    """Arguments of `torch.ops.meshverse.coordinate`; see `coordinate_of`."""
 
     axis: list[int]
     ranks: list[int]
@@ -56,10 +121,10 @@ def coordinate_arguments(axis: AxisLayout, rank_map: RankMap) -> CoordinateArgum
     digits = rank_digits(rank_map)
     if digits is None:
         return None
-    return CoordinateArguments(_pairs(axis), _pairs(digits.layout), digits.first)
+    return CoordinateArguments(_flat(axis), _flat(digits.layout), digits.first)
 
 
-def _pairs(axis: AxisLayout) -> list[int]:
+def _flat(axis: AxisLayout) -> list[int]:
     return [number for pair in zip(axis.sizes, axis.strides, strict=True) for number in pair]
 
 

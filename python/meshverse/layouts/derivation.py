@@ -16,18 +16,6 @@ from meshverse.nearest import did_you_mean
 
 from .user_input import AxisNames, check_axis_names
 
-__all__ = [
-    "MeshDescription",
-    "axis_index",
-    "check_flattened_name",
-    "check_has_names",
-    "check_known_axes",
-    "check_names_at_root",
-    "concatenate",
-    "slice_axes",
-    "unflatten_axis",
-]
-
 
 class MeshDescription(NamedTuple):
     """What a mesh is, apart from its universe and its process groups.

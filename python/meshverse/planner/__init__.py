@@ -1,9 +1,7 @@
 """Which process groups a layout of a job makes, worked out without the job: no process, no GPU.
 
-- `views`: reading the views of a world, such as "pp=8,dp=160,tp=8".
-- `places`: which node, or other part of the cluster, each rank is on.
-- `crossings`: what the groups of one axis cross.
-- `planned`: what was planned, as data and as a table.
+- `views`: ways to split a world, such as "pp=8,dp=160,tp=8".
+- `crossings`: which part of the cluster each rank is on, and what the groups of one axis cross.
 - `plan`: the distinct groups of all views, what stock would make, and what to mind.
 
 Example:
@@ -15,9 +13,8 @@ Example:
 
 from __future__ import annotations
 
-from .places import Places
-from .plan import plan
-from .planned import Plan, PlannedGroup
+from .crossings import Places
+from .plan import Plan, PlannedGroup, plan
 from .views import View, trainer_views
 
 __all__ = ["Places", "Plan", "PlannedGroup", "View", "plan", "trainer_views"]

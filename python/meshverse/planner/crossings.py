@@ -1,4 +1,4 @@
-"""What the groups of one axis cross: how many nodes a group spans, what leaves each node.
+"""Where ranks are, and what groups cross: how many nodes one spans, what leaves each node.
 
 A ring collective, such as NCCL's all-reduce of a large tensor, sends the same number of bytes from
 each rank of a group to the next one, and from the last to the first. So the number of such steps
@@ -13,15 +13,68 @@ import torch
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse.topology import Topology
 
-from .places import Places
 
-__all__ = ["Crossing", "crossing_of", "ranks_of_all_groups"]
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks of a world are, at one level of the cluster.
+
+    Attributes:
+        level: what the parts are called, such as "node".
+        of_rank: the part that each rank is on: an int64 tensor of shape (world size,).
+    """
+
+    level: str
+    of_rank: torch.Tensor
+
+    @staticmethod
+    @compat.untraced()
+    def in_blocks(level: str, world_size: int, block_size: int) -> Places:
+        """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
+
+        Args:
+            level: what the parts are called.
+            world_size: number of ranks.
+            block_size: ranks a part. The last part may have fewer.
+
+        Raises:
+            ValueError: a part of less than one rank.
+        """
+        if block_size < 1:
+            raise ValueError(f"{block_size} ranks on each {level}: give an int above 0.")
+        return Places(level, torch.arange(world_size) // block_size)
+
+    @staticmethod
+    def of_topology(topology: Topology) -> list[Places]:
+        """The levels of a topology, innermost first."""
+        return [Places(level.name, level.of_rank) for level in topology.levels]
+
+    @property
+    @compat.untraced()
+    def count(self) -> int:
+        """Number of parts."""
+        return int(self.of_rank.max()) + 1
+
+    @property
+    @compat.untraced()
+    def block_size(self) -> int | None:
+        """Ranks on each part, the last of which may have fewer; None if they are not such blocks.
+
+        Blocks are as `in_blocks` has them, whatever the numbers of their parts.
+        """
+        world_size = len(self.of_rank)
+        starts = 1 + (self.of_rank[1:] != self.of_rank[:-1]).nonzero().flatten()
+        size = int(starts[0]) if len(starts) else world_size
+        n_parts = int(self.of_rank.bincount().count_nonzero())
+        is_each_once = n_parts == len(starts) + 1
+        are_equal = torch.equal(starts, torch.arange(size, world_size, size))
+        return size if is_each_once and are_equal else None
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What the groups of one axis cross at one level of the cluster.
+    """Parts of one level of the cluster that the groups of one axis cross.
 
     Attributes:
         level: "node", ...
@@ -39,7 +92,7 @@ class Crossing:
 
     @property
     def imbalance(self) -> float:
-        """What the busiest part sends out, relative to the average; 1 where nothing leaves any."""
+        """Steps out of the busiest part, relative to the average; 1 where nothing leaves any."""
         return self.busiest / self.mean if self.busiest else 1.0
 
 
@@ -52,7 +105,7 @@ def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
 
 @compat.untraced()
 def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
-    """What groups cross.
+    """Count what groups cross.
 
     Args:
         ranks: of every group, in group-rank order, shape (number of groups, group size).

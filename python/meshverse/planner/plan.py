@@ -1,25 +1,263 @@
-"""Working out a plan: the distinct process groups, what stock would make, and what to mind."""
+"""A plan: the distinct process groups of all views, what stock would make, and what to mind."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse.nearest import counted, several
+from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.report.tables import aligned, in_bytes, shortened_ranks
 from meshverse.topology import Topology
 
-from .crossings import crossing_of, ranks_of_all_groups
-from .places import Places, several
-from .planned import Mine, Plan, PlannedGroup
-from .views import View, check_fits, read_view, whole_number
-
-__all__ = ["plan"]
+from .crossings import Crossing, Places, crossing_of, ranks_of_all_groups
+from .views import View, as_view, check_fits, whole_number
 
 _SHOULD_STAY_INSIDE = re.compile(r"(^|_)e?tp|tensor", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """The groups of one distinct axis layout: every rank is in exactly one of them.
+
+    Attributes:
+        axes: names of the axes that use these groups, each once, in the order of the views.
+        asked: how often the views ask for them, by axis name.
+        layout: axis layout over the ranks, `sizes:strides`.
+        size: ranks in a group.
+        count: how many groups there are.
+        created: whether they are made; the one group over all ranks is the default group itself.
+        stock_copies: how many times stock makes these groups.
+        bytes_each: estimated device memory of one communicator on each of its ranks; None if the
+            backend is unknown.
+        crossings: what a group crosses, at each level of the cluster that is known.
+    """
+
+    axes: tuple[str, ...]
+    asked: Mapping[str, int]
+    layout: str
+    size: int
+    count: int
+    created: bool
+    stock_copies: int
+    bytes_each: int | None
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Mine:
+    """What one rank has.
+
+    Attributes:
+        rank: its global rank.
+        groups: global ranks of its group for each of `Plan.groups`, in group-rank order.
+        requested: groups that the views ask for.
+        created: groups that are made.
+        stock_created: groups that stock makes.
+        bytes: estimated device memory of the communicators made; of unknown backends none counts.
+        stock_bytes: the same of stock's.
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    requested: int
+    created: int
+    stock_created: int
+    bytes: int
+    stock_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the views of one world make. `str()` prints it, `to_dict()` gives data.
+
+    `to_html()` gives a page to click through, `to_svg()` a picture.
+
+    Attributes:
+        world: number of ranks.
+        views: as they were given.
+        backend: of the default group and all others.
+        groups: the distinct groups, in the order in which the views ask for them.
+        mine: what one rank has.
+        warnings: what to mind, a sentence each.
+        node_size: ranks on each node, 0 to n-1 on the first one. Where it is not given, it is what
+            the nodes of a topology or of places have; None where these are no equal blocks of
+            ranks in order, or no nodes are known. Pictures draw nodes of this size.
+    """
+
+    world: int
+    views: tuple[View, ...]
+    backend: str
+    groups: tuple[PlannedGroup, ...]
+    mine: Mine
+    warnings: tuple[str, ...]
+    node_size: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Estimated device memory of the communicators of all ranks together."""
+        return self.world * self.mine.bytes
+
+    @property
+    def stock_bytes(self) -> int:
+        """The same of stock's."""
+        return self.world * self.mine.stock_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, ready for JSON."""
+        return {
+            "world": self.world,
+            "backend": self.backend,
+            "views": [str(view) for view in self.views],
+            "groups": [_group_dict(group) for group in self.groups],
+            "mine": asdict(self.mine),
+            "bytes": self.bytes,
+            "stock_bytes": self.stock_bytes,
+            "warnings": list(self.warnings),
+            "node_size": self.node_size,
+        }
+
+    def to_json(self) -> str:
+        """`to_dict()` as a JSON document."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else: pick a view, an axis, a rank; see its groups."""
+        return self.picture.to_html()
+
+    def to_svg(self) -> str:
+        """An SVG document: the ranks by node, coloured by group, a panel for each set of groups."""
+        return self.picture.to_svg()
+
+    @property
+    def picture(self) -> Picture:
+        """The same, to be drawn."""
+        numbers = {axis: number for number, axis in enumerate(_requests(self.views))}
+        pictured = [
+            (
+                name,
+                [(axis, numbers[layout.sorted()]) for axis, layout in view.axis_layouts().items()],
+            )
+            for name, view in zip(map(str, self.views), self.views, strict=True)
+        ]
+        return Picture(
+            title=f"Planned process groups of {counted(self.world, 'rank')}",
+            rank_map=RankMap.identity(self.world),
+            rank=self.mine.rank,
+            groups=tuple(map(_pictured, self.groups, numbers)),
+            views=tuple(PicturedView(name, tuple(axes)) for name, axes in pictured),
+            node_size=self.node_size,
+            summary=f"Backend {self.backend}. The views request {_counts(self.mine)}. "
+            f"{_memory(self)}".rstrip(),
+            notes=self.warnings,
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*_head(self), *_table(self.groups), "", *_foot(self)])
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _counts(mine: Mine) -> str:
+    made = "is made" if mine.created == 1 else "are made"
+    requested = counted(mine.requested, "process group")
+    return f"{requested}: {mine.created} {made}, stock makes {mine.stock_created}"
+
+
+def _memory(plan: Plan) -> str:
+    """Memory of the communicators, in words; empty where that is nothing, or unknown."""
+    mine = plan.mine
+    if not mine.stock_bytes or any(group.bytes_each is None for group in plan.groups):
+        return ""
+    return (
+        f"Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
+        f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(plan.bytes)}, stock "
+        f"{in_bytes(plan.stock_bytes)}."
+    )
+
+
+def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
+    facts = {"layout": group.layout}
+    if not group.created:
+        facts["made"] = "none: the default group itself"
+    for each in group.crossings:
+        facts[f"{several(each.level)} a group"] = _spans(each)
+        facts[f"ring steps out of a {each.level}"] = _steps(each)
+    made, stock_copies = int(group.created), group.stock_copies
+    return PicturedGroups(
+        group.axes,
+        axis,
+        made=made,
+        stock_copies=stock_copies,
+        bytes_each=group.bytes_each,
+        facts=facts,
+    )
+
+
+def _group_dict(group: PlannedGroup) -> dict[str, Any]:
+    fields = {**asdict(group), "axes": list(group.axes)}
+    crossings = {several(crossing.pop("level")): crossing for crossing in fields.pop("crossings")}
+    return {**fields, **crossings}
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    ranks, views = counted(plan.world, "rank"), counted(len(plan.views), "view")
+    yield f"World of {ranks}, backend {plan.backend}, {views}:"
+    yield from (f"  {view}" for view in plan.views)
+    yield ""
+
+
+def _table(groups: Sequence[PlannedGroup]) -> list[str]:
+    levels = [crossing.level for crossing in groups[0].crossings]
+    titles = ["axes", "layout", "size", "groups", "stock makes"]
+    titles += [f"{several(level)} a group" for level in levels]
+    titles += [f"ring steps out of a {level}" for level in levels]
+    rows = [titles]
+    for group in groups:
+        row = [" ".join(group.axes), group.layout, f"{group.size:,}", f"{group.count:,}"]
+        row.append(f"x{group.stock_copies}" if group.created else "none")
+        row += [_spans(each) for each in group.crossings]
+        row += [_steps(each) for each in group.crossings]
+        rows.append(row)
+    return aligned(rows, right=range(2, len(titles)))
+
+
+def _spans(crossing: Crossing) -> str:
+    same = crossing.min == crossing.max
+    return str(crossing.max) if same else f"{crossing.min} to {crossing.max}"
+
+
+def _steps(crossing: Crossing) -> str:
+    if crossing.busiest <= crossing.mean:
+        return str(crossing.busiest)
+    return f"{crossing.busiest}, mean {crossing.mean:.3g}"
+
+
+def _foot(plan: Plan) -> Iterator[str]:
+    mine = plan.mine
+    yield f"Rank {mine.rank} requests {_counts(mine)}. Its groups:"
+    pairs = zip(plan.groups, mine.groups, strict=True)
+    yield from aligned([[" ".join(group.axes), shortened_ranks(ranks)] for group, ranks in pairs])
+    if not all(group.created for group in plan.groups):
+        yield "An axis over all ranks is on the default group itself: none is made for it."
+    if any(group.bytes_each is None for group in plan.groups):
+        yield f"No estimate of memory: what a communicator of {plan.backend} takes is unknown."
+    elif memory := _memory(plan):
+        yield f"{memory} docs/plan.md says where the estimate comes from."
+    if plan.warnings:
+        yield ""
+        yield from (f"Note: {warning}" for warning in plan.warnings)
+
+
+# --- working it out -----------------------------------------------------------------------------
 
 
 @compat.untraced()
@@ -35,13 +273,14 @@ def plan(
     topology: Topology | None = None,
     communicator_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
-    """What process groups these views of one world make, as one universe would make them.
+    """Plan the process groups that one universe would make for these views of one world.
 
     Nothing is made, and no other process is asked. O(world) in time and memory for each distinct
     group: under a second for a million ranks.
 
     Args:
         views: ways to split the world: as text ("pp=8,dp=160,tp=8"), sizes by name, or a `View`.
+            In text and sizes, -1 is a size too: of what the other axes leave of the world.
         world_size: number of ranks; by default that of the first view.
         backend: of all groups.
         rank: whose groups to list.
@@ -55,68 +294,63 @@ def plan(
         ValueError: a view that cannot be read or does not cover the world; a rank outside of it;
             numbers that are no ints; a world of no rank, or of more than 2**24; node or domain
             sizes below 1; places or a topology of another number of ranks; a level that is given
-            twice.
+            twice; a size of -1 in the first view without `world_size`.
         TypeError: something that is no view, or one view that is not in a list.
     """
     if isinstance(views, (str, Mapping, View)):
         raise TypeError(
             f"views={views!r} is one view: give a list of views, such as ['dp=4,tp=8']."
         )
-    read = tuple(_view(view) for view in views)
-    if not read:
+    if not views:
         raise ValueError('There is no view to plan: give one, such as "pp=2,dp=4,tp=8".')
-    world = read[0].size if world_size is None else _number("world_size", world_size)
-    for view in read:
-        check_fits(view, world)
-    number = whole_number(rank)
+    first = None if world_size is None else _number("world_size", world_size)
+    read: list[View] = []
+    for given in views:
+        read.append(as_view(given, first))
+        first = read[0].size if first is None else first
+        check_fits(read[-1], first)
+    world, number = read[0].size, whole_number(rank)
     if number is None or not 0 <= number < world:
         raise ValueError(f"rank={rank!r} is outside the world: give one of 0 to {world - 1}.")
     backend = backend.lower()  # as torch does
     known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
-    if node_size is not None:
-        node_size = _number("node_size", node_size)
-        known.append(Places.in_blocks("node", world, min(node_size, world)))
-    if domain_size is not None:
-        domain_size = _number("domain_size", domain_size)
-        known.append(Places.in_blocks("domain", world, min(domain_size, world)))
+    for level, size in (("node", node_size), ("domain", domain_size)):
+        if size is not None:
+            size = _number(f"{level}_size", size)
+            known.append(Places.in_blocks(level, world, min(size, world)))
     if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
         raise ValueError(
             f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
-            "places= out where a topology tells the level."
+            "places= out where a topology has the level."
         )
-    for name in (backend, *(level.level for level in known)):
+    for name in (backend, *(each.level for each in known)):
         if not name.isprintable():  # it would change the terminal that shows the plan
             raise ValueError(f"{name!r} is no name of a backend or a level: give printable text.")
-    for level in known:
-        if len(level.of_rank) != world:
+    for each in known:
+        if len(each.of_rank) != world:
             raise ValueError(
-                f"The {several(level.level)} of {len(level.of_rank)} ranks are given, but the "
-                f"world has {world}: give one for each rank."
+                f"The {several(each.level)} of {counted(len(each.of_rank), 'rank')} are given, but "
+                f"the world has {world}: give one for each rank."
             )
     measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
     figures = {**COMMUNICATOR_BYTES, **measured}
-    asked = _asked(read)
+    requests = _requests(read)
     groups = tuple(
         _planned(axis, names, world, known, estimate_bytes(backend, axis.size, figures))
-        for axis, names in asked.items()
+        for axis, names in requests.items()
     )
-    warnings = _warnings(groups, known)
-    mine = _mine(number, list(asked), groups, world)
     if node_size is None:
         node_size = next((each.block_size for each in known if each.level == "node"), None)
-    return Plan(world, read, backend, groups, mine, warnings, node_size)
-
-
-def _view(view: View | Mapping[str, int] | str) -> View:
-    if isinstance(view, View):
-        return view
-    if isinstance(view, str):
-        return read_view(view)
-    if not isinstance(view, Mapping):
-        raise TypeError(
-            f"{view!r} is no view: give text such as 'dp=4,tp=8', sizes by name, or a View."
-        )
-    return View(view)
+    mine, warnings = _mine(number, list(requests), groups, world), _warnings(groups, known)
+    return Plan(
+        world,
+        tuple(read),
+        backend,
+        groups,
+        mine,
+        warnings,
+        None if node_size is None else whole_number(node_size),
+    )
 
 
 def _number(name: str, given: Any) -> int:
@@ -126,14 +360,14 @@ def _number(name: str, given: Any) -> int:
     return number
 
 
-def _asked(views: Sequence[View]) -> dict[AxisLayout, dict[str, int]]:
-    """How often each distinct group is asked for, by axis name."""
-    asked: dict[AxisLayout, dict[str, int]] = {}
+def _requests(views: Sequence[View]) -> dict[AxisLayout, dict[str, int]]:
+    """Count how often each distinct group is requested, by axis name."""
+    requests: dict[AxisLayout, dict[str, int]] = {}
     for view in views:
         for name, axis in view.axis_layouts().items():
-            times = asked.setdefault(axis.sorted(), {})
+            times = requests.setdefault(axis.sorted(), {})
             times[name] = times.get(name, 0) + 1
-    return asked
+    return requests
 
 
 def _planned(

@@ -1,4 +1,4 @@
-"""The views of a world: what they are called, how they are split, and whether they fit.
+"""Views of a world: reading them, their axes, and whether they fit.
 
 A view is written as its axes in order: "pp=8,dp=160,cp=1,tp=8". An axis that is flattened of others
 names them: "loss=dp*cp".
@@ -6,6 +6,7 @@ names them: "loss=dp*cp".
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -14,11 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
-from meshverse.nearest import did_you_mean
+from meshverse.nearest import counted, did_you_mean
 from meshverse.parallel.meshes.create import fsdp2_specs
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-
-__all__ = ["MOST_RANKS", "View", "check_fits", "read_view", "trainer_views", "whole_number"]
 
 MOST_RANKS = 2**24
 """The largest world that is planned. Planning takes memory for every rank: some GiB for this."""
@@ -63,6 +62,11 @@ class View:
 
     def _size(self, name: str, size: Any) -> int:
         number = whole_number(size)
+        if number == -1:
+            raise ValueError(
+                f"{name}=-1 in the view {str(self)!r} is no size where the number of ranks is not "
+                "known: give world_size= (--world-size). One axis can have it, the rest."
+            )
         if number is None or number < 1:
             raise ValueError(
                 f"{name}={size} in the view {str(self)!r} is no size: give an int above 0."
@@ -115,7 +119,7 @@ class View:
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number as an int; None of a bool, a float, or what is no number."""
+    """Return a whole number as an int; None of a bool, a float, or what is no number."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -131,13 +135,37 @@ def _check_name(name: Any) -> None:
         )
 
 
-def read_view(text: str) -> View:
-    """A view as it is written, such as "pp=8,dp=160,tp=8,loss=pp*dp".
+def as_view(given: View | Mapping[str, int] | str, world_size: int | None) -> View:
+    """Return a view from its text or its sizes by name; an axis of size -1 has the rest.
+
+    Args:
+        given: a view, a mapping, or text, such as "pp=8,dp=160,tp=8,loss=pp*dp".
+        world_size: number of ranks, if it is known.
 
     Raises:
         ValueError: an axis without a size, a size that is no int above 0, a name that is there
             twice, or a flattened axis of axes that the view has not, or in another order.
+        TypeError: something else than a view.
     """
+    if isinstance(given, View):
+        return given
+    if isinstance(given, str):
+        sizes, flattened = _read(given)
+    elif isinstance(given, Mapping):
+        sizes, flattened = dict(given), {}
+    else:
+        raise TypeError(
+            f"{given!r} is no view: give text such as 'dp=4,tp=8', sizes by name, or a View."
+        )
+    numbers = {name: whole_number(size) for name, size in sizes.items()}
+    if world_size is not None and list(numbers.values()).count(-1) == 1:
+        name = next(name for name, size in numbers.items() if size == -1)
+        others = -math.prod(size or 1 for size in numbers.values())
+        sizes[name] = max(world_size // others, 1) if others > 0 else 1
+    return View(sizes, flattened)
+
+
+def _read(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     sizes: dict[str, int] = {}
     flattened: dict[str, tuple[str, ...]] = {}
     for part in text.split(","):
@@ -151,7 +179,7 @@ def read_view(text: str) -> View:
             raise ValueError(
                 f"The view {text!r} has the axis {name!r} twice: give it another name."
             )
-        if re.fullmatch(r"[0-9]+", value):
+        if re.fullmatch(r"[0-9]+|-1", value):
             sizes[name] = int(value)
         elif re.fullmatch(r"[+-]?[0-9.]+", value):
             raise ValueError(
@@ -159,7 +187,7 @@ def read_view(text: str) -> View:
             )
         else:
             flattened[name] = tuple(piece.strip() for piece in value.split("*"))
-    return View(sizes, flattened)
+    return sizes, flattened
 
 
 def check_fits(view: View, world_size: int) -> None:
@@ -182,52 +210,41 @@ def check_fits(view: View, world_size: int) -> None:
     near = nearest(view.sizes, world_size)
     hint = "; ".join(",".join(f"{name}={size}" for name, size in sizes.items()) for sizes in near)
     raise ValueError(
-        f"The view {view} has {view.size:,} ranks, but the world has {world_size:,}: the sizes "
-        f"must multiply out to it. The nearest that do: {hint}."
+        f"The view {view} has {counted(view.size, 'rank')}, but the world has {world_size:,}: the "
+        f"sizes must multiply out to it. The nearest that do: {hint}."
     )
 
 
 def nearest(sizes: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
-    """Views with these axes that cover a world, with as few and as small changes as there can be.
+    """Return views with these axes that cover a world, changed as little as there can be.
 
     One size is changed if that suffices, else two. At most three views, the nearest first.
     """
-    found: list[tuple[float, dict[str, int]]] = []
-    for name in sizes:
-        others = math.prod(size for other, size in sizes.items() if other != name)
-        if world_size % others == 0:
-            found.append(_changed(sizes, {name: world_size // others}))
+
+    def left_for(*changed: str) -> int:
+        """Ranks that the other axes leave for these; 0 if they do not divide the world."""
+        others = math.prod(size for name, size in sizes.items() if name not in changed)
+        return 0 if world_size % others else world_size // others
+
+    found = [{**sizes, name: left} for name in sizes if (left := left_for(name))]
     if not found:
-        for first in sizes:
-            for second in sizes:
-                if first != second:
-                    found += _two_changed(sizes, first, second, world_size)
-    if not found:  # what is kept of the others does not divide the world
-        ones = dict.fromkeys(sizes, 1)
-        found = [_changed(sizes, {**ones, name: world_size}) for name in sizes]
-    unique = {tuple(view.items()): (distance, view) for distance, view in found}
-    return [view for _, view in sorted(unique.values(), key=lambda pair: pair[0])[:_N_NEAREST]]
+        for first, second in itertools.combinations(sizes, 2):
+            if left := left_for(first, second):
+                small = [n for n in range(1, math.isqrt(left) + 1) if left % n == 0]
+                divisors = (*small, *(left // n for n in small))
+                found += [{**sizes, first: n, second: left // n} for n in divisors]
+    if not found:  # the sizes that are kept do not divide the world
+        found = [{**dict.fromkeys(sizes, 1), name: world_size} for name in sizes]
+    unique = {tuple(view.items()): view for view in found}.values()
 
+    def distance(view: Mapping[str, int]) -> float:
+        return sum(abs(math.log(view[name] / sizes[name])) for name in sizes)
 
-def _two_changed(
-    sizes: Mapping[str, int], first: str, second: str, world_size: int
-) -> list[tuple[float, dict[str, int]]]:
-    others = math.prod(size for name, size in sizes.items() if name not in (first, second))
-    left, remainder = divmod(world_size, others)
-    if remainder:
-        return []
-    divisors = [n for n in range(1, math.isqrt(left) + 1) if left % n == 0]
-    divisors += [left // n for n in divisors]
-    return [_changed(sizes, {first: n, second: left // n}) for n in divisors]
-
-
-def _changed(sizes: Mapping[str, int], changes: Mapping[str, int]) -> tuple[float, dict[str, int]]:
-    view = {**sizes, **changes}
-    return sum(abs(math.log(view[name] / sizes[name])) for name in sizes), view
+    return sorted(unique, key=distance)[:_N_NEAREST]
 
 
 def trainer_views(parallelism: ParallelismSizes, world_size: int) -> list[View]:
-    """The views that `meshverse.parallel.create_fsdp2_device_mesh` makes of these degrees.
+    """Return the views that `meshverse.parallel.create_fsdp2_device_mesh` makes of these degrees.
 
     Args:
         parallelism: the degrees.

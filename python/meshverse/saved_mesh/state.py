@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.layouts.rank_tensors import LARGEST_RANK
-from meshverse.layouts.user_input import check_axis_names, check_layout
+from meshverse.layouts.user_input import LARGEST_RANK, check_axis_names, check_layout
 from meshverse.options.isolation import check_tag, tag_parts
 
 __all__ = ["MeshState", "SavedMesh", "SavedState", "read_state"]

@@ -17,7 +17,7 @@ from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.device_mesh.group_names import MissingGroups
-from meshverse.layouts.rank_tensors import plain_ranks, rank_map_of
+from meshverse.layouts.user_input import plain_ranks, rank_map_of
 from meshverse.universe.registry import universes_over
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World

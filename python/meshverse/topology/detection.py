@@ -1,11 +1,13 @@
-"""Ranks exchange through the store of the default process group where they are."""
+"""Detection of a topology: the ranks exchange where they are, through the default group's store."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,81 +15,51 @@ from typing import Any
 from meshverse.agreement import Rendezvous
 from meshverse.world.world import World, WorldState
 
-from .environment import own_node, own_switches
+from .environment import own_switches
 from .files import levels_on_nodes, read_network_file
 from .levels import Level, level_of
-from .nvlink import nvlink_domain
 
-__all__ = ["levels_detected", "own_place"]
+_LIBRARY = "libnvidia-ml.so.1"
+_SUCCESS = 0
+_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED: registered with the fabric
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FAILED = "!"  # begins the text of a rank that failed
 
-_BOOT = "boot"  # when a machine was started: tells those of one name apart
+_BOOT = "boot"  # when a machine was started: machines of one name differ in it
 
 Place = dict[str, str]
 """Where one rank is: the name of its part of each level."""
 
 
 class Detections(WorldState):
-    """How many times the ranks of a world have told each other where they are."""
+    """Number of detections in a world, of which each has a rendezvous of its own."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
-def own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
-    """Where this process is, as far as it can tell and is not told.
-
-    Raises:
-        TypeError: told with names that are no strings.
-        ValueError, OSError: what the environment or the system tells cannot be read.
-    """
-    place = own_switches(os.environ) if switches is None else dict(switches)
-    if node is None:
-        place["node"] = own_node(os.environ, socket.gethostname())
-        place[_BOOT] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
-    else:
-        place["node"] = node
-    if domain is None:
-        domain = nvlink_domain() or place.get("domain", "")
-    place = {**place, "domain": domain} if domain else place
-    given: dict[Any, Any] = dict(place)  # users name the switches
-    for name, part in given.items():
-        if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
-            raise TypeError(
-                f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
-                'the part by that of its level, such as switches={"switch": "leaf3"}.'
-            )
-    return place
-
-
 def levels_detected(
-    own_place: Callable[[], Place],
+    node: str | None,
+    domain: str | None,
+    switches: Mapping[str, str] | None,
     network_file: str | os.PathLike[str] | None,
     world: World,
     timeout: timedelta,
 ) -> list[Level]:
-    """The levels that the ranks tell each other; see `Topology.detect`.
-
-    Args:
-        own_place: tells where this rank is.
-        network_file: Slurm's topology.conf, where switches are not left to the ranks.
-        world: of the default process group.
-        timeout: see `_gather`.
-    """
-    places = _gather(own_place, world, timeout)
+    """Find the levels together with the other ranks; arguments as of `Topology.detect`."""
+    places = _with_unique_nodes(_gather(node, domain, switches, world, timeout))
     # A rank that cannot read it fails now, and keeps no other rank waiting.
     network = None if network_file is None else read_network_file(network_file)
     nodes = [place["node"] for place in places]
     levels = levels_on_nodes(nodes, network)
     known = {level.name for level in levels}
-    told = dict.fromkeys(name for place in places for name in place if name not in known)
-    return levels + [level_of(name, _parts_told(name, places, nodes)) for name in told]
+    own = dict.fromkeys(name for place in places for name in place if name not in known)
+    return levels + [level_of(name, _parts(name, places, nodes)) for name in own]
 
 
-def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
-    """The part of each rank at a level that some ranks have told."""
+def _parts(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
+    """The part of each rank at a level that some ranks have given."""
     parts = [place.get(name, "") for place in places]
     if name == "domain":
         return [part or f"node {node}" for part, node in zip(parts, nodes, strict=True)]
@@ -95,19 +67,20 @@ def _parts_told(name: str, places: Sequence[Place], nodes: Sequence[str]) -> lis
         rank = parts.index("")
         other = next(rank for rank, part in enumerate(parts) if part)
         raise ValueError(
-            f"Rank {rank} on node {nodes[rank]!r} tells no {name}, but rank {other} tells "
-            f"{parts[other]!r}: have all ranks tell it (switches=, SLURM_TOPOLOGY_ADDR), or none."
+            f"Rank {rank} on node {nodes[rank]!r} gives no {name}, but rank {other} gives "
+            f"{parts[other]!r}: have all ranks give it (switches=, SLURM_TOPOLOGY_ADDR), or none."
         )
     return parts
 
 
-def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) -> list[Place]:
-    """Where each rank is. All ranks call this together.
-
-    Args:
-        own_place: tells where this rank is.
-        world: of the default process group.
-        timeout: how long to wait for the other ranks.
+def _gather(
+    node: str | None,
+    domain: str | None,
+    switches: Mapping[str, str] | None,
+    world: World,
+    timeout: timedelta,
+) -> list[Place]:
+    """Find out where each rank is. All ranks call this together.
 
     Raises:
         RuntimeError: ranks did not come in time, or failed; the default group has no store that
@@ -126,13 +99,12 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
     detections.count += 1  # first: whatever fails here, all ranks count the same
     failure: Exception | None = None
     try:
-        text = json.dumps(own_place())
+        text = json.dumps(_own_place(node, domain, switches))
     except (OSError, TypeError, ValueError) as error:  # which the other ranks must know
         failure, text = error, f"{_FAILED}{error}"
+    rendezvous, ranks = world.state(Rendezvous), range(world.size)
     try:
-        texts = world.state(Rendezvous).join(
-            *(world, name, "the topology", range(world.size), timeout), text=text
-        )[1]
+        texts = rendezvous.join(world, name, "the topology", ranks, timeout, text=text).texts
     except RuntimeError as error:
         raise failure or RuntimeError(f"Topology.detect(): {error}") from None
     if failure is not None:
@@ -141,7 +113,34 @@ def _gather(own_place: Callable[[], Place], world: World, timeout: timedelta) ->
         if text.startswith(_FAILED):
             why = text.removeprefix(_FAILED)
             raise RuntimeError(f"Topology.detect() failed on rank {rank}: {why}")
-    return _with_unique_nodes([json.loads(text) for text in texts])
+    return [json.loads(text) for text in texts]
+
+
+def _own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
+    """Find out where this process is, but for what is given.
+
+    Raises:
+        TypeError: names that are no strings.
+        ValueError, OSError: the environment or the system cannot be read.
+    """
+    place = own_switches(os.environ) if switches is None else dict(switches)
+    if node is None:
+        place["node"] = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        place[_BOOT] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
+    else:
+        place["node"] = node
+    if domain is None:
+        domain = nvlink_domain() or place.get("domain", "")
+    if domain:
+        place["domain"] = domain
+    given: dict[Any, Any] = dict(place)  # users name the switches
+    for name, part in given.items():
+        if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
+            raise TypeError(
+                f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
+                'the part by that of its level, such as switches={"switch": "leaf3"}.'
+            )
+    return place
 
 
 def _with_unique_nodes(places: list[Place]) -> list[Place]:
@@ -151,8 +150,64 @@ def _with_unique_nodes(places: list[Place]) -> list[Place]:
         boots.setdefault(place["node"], set()).add(place.get(_BOOT, ""))
     named = []
     for place in places:
-        node, boot = place["node"], place.get(_BOOT, "")
-        node = node if len(boots[node]) == 1 else f"{node} ({boot})"
-        rest = {name: part for name, part in place.items() if name not in ("node", _BOOT)}
-        named.append({"node": node, **rest})
+        node, boot = place.pop("node"), place.pop(_BOOT, "")
+        named.append({"node": node if len(boots[node]) == 1 else f"{node} ({boot})", **place})
     return named
+
+
+# --- NVIDIA's driver -----------------------------------------------------------------------------
+
+
+class _FabricInfo(ctypes.Structure):
+    """`nvmlGpuFabricInfo_t` of nvml.h."""
+
+    _fields_ = (
+        ("cluster_uuid", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique_id", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def nvlink_domain(library: str = _LIBRARY) -> str:
+    """The clique that all GPUs of this machine are in, such as "1c64...-32766".
+
+    Machines whose NVLink reaches over several nodes have a fabric manager, which gives each GPU a
+    cluster and a clique in it: GPUs of one clique reach each other by NVLink. NVML, the driver's
+    own library, is asked (`nvmlDeviceGetGpuFabricInfo`); `nvidia-smi -q` shows the same under
+    "Fabric".
+
+    Args:
+        library: NVML's file.
+
+    Returns:
+        "" if there is no driver, none that tells, no fabric over several nodes, or GPUs in several
+        cliques.
+    """
+    try:
+        nvml = ctypes.CDLL(library)
+        ask = nvml.nvmlDeviceGetGpuFabricInfo
+        if nvml.nvmlInit_v2() != _SUCCESS:
+            return ""
+    except (OSError, AttributeError):  # no driver; one that is older than the question
+        return ""
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
+            return ""
+        cliques = {_clique(nvml, ask, index) for index in range(count.value)}
+    finally:
+        nvml.nvmlShutdown()
+    return cliques.pop() if len(cliques) == 1 else ""
+
+
+def _clique(nvml: ctypes.CDLL, ask: ctypes._NamedFuncPointer, index: int) -> str:
+    device, info = ctypes.c_void_p(), _FabricInfo()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != _SUCCESS:
+        return ""
+    if ask(device, ctypes.byref(info)) != _SUCCESS:
+        return ""
+    cluster = bytes(info.cluster_uuid)
+    if info.state != _COMPLETED or info.status != _SUCCESS or not any(cluster):
+        return ""  # a machine of its own has no cluster
+    return f"{uuid.UUID(bytes=cluster)}-{info.clique_id}"

@@ -1,15 +1,15 @@
-"""On which node each rank is, from what torchrun and Slurm put into the environment."""
+"""The node of each rank, from what torchrun and Slurm put into the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+from meshverse.nearest import counted
+
 from .files import levels_on_nodes, read_network_file
 from .levels import Level, level_of
 from .slurm import expand_hosts, expand_tasks, switches_of_address
-
-__all__ = ["levels_of_environment", "own_node", "own_switches"]
 
 _CURE = "Topology.detect() asks the ranks themselves, after init_process_group()."
 
@@ -17,13 +17,13 @@ _CURE = "Topology.detect() asks the ranks themselves, after init_process_group()
 def levels_of_environment(
     environment: Mapping[str, str], network_file: str | os.PathLike[str] | None
 ) -> list[Level]:
-    """The levels that the environment tells; see `Topology.from_environment`."""
+    """Read the levels from the environment; see `Topology.from_environment`."""
     nodes, are_named = _nodes(environment)
     if network_file is not None:
         if not are_named:
             raise ValueError(
-                f"{os.fspath(network_file)} tells how nodes are connected, by their names, but "
-                "torchrun tells numbers of nodes only. Use Topology.detect(network_file=...)."
+                f"{os.fspath(network_file)} has how nodes are connected, by their names, but "
+                "torchrun gives numbers of nodes only. Use Topology.detect(network_file=...)."
             )
         return levels_on_nodes(nodes, read_network_file(network_file))
     switches = own_switches(environment) if len(set(nodes)) == 1 else {}
@@ -32,19 +32,19 @@ def levels_of_environment(
 
 
 def _nodes(environment: Mapping[str, str]) -> tuple[list[str], bool]:
-    """The node that each rank is on, and whether these are names that Slurm gives.
+    """Return the node that each rank is on, and whether these are names that Slurm gives.
 
-    What torchrun says goes before what Slurm says: under Slurm, torchrun is one task a node.
+    torchrun's variables go before Slurm's: under Slurm, torchrun is one task a node.
 
     Raises:
-        ValueError: variables that are missing, contradict each other, or tell too little.
+        ValueError: variables that are missing, contradict each other, or say too little.
     """
     if "LOCAL_WORLD_SIZE" in environment and "GROUP_RANK" in environment:
         return _of_torchrun(environment), False
     if _slurm(environment, "NODELIST"):
         return _of_slurm(environment), True
     raise ValueError(
-        "The environment tells no topology: neither torchrun's LOCAL_WORLD_SIZE and GROUP_RANK nor "
+        "The environment has no topology: neither torchrun's LOCAL_WORLD_SIZE and GROUP_RANK nor "
         f"Slurm's SLURM_JOB_NODELIST are set. {_CURE}"
     )
 
@@ -84,23 +84,23 @@ def _slurm(environment: Mapping[str, str], name: str) -> str:
 
 def _of_slurm(environment: Mapping[str, str]) -> list[str]:
     hosts = expand_hosts(_slurm(environment, "NODELIST"))
-    told = _slurm(environment, "TASKS_PER_NODE")
-    if not told:
+    given = _slurm(environment, "TASKS_PER_NODE")
+    if not given:
         raise ValueError(
-            f"Slurm names {len(hosts)} nodes but not SLURM_TASKS_PER_NODE: start the ranks with "
-            f"srun. {_CURE}"
+            f"Slurm names {counted(len(hosts), 'node')} but not SLURM_TASKS_PER_NODE: start the "
+            f"ranks with srun. {_CURE}"
         )
-    tasks = expand_tasks(told)
+    tasks = expand_tasks(given)
     if len(tasks) != len(hosts):
         raise ValueError(
-            f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks)}: "
-            f"{_slurm(environment, 'NODELIST')} and SLURM_TASKS_PER_NODE={told}. {_CURE}"
+            f"Slurm names {counted(len(hosts), 'node')}, but tasks for {len(tasks)}: "
+            f"{_slurm(environment, 'NODELIST')} and SLURM_TASKS_PER_NODE={given}. {_CURE}"
         )
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         if environment.get(name):
             if _number(environment, name) != sum(tasks):
                 raise ValueError(
-                    f"Slurm runs {sum(tasks)} tasks (SLURM_TASKS_PER_NODE={told}), but "
+                    f"Slurm runs {counted(sum(tasks), 'task')} (SLURM_TASKS_PER_NODE={given}), but "
                     f"{name}={environment[name]}: the ranks of the job are not Slurm's tasks. "
                     f"{_CURE}"
                 )
@@ -121,11 +121,6 @@ def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
         f"SLURM_DISTRIBUTION={how}: where the ranks are then is known for block and cyclic only. "
         f"{_CURE}"
     )
-
-
-def own_node(environment: Mapping[str, str], host_name: str) -> str:
-    """The node of this process, by Slurm's name if it has one."""
-    return environment.get("SLURMD_NODENAME") or host_name
 
 
 def own_switches(environment: Mapping[str, str]) -> dict[str, str]:

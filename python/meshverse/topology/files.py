@@ -1,10 +1,4 @@
-"""Topologies in files: ours, in JSON, and Slurm's topology.conf.
-
-Ours has, for each level, the ranks of each part:
-
-    {"node":   {"tux0": "0-7", "tux1": "8-15", "tux2": "16-23"},
-     "switch": {"leaf0": "0-15", "leaf1": "16-23"}}
-"""
+"""Topologies in files: ours, in JSON (see `Topology.from_file`), and Slurm's topology.conf."""
 
 from __future__ import annotations
 
@@ -24,8 +18,6 @@ from meshverse import _torch_compat as compat
 from .levels import Level, level_of
 from .slurm import Network, expand_hosts, read_network
 
-__all__ = ["levels_of_file", "levels_on_nodes", "levels_to_dict", "read_network_file"]
-
 _LARGEST_WORLD = 1 << 24
 
 _MOST_GAPS, _MOST_CHARACTERS = 100, 200  # in a message
@@ -43,7 +35,7 @@ def levels_of_file(
     levels = _levels_of_json(text, source)
     if nodes is not None or node_size is not None:
         raise ValueError(
-            f"{source} tells which ranks are on each node: leave nodes= and node_size= out."
+            f"{source} says which ranks are on each node: leave nodes= and node_size= out."
         )
     return levels
 
@@ -63,24 +55,20 @@ def read_network_file(path: str | os.PathLike[str]) -> Network:
 @compat.untraced()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
     """The ranks of each part of each level, in ranges such as "0-7,16-23"."""
-    told = {}
+    found = {}
     for level in levels:
-        sizes = level.sizes.tolist()
-        of_parts = torch.split(level.of_rank.argsort(stable=True), sizes)
-        pairs = zip(level.parts, of_parts, strict=True)
-        told[level.name] = {part: _ranges(ranks) for part, ranks in pairs}
-    return told
+        of_parts = torch.split(level.of_rank.argsort(stable=True), level.sizes.tolist())
+        found[level.name] = dict(zip(level.parts, map(_ranges, of_parts), strict=True))
+    return found
 
 
 def _ranges(ranks: torch.Tensor) -> str:
     starts = torch.ones(len(ranks), dtype=torch.bool)
     starts[1:] = ranks[1:] != ranks[:-1] + 1
-    firsts = ranks[starts].tolist()
-    lasts = ranks[starts.roll(-1)].tolist()
-    return _told(zip(firsts, lasts, strict=True))
+    return _text(zip(ranks[starts].tolist(), ranks[starts.roll(-1)].tolist(), strict=True))
 
 
-def _told(ranges: Iterable[tuple[int, int]]) -> str:
+def _text(ranges: Iterable[tuple[int, int]]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
@@ -92,15 +80,16 @@ def _levels_of_json(text: str, source: str) -> list[Level]:
             part of a level, or is named twice there.
     """
     try:
-        told = json.loads(text, object_pairs_hook=_each_once)
+        given = json.loads(text, object_pairs_hook=_each_once)
     except (RecursionError, ValueError) as error:  # ValueError: also of too long numbers
         raise ValueError(f"{source} is no JSON: {error}.") from error
-    if not _is_named(told) or not all(_is_named(told[name]) for name in told):
+    levels = [given, *given.values()] if isinstance(given, dict) else [None]
+    if not all(isinstance(each, dict) and each and "" not in each for each in levels):
         raise ValueError(
-            f'{source} tells no levels: write {{"node": {{"tux0": "0-7", "tux1": "8-15"}}}}, the '
+            f'{source} has no levels: write {{"node": {{"tux0": "0-7", "tux1": "8-15"}}}}, the '
             "ranks of each part by level."
         )
-    pieces = {name: _pieces(name, told[name], source) for name in told}
+    pieces = {name: _pieces(name, given[name], source) for name in given}
     world_size = 1 + max(of_level[-1][1] for of_level in pieces.values())
     return [level_of(name, _complete(name, pieces[name], world_size, source)) for name in pieces]
 
@@ -113,15 +102,11 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _is_named(told: Any) -> bool:
-    return isinstance(told, dict) and bool(told) and "" not in told
-
-
-def _pieces(level: str, told: Mapping[str, Any], source: str) -> list[_Piece]:
-    """The ranks of a level in ascending order, as ranges: a short text can tell very many."""
+def _pieces(level: str, given: Mapping[str, Any], source: str) -> list[_Piece]:
+    """The ranks of a level in ascending order, as ranges: a short text can have very many."""
     pieces = sorted(
         (first, last, part)
-        for part, ranks in told.items()
+        for part, ranks in given.items()
         for first, last in _read_ranks(ranks, f"{level} {part!r} in {source}")
     )
     for (_, last, part), (rank, _, other) in itertools.pairwise(pieces):
@@ -137,7 +122,7 @@ def _complete(level: str, pieces: Sequence[_Piece], world_size: int, source: str
     between = zip([-1, *lasts], [*firsts, world_size], strict=True)
     gaps = [(last + 1, first - 1) for last, first in between if last + 1 < first]
     if gaps:
-        shown = _told(gaps[:_MOST_GAPS]) + ",..." * (len(gaps) > _MOST_GAPS)
+        shown = _text(gaps[:_MOST_GAPS]) + ",..." * (len(gaps) > _MOST_GAPS)
         raise ValueError(
             f"{source}: ranks {shown} are on no {level}. Name each of the ranks 0 to "
             f"{world_size - 1} once at each level."
@@ -145,27 +130,24 @@ def _complete(level: str, pieces: Sequence[_Piece], world_size: int, source: str
     return [part for first, last, part in pieces for _ in range(first, last + 1)]
 
 
-def _read_ranks(told: Any, where: str) -> list[tuple[int, int]]:
+def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
     """The ranges, as first and last rank, in "0-7,16-23" or in a list of ranks."""
     ranges = []
-    if isinstance(told, list):
-        ranges = [(rank, rank) if type(rank) is int else (1, 0) for rank in told]
-    elif isinstance(told, str):
-        for piece in told.split(","):
+    if isinstance(given, list):
+        ranges = [(rank, rank) if type(rank) is int else (1, 0) for rank in given]
+    elif isinstance(given, str):
+        for piece in given.split(","):
             # No world has ranks of more digits, and int() refuses very many.
             found = re.fullmatch(r"\s*([0-9]{1,12})(?:\s*-\s*([0-9]{1,12}))?\s*", piece)
             ranges.append((int(found[1]), int(found[2] or found[1])) if found else (1, 0))
     if not ranges or not all(0 <= first <= last < _LARGEST_WORLD for first, last in ranges):
+        text = repr(given)
+        shown = text[:_MOST_CHARACTERS] + "..." * (len(text) > _MOST_CHARACTERS)
         raise ValueError(
-            f'{_shortened(told)}, the ranks of {where}: write them as in "0-7,16-23", with ranks '
-            f"below {_LARGEST_WORLD}."
+            f'{shown}, the ranks of {where}: write them as in "0-7,16-23", with ranks below '
+            f"{_LARGEST_WORLD}."
         )
     return ranges
-
-
-def _shortened(told: Any) -> str:
-    text = repr(told)
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def _levels_of_network(
@@ -185,7 +167,7 @@ def _levels_of_network(
     """
     if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1:
         raise ValueError(
-            f"{source} is Slurm's: it tells how nodes are connected, not how many ranks run on "
+            f"{source} is Slurm's: it says how nodes are connected, not how many ranks run on "
             f"each. Give node_size=, an int above 0; got {node_size!r}."
         )
     network = read_network(text, source)

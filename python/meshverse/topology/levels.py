@@ -6,15 +6,14 @@ Their tensors are ordinary ones, whatever default device and modes they are made
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from meshverse import _torch_compat as compat
-
-__all__ = ["Level", "level_of", "level_of_blocks", "levels_of", "nested"]
+from meshverse.nearest import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class Level:
 
 @compat.untraced()
 def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
-    """A level from the name of the part that each rank is on.
+    """Make a level from the name of the part that each rank is on.
 
     Raises:
         TypeError: names that are no strings.
@@ -70,7 +69,7 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
 
 @compat.untraced()
 def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
-    """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
+    """Make a level with ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
     Raises:
         ValueError: a size below 1.
@@ -86,10 +85,13 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
 
 @compat.untraced()
 def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Levels of which each part lies inside one part of the next level.
+    """Check that each part of a level lies inside one part of the next level.
 
     Args:
         levels: innermost first. Where they are not nested so, a "domain" is put where it fits.
+
+    Returns:
+        The levels, innermost first.
 
     Raises:
         ValueError: levels of different numbers of ranks, or a part that lies in two of the next.
@@ -98,53 +100,35 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
         raise ValueError('A topology needs a level: give one, such as {"node": ["a", "a", "b"]}.')
     sizes = {level.name: len(level.of_rank) for level in levels}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"the {name} of {size} ranks" for name, size in sizes.items())
-        raise ValueError(f"The levels tell {told}: tell each level of every rank.")
-    ordered = _with_domain_where_it_fits(levels)
-    for inner, outer in itertools.pairwise(ordered):
-        _check_nested(inner, outer)
-    return tuple(ordered)
-
-
-def _with_domain_where_it_fits(levels: Sequence[Level]) -> list[Level]:
-    """The levels as given, if they are nested; else the domain is moved."""
+        given = ", ".join(f"the {name} of {counted(size, 'rank')}" for name, size in sizes.items())
+        raise ValueError(f"The levels give {given}: give each level of every rank.")
+    ordered = list(levels)
     domain = next((level for level in levels if level.name == "domain"), None)
-    if domain is None or not any(len(_torn(*pair)) for pair in itertools.pairwise(levels)):
-        return list(levels)
-    others = [level for level in levels if level is not domain]
-    # If levels are nested, the one further out has as many parts or fewer.
-    outside = sum(len(level.parts) >= len(domain.parts) for level in others)
-    return [*others[:outside], domain, *others[outside:]]
+    if domain is not None and any(len(_torn(*pair)) for pair in itertools.pairwise(levels)):
+        ordered.remove(domain)
+        # If levels are nested, the one further out has as many parts or fewer.
+        outside = sum(len(level.parts) >= len(domain.parts) for level in ordered)
+        ordered.insert(outside, domain)
+    for inner, outer in itertools.pairwise(ordered):
+        if len(torn := _torn(inner, outer)):
+            raise _not_nested(inner, outer, int(torn[0]))
+    return tuple(ordered)
 
 
 def _torn(inner: Level, outer: Level) -> torch.Tensor:
     """Ranks on another part of the outer level than the first rank of their part of the inner."""
-    of_first = outer.of_rank[_first_ranks(inner)][inner.of_rank]
-    return (of_first != outer.of_rank).nonzero().flatten()
-
-
-def _first_ranks(level: Level) -> torch.Tensor:
-    first = torch.empty(len(level.parts), dtype=torch.int64)
+    first = torch.empty(len(inner.parts), dtype=torch.int64)
     # The last rank to write wins, so written from the back it is the first one.
-    first[level.of_rank.flip(0)] = torch.arange(len(level.of_rank)).flip(0)
-    return first
+    first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
+    return (outer.of_rank[first][inner.of_rank] != outer.of_rank).nonzero().flatten()
 
 
-def _check_nested(inner: Level, outer: Level) -> None:
-    torn = _torn(inner, outer)
-    if not len(torn):
-        return
-    rank = int(torn[0])
+def _not_nested(inner: Level, outer: Level, rank: int) -> ValueError:
     part = int(inner.of_rank[rank])
-    other = int(_first_ranks(inner)[part])
-    raise ValueError(
+    other = inner.of_rank.tolist().index(part)
+    return ValueError(
         f"{inner.name.capitalize()} {inner.parts[part]!r} is on two {outer.name} parts: rank "
         f"{other} is on {outer.name} {outer.parts[int(outer.of_rank[other])]!r}, rank {rank} on "
         f"{outer.parts[int(outer.of_rank[rank])]!r}. Levels are nested: all ranks of a "
         f"{inner.name} are on one {outer.name}. Correct one of the two levels, or leave it out."
     )
-
-
-def levels_of(parts_of_ranks: Mapping[str, Sequence[str]]) -> tuple[Level, ...]:
-    """Nested levels from the name of the part that each rank is on, by level."""
-    return nested([level_of(name, parts) for name, parts in parts_of_ranks.items()])

@@ -1,4 +1,8 @@
-"""Looking for the order of ranks that costs least.
+"""The order of ranks that costs least: what a placement of a mesh costs, and a search.
+
+A ring collective sends the same number of bytes from each rank of a group to the next one. NCCL
+builds its rings so that they enter each node once. So of a group that has ranks on n nodes, n steps
+leave a node, or none if n is 1; and the same holds at each level of the cluster.
 
 Even clusters are the usual ones: there the best placement cuts the mesh into equal boxes, one for
 each node, which are cut out of equal larger boxes, one for each domain and switch. Those chains of
@@ -10,16 +14,23 @@ All ranks search in the same way, with the same result: nothing depends on time 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from .cost import Placements
+from meshverse import _torch_compat as compat
+from meshverse._core import Layout
+from meshverse.layouts.user_input import check_axis_names, plain_ranks
+from meshverse.nearest import counted, did_you_mean
 
-__all__ = ["best_placement", "candidates"]
+from .levels import Level
+
+_DEFAULT_RATIO = 10.0  # of the traffic of an axis to that of the axis before it
+_AT_ONCE = 1 << 15  # positions, which then stay in the processor's cache
 
 _Digits = list["tuple[int, int]"]  # (axis, size), the one that varies fastest first
 _Box = tuple[int, ...]  # its size along each axis
@@ -33,46 +44,194 @@ _RELABELLED = 16  # placements whose slices are put in order
 _LARGEST_CHAIN = 3_000  # boxes up to which chains of boxes are searched
 
 
-def best_placement(problem: Placements) -> torch.Tensor:
-    """The placement that costs least of those that were looked at; the identity if none is better.
+class Placements:
+    """Placements of one mesh on one cluster, and their costs.
+
+    A placement says at each position of the mesh, in row-major order, on which *spot* its rank is.
+    A spot is a set of ranks that are on the same part at every level: ranks of one spot are
+    interchangeable. Spots are numbered so that those of a part follow each other.
+
+    Args:
+        levels: of the cluster, nested, innermost first.
+        shape: of the mesh.
+        weights: of each axis: its share of the traffic.
+        factors: of each level: cost of one step that leaves a part of it.
+
+    Attributes:
+        spot_of_rank: an int64 tensor of shape (world size,).
+        part_of_spot: for each level, the part of each spot, in ascending order: shape (levels,
+            spots).
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        shape: Sequence[int],
+        weights: Sequence[float],
+        factors: Sequence[float],
+    ) -> None:
+        self.shape, self.weights, self.factors = tuple(shape), tuple(weights), tuple(factors)
+        places = torch.stack([level.of_rank for level in reversed(levels)], dim=1)
+        spots, spot_of_rank = torch.unique(places, dim=0, return_inverse=True)  # sorted
+        self.spot_of_rank: torch.Tensor = spot_of_rank
+        parts = spots.T.flip(0)  # those of a level follow each other, in some order
+        changes = parts[:, 1:] != parts[:, :-1]
+        self.part_of_spot = torch.zeros_like(parts)
+        self.part_of_spot[:, 1:] = changes.cumsum(dim=1)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Ranks of each spot."""
+        return self.spot_of_rank.bincount()
+
+    def ring_steps(self, placements: torch.Tensor) -> torch.Tensor:
+        """Ring steps that leave a part, of all groups of an axis together.
+
+        Args:
+            placements: the spot at each position, shape (placements, world size).
+
+        Returns:
+            Shape (placements, axes, levels).
+        """
+        n_placements, world_size = placements.shape
+        steps = placements.new_zeros(n_placements, len(self.shape), len(self.part_of_spot))
+        for index, size in enumerate(self.shape):
+            if size == 1:
+                continue
+            groups = placements.view(n_placements, *self.shape).movedim(index + 1, -1)
+            spots = groups.reshape(n_placements, world_size // size, size)
+            if bool((spots[..., 1:] < spots[..., :-1]).any()):  # often in order; sorting takes long
+                spots = spots.sort(dim=-1).values
+            for level, parts in enumerate(self.part_of_spot):
+                of_rank = parts[spots]  # in order within a group: those of a part are together
+                changes = (of_rank[..., 1:] != of_rank[..., :-1]).sum(dim=-1)
+                steps[:, index, level] = (changes + (changes > 0)).sum(dim=-1)
+        return steps
+
+    def costs(self, placements: torch.Tensor) -> torch.Tensor:
+        """Costs of placements: ring steps times the axis's weight and the level's factor.
+
+        Args:
+            placements: the spot at each position, shape (placements, world size).
+
+        Returns:
+            Shape (placements,), float64.
+        """
+        each = torch.outer(
+            torch.tensor(self.weights, dtype=torch.float64),
+            torch.tensor(self.factors, dtype=torch.float64),
+        )
+        few = max(1, _AT_ONCE // placements.shape[1])
+        steps = torch.cat([self.ring_steps(some) for some in torch.split(placements, few)])
+        return (steps * each).sum(dim=(1, 2))
+
+    def ranks(self, placement: torch.Tensor) -> torch.Tensor:
+        """The ranks of placements: at each position the lowest of its spot that is left.
+
+        Args:
+            placement: the spot at each position, shape (..., world size), as the result.
+        """
+        ranks = self.spot_of_rank.argsort(stable=True).expand(placement.shape)
+        return torch.empty_like(placement).scatter_(-1, placement.argsort(stable=True), ranks)
+
+
+@compat.untraced()
+def placements_of(
+    levels: Sequence[Level],
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None,
+    traffic: Mapping[str, float] | None,
+    factors: Mapping[str, float] | None,
+) -> Placements:
+    """Return the placements of a mesh; reads and checks the arguments of `Topology.order`.
+
+    Raises:
+        ValueError: a mesh of another number of ranks; traffic of an axis or factors of a level
+            that there is not, or which are negative or no finite numbers.
+        RuntimeError: names that repeat or do not match the shape.
+    """
+    shape, world_size = tuple(mesh_shape), len(levels[0].of_rank)
+    size = Layout.from_shape(shape).size
+    names = check_axis_names(mesh_dim_names, len(shape)) or ()
+    if size != world_size:
+        raise ValueError(
+            f"mesh_shape {shape} has {counted(size, 'rank')}, but the topology has {world_size:,}, "
+            "and is of each rank of the mesh. For a mesh over some ranks, make a topology of these "
+            "in their order, and give ranks= yourself."
+        )
+    weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
+    if traffic is not None:
+        said = _checked("traffic", traffic, names, "axes")
+        weights = [said.get(name, 1.0) for name in names or [""] * len(shape)]
+    level_names = [level.name for level in levels]
+    costs = _checked("factors", factors or {}, level_names, "levels")
+    return Placements(levels, shape, weights, [costs.get(name, 1.0) for name in level_names])
+
+
+def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> float:
+    """Compute the cost of a mesh with its ranks in this order; see `Topology.cost`.
+
+    Raises:
+        ValueError: ranks that are not each rank of the world once.
+        RuntimeError: a tensor without values.
+    """
+    plain = None if ranks is None else plain_ranks(ranks)
+    with compat.untraced():
+        in_order = torch.arange(len(problem.spot_of_rank))
+        given = in_order if plain is None else plain.flatten()
+        if not torch.equal(given.sort().values, in_order):
+            raise ValueError(
+                f"An order of {len(in_order)} ranks has each of 0 to {len(in_order) - 1} once, "
+                f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
+            )
+        return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
+
+
+def _checked(
+    what: str, given: Mapping[str, Any], names: Sequence[str], of: str
+) -> dict[str, float]:
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(
+            f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}: name these."
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    for name, value in given.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{what}[{name!r}]={value!r}: give a finite number of 0 or more.")
+    return {name: float(value) for name, value in given.items()}
+
+
+# --- the search ---------------------------------------------------------------------------------
+
+
+def best_order(problem: Placements) -> torch.Tensor:
+    """The ranks of the cheapest placement that was found; 0, 1, 2, ... if none is cheaper.
 
     Returns:
-        The spot at each position, shape (world size,).
+        The rank at each position, shape (world size,).
     """
-    with _one_thread():
-        return _best_placement(problem)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Have torch use one thread: ranks that share a node would wait for each other's threads."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # ranks that share a node would wait for each other's threads
     try:
-        yield
+        return _best_order(problem)
     finally:
         torch.set_num_threads(threads)
 
 
-def _best_placement(problem: Placements) -> torch.Tensor:
+def _best_order(problem: Placements) -> torch.Tensor:
     identity = problem.spot_of_rank
-    tried = torch.stack([identity, *candidates(problem)])
-    costs = problem.costs(tried)
     if _count(problem) <= _SEARCHED_IN_FULL:
-        everything = torch.tensor(list(_arrangements(problem.sizes.tolist())))
-        found = _most_ascending(problem, _cheapest(everything, problem.costs(everything)))
-    elif len(identity) <= _IMPROVED:
-        starts = tried[costs.argsort(stable=True)[:_STARTS]]
-        improved = torch.stack([_improved(problem, start) for start in starts])
-        found = _most_ascending(problem, _cheapest(improved, problem.costs(improved)))
+        tried = torch.tensor(list(_arrangements(problem.sizes.tolist())))
     else:
-        found = _most_ascending(problem, _cheapest(tried, costs))
+        tried = torch.stack([identity, *candidates(problem)])
+        if len(identity) <= _IMPROVED:
+            starts = tried[problem.costs(tried).argsort(stable=True)[:_STARTS]]
+            tried = torch.stack([_improved(problem, start) for start in starts])
+    costs = problem.costs(tried)
+    found = _most_ascending(problem, tried[costs == costs.min()])
     cost_found, cost_identity = problem.costs(torch.stack([found, identity])).tolist()
-    return found if cost_found < cost_identity else identity
-
-
-def _cheapest(placements: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    return placements[costs == costs.min()]
+    return problem.ranks(found) if cost_found < cost_identity else torch.arange(len(identity))
 
 
 def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
@@ -144,7 +303,7 @@ def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
         return
     order = spots
     for parts in [spots, *problem.part_of_spot]:  # stable: the outermost level decides
-        ranks = torch.zeros(int(parts.max()) + 1, dtype=torch.int64).index_add(0, parts, sizes)
+        ranks = _ranks_of_parts(parts, sizes)
         order = order[parts[order].argsort(stable=True)]
         order = order[ranks[parts[order]].argsort(descending=True, stable=True)]
     yield order.repeat_interleave(sizes[order])
@@ -186,11 +345,11 @@ def _packed(problem: Placements, box: int) -> torch.Tensor:
 
 def _part_sizes(problem: Placements) -> list[torch.Tensor]:
     """Ranks of each part, level by level."""
-    sizes = problem.sizes
-    return [
-        torch.zeros(int(parts.max()) + 1, dtype=torch.int64).index_add(0, parts, sizes)
-        for parts in problem.part_of_spot
-    ]
+    return [_ranks_of_parts(parts, problem.sizes) for parts in problem.part_of_spot]
+
+
+def _ranks_of_parts(parts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(int(parts.max()) + 1, dtype=torch.int64).index_add(0, parts, sizes)
 
 
 def _by_weight(problem: Placements) -> list[int]:
@@ -261,7 +420,7 @@ def _cheapest_chains(
 
 
 def _cost_of_box(problem: Placements, box: _Box) -> float:
-    """What leaves the parts of one level if each has a box of the mesh, but for the factor."""
+    """Traffic out of the parts of one level if each has a box of the mesh, but for the factor."""
     world_size = math.prod(problem.shape)
     axes = zip(problem.shape, problem.weights, box, strict=True)
     return sum(weight * world_size / inside for size, weight, inside in axes if inside < size)

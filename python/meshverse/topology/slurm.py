@@ -1,4 +1,4 @@
-"""What Slurm tells: lists of hosts, tasks on each node, and the network in topology.conf.
+"""Forms of Slurm: lists of hosts, tasks on each node, and the network in topology.conf.
 
 The forms are those of Slurm's manual pages srun(1), "OUTPUT ENVIRONMENT VARIABLES", and
 topology.conf(5).
@@ -7,15 +7,14 @@ topology.conf(5).
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-__all__ = ["Network", "expand_hosts", "expand_tasks", "read_network", "switches_of_address"]
 
 _LARGEST_LIST = 1 << 20  # of hosts: more is a typing error
 
-# What the levels of switches are called, from the one that nodes are connected to.
+# Names of the levels of switches, from the one that nodes are connected to.
 _TIERS = ("switch", "spine", "core")
 _BLOCK_TIERS = ("domain", "block")  # topology/block is for NVLink domains
 
@@ -26,57 +25,40 @@ def expand_hosts(text: str) -> list[str]:
     Raises:
         ValueError: brackets that do not match, a range that runs backwards, or too many hosts.
     """
-    hosts = []
-    for part in _split(text):
-        hosts += _expand(part, text)
-        if len(hosts) > _LARGEST_LIST:
+    hosts: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):  # at the commas outside of brackets
+        if not part.strip():
+            raise ValueError(
+                f"The host list {text!r} has an empty part: write hosts as in tux[0-3]."
+            )
+        pieces = re.split(r"\[([^\[\]]*)\]", part.strip())  # every second one was in brackets
+        if any(mark in piece for piece in pieces[::2] for mark in "[]"):
+            raise ValueError(f"The brackets of the host list {text!r} do not match.")
+        choices = [
+            [number for one in piece.split(",") for number in _numbers(one, text)]
+            if index % 2
+            else [piece]
+            for index, piece in enumerate(pieces)
+        ]
+        if len(hosts) + math.prod(map(len, choices)) > _LARGEST_LIST:
             raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
+        hosts += map("".join, itertools.product(*choices))
     return hosts
 
 
-def _split(text: str) -> Iterator[str]:
-    """Parts of a list, at the commas outside of brackets."""
-    depth, start = 0, 0
-    for index, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            break
-        if character == "," and not depth:
-            yield text[start:index].strip()
-            start = index + 1
-    if depth:
-        raise ValueError(f"The brackets of the host list {text!r} do not match.")
-    yield text[start:].strip()
-
-
-def _expand(part: str, text: str) -> list[str]:
-    if not part:
-        raise ValueError(f"The host list {text!r} has an empty part: write hosts as in tux[0-3].")
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    inside, _, tail = rest.partition("]")
-    tails = _expand(tail, text) if tail else [""]
-    numbers = [number for piece in inside.split(",") for number in _numbers(piece, text)]
-    if len(numbers) * len(tails) > _LARGEST_LIST:
-        raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
-    return [f"{head}{number}{end}" for number in numbers for end in tails]
-
-
-def _numbers(piece: str, text: str) -> list[str]:
+def _numbers(piece: str, text: str) -> Sequence[str]:
     """The numbers of "3" or "01-12", with the zeros that they begin with."""
     found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-    if found is None or (found[2] and int(found[2]) < int(found[1])):
+    first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
+    if int(last) < int(first):
         raise ValueError(
             f"{piece!r} in the host list {text!r} is no number and no range: write it as in "
             "tux[0-3,07]."
         )
-    if found[2] is None:
-        return [found[1]]
-    first, last, width = int(found[1]), int(found[2]), len(found[1])
-    if last - first >= _LARGEST_LIST:
+    count = int(last) - int(first) + 1
+    if count > _LARGEST_LIST:
         raise ValueError(f"The host list {text!r} has more than {_LARGEST_LIST} hosts.")
-    return [str(number).zfill(width) for number in range(first, last + 1)]
+    return [str(int(first) + index).zfill(len(first)) for index in range(count)]
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -146,7 +128,7 @@ class Network:
         known = set(self.nodes)
         missing = sorted({node for node in nodes if node not in known})
         if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" * (len(missing) > 8))
+            shown = ", ".join(missing[:8]) + f" and {len(missing) - 8} more" * (len(missing) > 8)
             raise ValueError(
                 f"{self.source} does not name {shown}, on which ranks run: add them, or leave the "
                 "file out."
@@ -171,65 +153,54 @@ def read_network(text: str, source: str) -> Network:
     """
     above: dict[str, str] = {}  # the switch of each node and of each switch, as " name"
     blocks: dict[str, str] = {}
-    for fields, line in _lines(text, source):
+    for line in text.replace("\\\n", " ").splitlines():
+        words = line.partition("#")[0].split()
+        pairs = [word.partition("=") for word in words]
+        if not all(equals and value for _, equals, value in pairs):
+            raise ValueError(f"{source}: {line.strip()!r} is not of the form Name=value ...")
+        fields = {name.lower(): value for name, _, value in pairs}
+        nodes = expand_hosts(fields["nodes"]) if "nodes" in fields else []
         if "switchname" in fields:
-            children = expand_hosts(fields["nodes"]) if "nodes" in fields else []
             switches = expand_hosts(fields["switches"]) if "switches" in fields else []
-            for child in [*children, *(f" {switch}" for switch in switches)]:
+            for child in [*nodes, *(f" {switch}" for switch in switches)]:
                 if above.setdefault(child, fields["switchname"]) != fields["switchname"]:
                     raise ValueError(
                         f"{source}: {child.strip()} is below {above[child]} and below "
                         f"{fields['switchname']}. Name it below one switch."
                     )
-        elif "blockname" in fields and "nodes" in fields:
-            for node in expand_hosts(fields["nodes"]):
+        elif "blockname" in fields:
+            for node in nodes:
                 if blocks.setdefault(node, fields["blockname"]) != fields["blockname"]:
                     raise ValueError(
                         f"{source}: {node} is in {blocks[node]} and in {fields['blockname']}."
                     )
-        elif "blocksizes" not in fields and "blockname" not in fields:
+        elif fields and "blocksizes" not in fields:
             raise ValueError(
-                f"{source}: {line!r} begins with neither SwitchName= nor BlockName=. It is read as "
-                "Slurm's topology.conf; a JSON file begins with {."
+                f"{source}: {line.strip()!r} begins with neither SwitchName= nor BlockName=. It is "
+                "read as Slurm's topology.conf; a JSON file begins with {."
             )
-    nodes = tuple(dict.fromkeys([*(name for name in above if name[0] != " "), *blocks]))
-    if not nodes:
+    known = tuple(dict.fromkeys([*(name for name in above if name[0] != " "), *blocks]))
+    if not known:
         raise ValueError(f"{source} has no line with Nodes=: there is no node in it.")
     levels = {"domain": blocks} if blocks else {}
-    return Network(source, nodes, levels | _tiers(above, source))
-
-
-def _lines(text: str, source: str) -> Iterator[tuple[dict[str, str], str]]:
-    for line in text.replace("\\\n", " ").splitlines():
-        words = line.partition("#")[0].split()
-        if words:
-            pairs = [word.partition("=") for word in words]
-            if not all(equals and value for _, equals, value in pairs):
-                raise ValueError(f"{source}: {line.strip()!r} is not of the form Name=value ...")
-            yield {name.lower(): value for name, _, value in pairs}, line.strip()
+    return Network(source, known, levels | _tiers(above, source))
 
 
 def _tiers(above: Mapping[str, str], source: str) -> dict[str, dict[str, str]]:
-    nodes = [name for name in above if name[0] != " "]
-    chains = {node: _chain(node, above, source) for node in nodes}
-    heights: dict[str, int] = {}
-    for chain in chains.values():
-        for height, switch in enumerate(chain):
-            heights[switch] = max(heights.get(switch, 0), height)
-    # A switch may have nodes, and switches that have nodes: then it is as high as the latter say.
+    chains = {name: _chain(name, above, source) for name in above if name[0] != " "}
+    heights = dict.fromkeys((switch for chain in chains.values() for switch in chain), 0)
+    # A switch is above all below it: one may have nodes, and switches that have nodes.
     for _ in range(max(map(len, chains.values()), default=0)):
         for chain in chains.values():
             for below, switch in itertools.pairwise(chain):
                 heights[switch] = max(heights[switch], heights[below] + 1)
-    tiers: dict[str, dict[str, str]] = {}
-    for height in range(max(heights.values(), default=-1) + 1):
-        tiers[_tier(_TIERS, height)] = {
-            node: next(
-                (switch for switch in reversed(chain) if heights[switch] <= height), chain[0]
-            )
+    return {
+        _tier(_TIERS, height): {
+            node: next((each for each in reversed(chain) if heights[each] <= height), chain[0])
             for node, chain in chains.items()
         }
-    return tiers
+        for height in range(max(heights.values(), default=-1) + 1)
+    }
 
 
 def _chain(node: str, above: Mapping[str, str], source: str) -> list[str]:

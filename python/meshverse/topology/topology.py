@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,21 +13,20 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
+from meshverse.nearest import counted
 from meshverse.options.group_options import check_timeout
 from meshverse.world.world import World
 
-from .levels import Level, level_of_blocks, levels_of, nested
+from .levels import Level, level_of, level_of_blocks, nested
 
 # The other files are imported where they are used: most programs that import Meshverse use none.
-
-__all__ = ["Topology"]
 
 
 class Topology:
     """Which node, NVLink domain and switch each rank of a world is on.
 
     The levels are nested: all ranks of a node are on one switch. A domain may have several nodes,
-    or a node several domains. Levels can have any names; "node" is the one that `explain()` tells.
+    or a node several domains. Levels can have any names; `explain()` shows the one called "node".
 
     Args:
         parts: for each level, innermost first, the name of the part that each rank is on, one a
@@ -52,7 +50,7 @@ class Topology:
     levels: tuple[Level, ...]
 
     def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
-        self.levels = levels_of(parts)
+        self.levels = nested([level_of(name, of_rank) for name, of_rank in parts.items()])
 
     @classmethod
     def _of(cls, levels: Sequence[Level]) -> Topology:
@@ -93,7 +91,7 @@ class Topology:
 
     @classmethod
     def from_environment(cls, network_file: str | os.PathLike[str] | None = None) -> Topology:
-        """The nodes that torchrun or Slurm's srun started the ranks on. No rank is asked.
+        """Read on which nodes torchrun or Slurm's srun started the ranks. No rank is asked.
 
         From torchrun: `LOCAL_WORLD_SIZE`, `GROUP_RANK` and their like; a rank knows how many ranks
         its own node has, so nodes of different sizes are refused. From Slurm, otherwise: the nodes
@@ -101,14 +99,14 @@ class Topology:
         (`SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE`), in blocks or cyclic
         (`SLURM_DISTRIBUTION`).
 
-        `SLURM_TOPOLOGY_ADDR` tells the switches of this process's node only. So it is used where
+        `SLURM_TOPOLOGY_ADDR` has the switches of this process's node only. So it is used where
         the job has one node. For more, give the network file, or use `detect()`.
 
         Args:
-            network_file: Slurm's topology.conf, which tells how nodes are connected.
+            network_file: Slurm's topology.conf, which has how nodes are connected.
 
         Raises:
-            ValueError: variables that are missing, contradict each other or tell too little; a bad
+            ValueError: variables that are missing, contradict each other or say too little; a bad
                 file, or one that does not name a node of the job.
             OSError: the file cannot be read.
         """
@@ -124,7 +122,7 @@ class Topology:
         nodes: str | Sequence[str] | None = None,
         node_size: int | None = None,
     ) -> Topology:
-        """A topology from a file: what `save` wrote, or Slurm's topology.conf.
+        """Read a file that `save` wrote, or Slurm's topology.conf.
 
         Ours is JSON with the ranks of each part, by level:
 
@@ -157,14 +155,14 @@ class Topology:
         network_file: str | os.PathLike[str] | None = None,
         timeout: timedelta | None = None,
     ) -> Topology:
-        """Where the ranks of the default process group are, as they tell each other.
+        """Find out where the ranks of the default process group are: each of them says it.
 
-        All ranks call this together, after `init_process_group()`. Each writes one key of the
-        default group's store; rank 0 reads them and writes one compact text, which each other rank
-        reads. No process group is made and no collective is called.
+        All ranks call this together, after `init_process_group()`. They have a rendezvous in the
+        default group's store: each writes one key, and the last to come writes one compact text,
+        which the others read. No process group is made and no collective is called.
 
-        A rank tells its node (Slurm's name or the host name, apart for different boots), the
-        switches in `SLURM_TOPOLOGY_ADDR`, and the NVLink domain where NVIDIA's driver knows one
+        A rank gives its node (Slurm's name or the host name, with the boot where nodes share it),
+        the switches in `SLURM_TOPOLOGY_ADDR`, and the NVLink domain where NVIDIA's driver knows one
         over several nodes (its clique). A rank that knows no domain, where others do, has one with
         the ranks of its node.
 
@@ -177,12 +175,12 @@ class Topology:
 
         Raises:
             RuntimeError: there is no default process group, or no store; ranks did not come in
-                time, who are named. All ranks that wait get that.
-            ValueError: ranks on a node that no switch is told of, where others tell; a bad file.
-            TypeError: names that are no strings; the other ranks get a RuntimeError that says it.
+                time, who are named. All ranks that wait raise that.
+            ValueError: ranks that give no switch, where others do; a bad file.
+            TypeError: names that are no strings; the other ranks raise a RuntimeError that says it.
             OSError: the file cannot be read.
         """
-        from .detection import levels_detected, own_place
+        from .detection import levels_detected
 
         world = World.current()
         if world is None:
@@ -193,10 +191,9 @@ class Topology:
         if timeout is not None:
             check_timeout(timeout)
         limit = timeout or world.default_options.timeout or dist.default_pg_timeout
-        own = partial(own_place, node, domain, switches)
-        return cls._of(levels_detected(own, network_file, world, limit))
+        return cls._of(levels_detected(node, domain, switches, network_file, world, limit))
 
-    # --- what it says ---------------------------------------------------------------------------
+    # --- reading it -----------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -204,7 +201,7 @@ class Topology:
         return len(self.levels[0].of_rank)
 
     def level(self, name: str) -> Level | None:
-        """The level of this name; None if it is not known here."""
+        """Return the level of this name; None if it is not known here."""
         return next((level for level in self.levels if level.name == name), None)
 
     def check_has(self, rank_map: RankMap) -> None:
@@ -218,7 +215,7 @@ class Topology:
 
     @compat.untraced()
     def spans(self, name: str, ranks: Sequence[int]) -> int | None:
-        """On how many parts of a level some ranks are; None if the level is not known.
+        """Count the parts of a level that some ranks are on; None if the level is not known.
 
         Args:
             name: of the level, such as "node".
@@ -230,7 +227,7 @@ class Topology:
         return len(set(level.of_rank[torch.tensor(ranks, dtype=torch.int64)].tolist()))
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """The ranks of each part of each level, in ranges: what a JSON file of ours has."""
+        """Return the ranks of each part of each level, in ranges, as in a JSON file of ours."""
         from .files import levels_to_dict
 
         return levels_to_dict(self.levels)
@@ -253,7 +250,7 @@ class Topology:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{level.name}: {len(level.parts)}" for level in self.levels)
-        return f"Topology({self.world_size} ranks; {counts})"
+        return f"Topology({counted(self.world_size, 'rank')}; {counts})"
 
     # --- placing a mesh on it -------------------------------------------------------------------
 
@@ -266,9 +263,9 @@ class Topology:
         *,
         factors: Mapping[str, float] | None = None,
     ) -> torch.Tensor:
-        """The order of ranks that keeps axes with much traffic inside nodes, domains, switches.
+        """Find the order that keeps axes with much traffic inside nodes, domains, switches.
 
-        What it makes small is the cost of the mesh, which `cost` tells: for each axis and level,
+        It minimizes the cost of the mesh, as `cost` gives it: for each axis and level,
         the ring steps of all groups of the axis that leave a part of the level, times the axis's
         traffic, times the level's factor. Of a group with ranks on n parts, n steps leave one, or
         none if n is 1 (NCCL builds its rings so, whatever the order of the ranks in the group).
@@ -283,11 +280,11 @@ class Topology:
         Args:
             mesh_shape: size of each axis.
             mesh_dim_names: of the axes.
-            traffic: what a rank sends along each axis, relative to the other axes. An axis that is
-                not named counts 1. By default each axis has 10 times that of the axis before it, so
-                the last one has most.
-            factors: what one step that leaves a part of a level costs: 1 for each that is not
-                named. Levels add up: a step that leaves a switch leaves a node as well.
+            traffic: of a rank along each axis, relative to the other axes. An axis that is not
+                named counts 1. By default each axis has 10 times that of the axis before it, so the
+                last one has most.
+            factors: cost of one step that leaves a part of a level: 1 for each that is not named.
+                Levels add up: a step that leaves a switch leaves a node as well.
 
         Returns:
             The rank at each position of the mesh in row-major order, shape (world size,): the
@@ -298,14 +295,9 @@ class Topology:
                 that there is not, or which are negative or no finite numbers.
             RuntimeError: names that repeat or do not match the shape.
         """
-        from .cost import placements_of
-        from .orders import best_placement
+        from .orders import best_order, placements_of
 
-        problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
-        placement = best_placement(problem)
-        if placement is problem.spot_of_rank:
-            return torch.arange(self.world_size)
-        return problem.ranks(placement)
+        return best_order(placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors))
 
     def cost(
         self,
@@ -316,7 +308,7 @@ class Topology:
         *,
         factors: Mapping[str, float] | None = None,
     ) -> float:
-        """What a mesh costs with its ranks in this order; see `order`, which makes it small.
+        """Compute the cost of a mesh with its ranks in this order; see `order`, which minimizes it.
 
         Args:
             ranks: the rank at each position in row-major order; None for 0, 1, 2, ...
@@ -329,7 +321,7 @@ class Topology:
             ValueError: as `order`, or ranks that are not each rank of the world once.
             RuntimeError: as `order`, or a tensor without values.
         """
-        from .cost import cost_of, placements_of
+        from .orders import cost_of, placements_of
 
         problem = placements_of(self.levels, mesh_shape, mesh_dim_names, traffic, factors)
         return cost_of(problem, ranks)
