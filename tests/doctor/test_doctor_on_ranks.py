@@ -141,9 +141,18 @@ def test_srun_as_the_page_shows_it() -> None:
 def test_tables_are_for_people() -> None:
     (zero, one) = _ends(_start([0, 1], 2, "dp=2", "--megabytes", "0.1"))
     assert (zero[0], one) == (0, (0, "", ""))
-    assert "2 on 1 hosts, backend gloo" in zero[1]
+    assert "2 on 1 host, backend gloo" in zero[1]
     assert "bandwidth" in zero[1]
     assert zero[1].rstrip().endswith("All is well.")
+
+
+def test_without_a_view_it_checks_the_world() -> None:
+    ends = _ends(_start([0, 1], 2, "--json", "--megabytes", "0.1", "--view", "a=-1,b=1"))
+    (axis, _) = json.loads(ends[0][1])["axes"]
+    assert (axis["axes"], axis["size"], axis["count"]) == (["a"], 2, 1)
+    ends = _ends(_start([0, 1], 2, "--json", "--megabytes", "0.1"))
+    (axis,) = json.loads(ends[0][1])["axes"]
+    assert (axis["axes"], axis["size"], axis["count"]) == (["world"], 2, 1)
 
 
 def test_ranks_that_differ_are_told_with_what() -> None:
@@ -168,8 +177,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
     for status, out, err in ends:
         assert (status, out) == (1, "")
         assert "Traceback" not in err
-    told = [err for _, _, err in ends if f"rank {missing} has not started" in err]
-    assert told, ends
+    (told,) = [err for _, _, err in ends if err]  # by one rank
+    assert f"rank {missing} has not started" in told
 
 
 def test_a_rank_that_stops_in_the_middle_is_named() -> None:
@@ -185,11 +194,10 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
         ranks[2].kill()
         ranks[2].communicate()
     assert [status for status, _, _ in ends] == [1, 1]
-    name = f"rank 2 on {socket.gethostname()}"
-    assert any(
-        name in err and ("no sign of life" in err or "still in" in err) for _, _, err in ends
-    )
-    assert all("the all-reduces of axis dp" in err for _, _, err in ends), ends
+    (told,) = [err for _, _, err in ends if err]  # by one rank
+    host = socket.gethostname()
+    assert f"rank 2 on {host} gives no sign of life in: the all-reduces of axis dp" in told
+    assert not re.search(f"rank [01] on {host} (gives no|is still)", told)  # which live
 
 
 def _wait_for_note(rank: int, port: int, text: str) -> None:
@@ -214,15 +222,57 @@ def _wait_for_note(rank: int, port: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dp=3"], "has 3 ranks, but the world has 2"),
-        (["dp=2", "--timeout", "0"], "--timeout 0.0: give a number above 0"),
-        (["dp=2", "--megabytes", "-1"], "give a number above 0"),
+        (["dp=2"], "has 2 ranks, but the world has 3"),
+        (["dp=3", "--timeout", "0"], "--timeout 0.0: give a number above 0"),
+        (["dp=3", "tp=1"], "dp=3 tp=1: write the axes of a view without spaces, as dp=3,tp=1"),
     ],
 )
-def test_what_cannot_be_asked_ends_with_2(arguments: list[str], said: str) -> None:
-    for status, _, err in _ends(_start([0, 1], 2, *arguments)):
-        assert status == 2
-        assert said in err
+def test_what_cannot_be_asked_ends_with_2_and_is_said_once(arguments, said: str) -> None:
+    ends = _ends(_start([0, 1, 2], 3, *arguments))
+    assert [status for status, _, _ in ends] == [2, 2, 2]
+    (line,) = "".join(err for _, _, err in ends).splitlines()
+    assert said in line
+
+
+_PRINTS_LATE = """
+import builtins, os, sys, time
+from meshverse.commands.main import main
+
+said, rank = sys.argv[1], int(os.environ["RANK"])
+plain = print
+
+def late(*values, **options):
+    time.sleep(4)
+    plain(*values, **options)
+    open(said, "a").write("said")
+
+builtins.print = late
+status = main(["doctor", *sys.argv[2:]])
+assert os.path.exists(said), f"rank {rank} ended before somebody had spoken"
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "status"),
+    [
+        ([], {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}, 1),  # a problem
+        (["dp=4"], {}, 2),
+        (["--timeout", "3"], {}, 1),  # of a world of 4
+    ],
+    ids=["problem", "wrong view", "missing rank"],
+)
+def test_no_rank_ends_before_the_report_is_printed(tmp_path: Path, arguments, own, status) -> None:
+    script, said = tmp_path / "late.py", tmp_path / "said"
+    script.write_text(_PRINTS_LATE)
+    size = 4 if "--timeout" in arguments else 3
+    ranks = [
+        Forked([str(script), str(said), *arguments], env=environment)
+        for environment in _environments([0, 1, 2], size, own=own)
+    ]
+    ends = _ends(ranks)
+    assert [status_of for status_of, _, _ in ends] == [status] * 3, ends
+    assert said.read_text() == "said"  # once
 
 
 def test_without_a_launcher_it_says_how_to_start() -> None:

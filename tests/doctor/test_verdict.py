@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshverse.doctor.verdict import judge
+from meshverse.doctor.examination import judge
 from meshverse.planner import plan
 
 PLAN = plan(["dp=4,tp=2"], backend="gloo")
@@ -57,6 +57,7 @@ def test_a_wrong_sum_is_a_problem() -> None:
     assert found.problems == ["An all-reduce along axis tp gave a wrong sum."]
     assert not found.is_well
     assert "WRONG" in str(found)
+    assert str(found).endswith("\n1 problem.")
 
 
 def test_a_clock_that_is_off_is_a_problem() -> None:
@@ -73,9 +74,9 @@ def test_ranks_that_are_not_in_blocks_are_told() -> None:
         each["host"] = f"n{rank % 2}"
     found = judge(PLAN, measured)
     assert found.notes == [
-        f"A group of axis {axis} spans up to {real} hosts. With ranks in blocks of "
-        f"LOCAL_WORLD_SIZE it would be {meant}."
-        for axis, real, meant in (("dp", 1, 2), ("tp", 2, 1))
+        f"A group of axis {axis} spans up to {real}. With ranks in blocks of LOCAL_WORLD_SIZE it "
+        f"would be {meant}."
+        for axis, real, meant in (("dp", "1 host", 2), ("tp", "2 hosts", 1))
     ]
     assert found.is_well
 

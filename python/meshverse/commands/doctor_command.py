@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from datetime import timedelta
 
-from meshverse.doctor import Examination, examine
-from meshverse.doctor.roll_call import NotAllHereError
+from meshverse.doctor import Examination, NotAllHereError, examine
+from meshverse.doctor.roll_call import report_once
+from meshverse.pictures.model import printable
 
-__all__ = ["add_doctor"]
+from .plan_command import one_view
 
 _EXAMPLES = """\
 examples:
+  torchrun --nproc-per-node 4 -m meshverse doctor
   torchrun --nproc-per-node 4 -m meshverse doctor dp=2,tp=2
-  torchrun ... -m meshverse doctor dp=64,tp=8 --view pp=8,dp=8,tp=8 --timeout 120 --json
+  torchrun ... -m meshverse doctor dp=-1,tp=8 --view pp=8,dp=-1,tp=8 --timeout 120 --json
 
 srun sets other variables than torchrun. Pass them on, in a job with --ntasks-per-node:
   export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500
   srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID \\
     LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE python -m meshverse doctor dp=64,tp=8'
 
-The exit status is 0 if all is well, 1 if there is a problem or a rank does not answer, and 2 if
-what was asked for cannot be done.
+One rank prints. The exit status is 0 if all is well, 1 if there is a problem or a rank does not
+answer, and 2 if the command cannot be done.
 """
 
 
-_TABLE_WIDTH = 110
 _LARGEST = 1_000_000
 
 
@@ -43,7 +43,12 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("mesh", help="the world's axes in order, as of meshverse plan: dp=2,tp=2")
+    parser.add_argument(
+        "mesh",
+        nargs="*",
+        help="the world's axes in order, as of meshverse plan: dp=2,tp=2 (default: one of all "
+        "ranks)",
+    )
     parser.add_argument("--view", action="append", default=[], help="another view of the world")
     parser.add_argument("--backend", help="of all groups (default: nccl where there is CUDA)")
     parser.add_argument(
@@ -57,48 +62,31 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name in ("timeout", "megabytes"):
-        if not 0 < getattr(arguments, name) <= _LARGEST:
-            raise ValueError(
-                f"--{name} {getattr(arguments, name)}: give a number above 0, {_LARGEST:,} at most."
-            )
+    def report(result: Examination | Exception) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads; the status stays
+            if isinstance(result, Exception):
+                lines = "\n".join(map(printable, str(result).splitlines()))
+                print(f"meshverse doctor: {lines}", file=sys.stderr)  # noqa: T201
+            else:
+                print(result.to_json() if arguments.json else result, flush=True)  # noqa: T201
+
     try:
+        for name in ("timeout", "megabytes"):
+            if not 0 < getattr(arguments, name) <= _LARGEST:
+                raise ValueError(
+                    f"--{name} {getattr(arguments, name)}: give a number above 0, {_LARGEST:,} at "
+                    "most."
+                )
         found = examine(
-            [arguments.mesh, *arguments.view],
+            [*one_view(arguments.mesh), *arguments.view],
             backend=arguments.backend,
             timeout=timedelta(seconds=arguments.timeout),
             large_bytes=max(int(arguments.megabytes * 2**20), 1),
+            report=report,
         )
-    except NotAllHereError as error:
-        print(f"meshverse doctor: {error}", file=sys.stderr)  # noqa: T201
+    except NotAllHereError:  # which one rank has reported
         return 1
-    if int(os.environ["RANK"]) == 0:
-        # rich ends the process where nobody reads; the status says what was found all the same
-        with contextlib.suppress(BrokenPipeError, SystemExit):
-            if arguments.json:
-                print(found.to_json())  # noqa: T201
-            else:
-                _show(found)
+    except (OSError, ValueError) as error:
+        report_once(error, report)
+        return 2
     return 0 if found.is_well else 1
-
-
-def _show(found: Examination) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(found)  # noqa: T201
-        return
-    console = Console()
-    console.width = max(console.width, _TABLE_WIDTH)  # a log, too, has room for it
-    facts = Table(show_header=False, box=None)
-    for row in found.facts():
-        facts.add_row(*row)
-    titles, *rows = found.rows()
-    table = Table()
-    for title in titles:
-        is_number = title not in ("axes", "layout", "slow groups")
-        table.add_column(title, justify="right" if is_number else "left")
-    for one in rows:
-        table.add_row(*one)
-    console.print(facts, table, *found.verdict(), sep="\n", markup=False, highlight=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -19,29 +20,23 @@ from meshverse.planner import Plan, View, plan
 from meshverse.report.environment import environment_report
 from meshverse.report.tables import shortened_ranks
 
-from .examination import Examination
-from .measuring import (
-    GroupMeasured,
-    clock_readings,
-    compute_seconds,
-    measure_group,
-    store_seconds,
-)
-from .roll_call import NotAllHereError, RollCall, open_store
-from .verdict import judge
-
-__all__ = ["examine"]
+from .examination import Examination, judge
+from .roll_call import NotAllHereError, Report, RollCall, place_of_this_rank
 
 _calls = itertools.count()
 _LONGEST, _SHORTEST = timedelta(days=30), timedelta(milliseconds=1)
 
+_STORE_TURNS, _CLOCK_TURNS, _SMALL_TURNS, _LARGE_TURNS, _COMPUTE_TURNS = 20, 5, 20, 5, 5
+_MATRIX = 512
+
 
 def examine(
-    views: Sequence[View | Mapping[str, int] | str],
+    views: Sequence[View | Mapping[str, int] | str] = (),
     *,
     backend: str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     large_bytes: int = 16 << 20,
+    report: Report | None = None,
 ) -> Examination:
     """Check the ranks of a job, and the process groups that these views of it make.
 
@@ -50,10 +45,14 @@ def examine(
     makes the default process group itself, and destroys it.
 
     Args:
-        views: as of `meshverse.planner.plan`; the world's size is that of the job.
+        views: as of `meshverse.planner.plan`; the world's size is that of the job. By default one
+            axis of all ranks.
         backend: by default "nccl" where there is CUDA, else "gloo".
         timeout: how long to wait for another rank: from 1 ms to 30 days.
         large_bytes: of the large all-reduce, on each rank.
+        report: called on one rank with the `Examination`, or with the `NotAllHereError` that all
+            ranks raise. The others wait until it has returned. So it can print, although a
+            launcher such as torchrun ends all ranks as soon as one has failed.
 
     Returns:
         The same on all ranks.
@@ -65,58 +64,34 @@ def examine(
             default process group already. Nothing was started then.
     """
     call = next(_calls)  # first: also a rank that cannot take part has then had this call
-    rank, world_size = _place_of_this_rank()
+    rank, world_size = place_of_this_rank()
     _check_limits(timeout, large_bytes)
-    planned = plan(views, world_size=world_size, backend=backend or _default_backend(), rank=rank)
+    planned = plan(
+        views or [{"world": world_size}],
+        world_size=world_size,
+        backend=backend or _default_backend(),
+        rank=rank,
+    )
     _check_backend(planned.backend)
     if dist.is_initialized():
         raise ValueError(
             "There is a default process group already. The examination makes its own: call it "
             "before init_process_group() or after destroy_process_group()."
         )
-    store = open_store(rank, world_size, timeout, call)
-    roll = RollCall(store, rank, world_size, timeout)
-    examiner = _Examiner(planned, store, roll, timeout)
+    report = report or (lambda _: None)
     try:
-        with roll.living():
-            measured = roll.gather("measured", examiner.measure(large_bytes))
-            found = None if measured is None else judge(planned, measured)
-            data = roll.tell("found", None if found is None else found.to_dict())
-            roll.gather("read", True)  # rank 0 may host the store, so it leaves last
-    except NotAllHereError as error:
-        if rank == 0:
-            roll.tell_failure(str(error))
+        roll = RollCall(rank, world_size, timeout, call, report)
+    except NotAllHereError as error:  # of this rank alone: it has nobody to tell
+        report(error)
         raise
-    return found or Examination.from_dict(data)
-
-
-def _place_of_this_rank() -> tuple[int, int]:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not set: start one process for each rank, such as with torchrun "
-            "--nproc-per-node 4 -m meshverse doctor dp=2,tp=2."
-        )
-    world_size = _variable("WORLD_SIZE", 1, None)
-    rank = _variable("RANK", 0, world_size - 1)
-    _variable("MASTER_PORT", 1, 2**16 - 1)
-    for name, smallest in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
-        if name in os.environ:
-            _variable(name, smallest, None)
-    return rank, world_size
-
-
-def _variable(name: str, smallest: int, largest: int | None) -> int:
-    text = os.environ[name].strip()
-    value = int(text) if text.isdecimal() else -1
-    if value < smallest or (largest is not None and value > largest):
-        limit = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-        raise ValueError(
-            f"{name}={os.environ[name]!r} in the environment: the launcher has to give an int "
-            f"{limit}."
-        )
-    return value
+    with roll.living():
+        measured = roll.gather("measured", _Examiner(planned, roll, timeout).measure(large_bytes))
+        found = None if measured is None else judge(planned, measured)
+        if found is not None:
+            report(found)
+        data = roll.tell("found", found and found.to_dict())
+        roll.gather("read", True)  # rank 0 may host the store, so it leaves last
+    return Examination.from_dict(data)
 
 
 def _check_limits(timeout: Any, large_bytes: Any) -> None:
@@ -155,7 +130,7 @@ def _default_backend() -> str:
 
 @contextmanager
 def _own_device(backend: str) -> Iterator[torch.device]:
-    """The device of this rank, as the current one. What was set before is set again after it."""
+    """Make this rank's device the current one; set afterwards what was set before."""
     if "nccl" not in backend:
         yield torch.device("cpu")
         return
@@ -167,7 +142,7 @@ def _own_device(backend: str) -> Iterator[torch.device]:
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Else NCCL ends the process when a rank does not answer, and nobody says which one."""
+    """Keep NCCL from ending the process when a rank does not answer: nobody would say which."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -179,23 +154,20 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class _Examiner:
-    """Measures what one rank can.
+    """The measurements of one rank.
 
     Args:
         planned: the groups to make.
-        store: of the job.
-        roll: what the ranks note for each other.
+        roll: notes of the ranks.
         timeout: how long to wait for another rank.
     """
 
-    def __init__(
-        self, planned: Plan, store: dist.Store, roll: RollCall, timeout: timedelta
-    ) -> None:
-        self._plan, self._store, self._roll, self._timeout = planned, store, roll, timeout
+    def __init__(self, planned: Plan, roll: RollCall, timeout: timedelta) -> None:
+        self._plan, self._roll, self._timeout = planned, roll, timeout
         self._host = socket.gethostname()
 
     def measure(self, large_bytes: int) -> dict[str, Any]:
-        """All that this rank has to tell, as plain data."""
+        """Measure the store, the clock, this rank's speed and its groups, as plain data."""
         rank, everybody = self._plan.mine.rank, range(self._plan.world)
         with self._step("the roll call", everybody):
             self._roll.gather("here", True)
@@ -203,34 +175,31 @@ class _Examiner:
         report: dict[str, Any] = {
             "host": self._host,
             "environment": environment_report(),
-            "store_seconds": store_seconds(self._store, rank),
+            "store_seconds": _store_seconds(self._roll.store, rank),
         }
         with _own_device(self._plan.backend) as device:
             try:
-                self._start()
+                with self._step("starting the default process group", everybody):
+                    dist.init_process_group(
+                        self._plan.backend,
+                        store=dist.PrefixStore("default group", self._roll.store),
+                        rank=rank,
+                        world_size=self._plan.world,
+                        timeout=self._timeout,
+                    )
                 with self._step("the barriers", everybody):
-                    report["clock"] = clock_readings()
-                report["compute_seconds"] = compute_seconds(device)
+                    report["clock"] = _clock_readings()
+                report["compute_seconds"] = _compute_seconds(device)
                 with self._step("making the process groups", everybody):
                     groups = self._make_groups(device.type)
                 report["groups"] = [
-                    asdict(self._measure(group, axes.axes, device, large_bytes))
+                    self._measure(group, axes.axes, device, large_bytes)
                     for group, axes in zip(groups, self._plan.groups, strict=True)
                 ]
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
         return report
-
-    def _start(self) -> None:
-        with self._step("starting the default process group", range(self._plan.world)):
-            dist.init_process_group(
-                self._plan.backend,
-                store=dist.PrefixStore("default group", self._store),
-                rank=self._plan.mine.rank,
-                world_size=self._plan.world,
-                timeout=self._timeout,
-            )
 
     def _make_groups(self, device_type: str) -> list[dist.ProcessGroup]:
         universe: Universe | None = None
@@ -250,27 +219,119 @@ class _Examiner:
         axes: Sequence[str],
         device: torch.device,
         large_bytes: int,
-    ) -> GroupMeasured:
+    ) -> dict[str, Any]:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
-            return GroupMeasured(tuple(ranks), True, 0.0, 0.0, large_bytes)
+            return _group_dict(ranks, True, 0.0, 0.0, large_bytes)
         with self._step(f"waiting for all before axis {axes[0]}", range(self._plan.world)):
             dist.barrier()
         with self._step(f"the all-reduces of axis {', '.join(axes)}", ranks):
-            return measure_group(group, device, large_bytes)
+            return _measure_group(group, device, large_bytes)
 
     @contextmanager
-    def _step(self, what: str, ranks: Sequence[int]) -> Any:
-        """A step that other ranks take part in: if it fails, say which of them are behind."""
-        self._roll.begin(what, self._host)
+    def _step(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Note a step that other ranks take part in; if it fails, find out whom they wait for."""
         try:
+            self._roll.begin(what, self._host)
             yield
         except NotAllHereError:
             raise
         except RuntimeError as error:
-            who = self._roll.who_is_behind(ranks)
-            reason = str(error).splitlines()[0]
-            raise NotAllHereError(
+            raise self._roll.failure(
                 f"Rank {self._plan.mine.rank} on {self._host} failed in {what}, with ranks "
-                f"{shortened_ranks(ranks)}: {who or 'no rank is behind'}. The error was: {reason}"
+                f"{shortened_ranks(ranks)}",
+                f" The error was: {str(error).splitlines()[0]}",
             ) from error
+
+
+# --- measurements of one rank -------------------------------------------------------------------
+
+
+def _store_seconds(store: dist.Store, rank: int) -> float:
+    """Seconds that writing a key of the store and reading it take; the median of 20."""
+
+    def write_and_read() -> None:
+        store.set(f"latency {rank}", "x")
+        store.get(f"latency {rank}")
+
+    return _median_seconds(write_and_read, _STORE_TURNS)
+
+
+def _clock_readings() -> list[float]:
+    """This rank's clock after each of 5 barriers, which all ranks leave at nearly the same time."""
+    readings = []
+    for _ in range(_CLOCK_TURNS):
+        dist.barrier()
+        readings.append(time.time())
+    return readings
+
+
+def _compute_seconds(device: torch.device) -> float:
+    """Seconds that a product of two 512 x 512 matrices takes on this rank; the median of 5."""
+    matrix = torch.ones(_MATRIX, _MATRIX, device=device)
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix)
+        _finish(device)
+
+    multiply()
+    return _median_seconds(multiply, _COMPUTE_TURNS)
+
+
+def _measure_group(
+    group: dist.ProcessGroup, device: torch.device, large_bytes: int
+) -> dict[str, Any]:
+    """All-reduce known numbers in a group, then time small and large ones. Its members all call it.
+
+    Args:
+        group: to be measured.
+        device: of the tensors.
+        large_bytes: of the large tensor.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    # In one of these, a rank whose part is lost or comes twice changes the sum.
+    mine = torch.tensor([dist.get_rank() + 1, 1], dtype=torch.int64, device=device)
+    dist.all_reduce(mine, group=group)
+    is_right = mine.tolist() == [sum(ranks) + len(ranks), len(ranks)]
+    large = torch.ones(max(large_bytes // 4, 1), device=device)
+    dist.all_reduce(large, group=group)
+    is_right = is_right and bool((large == len(ranks)).all())
+    small = torch.zeros(1, dtype=torch.int64, device=device)
+    large.zero_()
+
+    def seconds(tensor: torch.Tensor, turns: int) -> float:
+        def once() -> None:
+            dist.all_reduce(tensor, group=group)
+            _finish(device)
+
+        return _median_seconds(once, turns)
+
+    small_seconds, large_seconds = seconds(small, _SMALL_TURNS), seconds(large, _LARGE_TURNS)
+    return _group_dict(ranks, is_right, small_seconds, large_seconds, large.nbytes)
+
+
+def _group_dict(
+    ranks: Sequence[int], is_right: bool, small: float, large: float, large_bytes: int
+) -> dict[str, Any]:
+    """All-reduces in one group, as one rank saw them: whether sums were right, medians in s."""
+    return {
+        "ranks": list(ranks),
+        "is_right": is_right,
+        "small_seconds": small,
+        "large_seconds": large,
+        "large_bytes": large_bytes,
+    }
+
+
+def _median_seconds(action: Callable[[], None], turns: int) -> float:
+    seconds = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

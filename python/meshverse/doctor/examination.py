@@ -1,15 +1,28 @@
-"""What `meshverse doctor` found: as data, and as tables for people."""
+"""The result of an examination: judged from the measurements of all ranks; as data and a table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from meshverse.nearest import counted
+from meshverse.planner import Places, Plan, plan
 from meshverse.report.tables import aligned, in_bytes, in_seconds, shortened_ranks
 
-__all__ = ["AxisExamined", "Examination"]
+_CLOCK_TOLERANCE = 1.0
+"""Seconds by which clocks may differ: logs of the ranks are still in order, leases still hold."""
+
+_SLOW = 2.0
+"""Number of times the median of its equals from which on something is called slow."""
+
+# Lines that may differ between ranks of one job: where each of them is.
+_OWN = ("LOCAL_WORLD_SIZE", "NCCL_HOSTID", "TORCH_NCCL_DEBUG_INFO", "platform")
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class Examination:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Examination:
-        """What `to_dict` gave."""
+        """Read what `to_dict` gave."""
         fields = {name: value for name, value in data.items() if name != "is_well"}
         return Examination(**{**fields, "axes": [AxisExamined(**one) for one in data["axes"]]})
 
@@ -104,9 +117,10 @@ class Examination:
         return [titles, *map(_row, self.axes)]
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was measured of the ranks themselves: names and values."""
+        """Measurements of the ranks themselves: names and values."""
+        hosts = counted(len(set(self.hosts)), "host")
         return [
-            ("ranks", f"{self.world:,} on {len(set(self.hosts)):,} hosts, backend {self.backend}"),
+            ("ranks", f"{self.world:,} on {hosts}, backend {self.backend}"),
             ("versions", ", ".join(f"{n} {self.environment[n]}" for n in ("meshverse", "torch"))),
             ("store", _median_and_largest(self.store_seconds)),
             (
@@ -120,7 +134,7 @@ class Examination:
         """Problems and notes, a line each, and the last word."""
         lines = [f"Problem: {problem}" for problem in self.problems]
         lines += [f"Note: {note}" for note in self.notes]
-        last = "All is well." if self.is_well else f"{len(self.problems)} problems."
+        last = "All is well." if self.is_well else f"{counted(len(self.problems), 'problem')}."
         return [*lines, last]
 
     def __str__(self) -> str:
@@ -147,3 +161,161 @@ def _row(axis: AxisExamined) -> list[str]:
         str(axis.nodes),
         "; ".join(shortened_ranks(ranks) for ranks in axis.slow_groups) or "none",
     ]
+
+
+# --- judging ------------------------------------------------------------------------------------
+
+
+def judge(planned: Plan, measured: Sequence[dict[str, Any]]) -> Examination:
+    """Say what is wrong and what is slow.
+
+    Args:
+        planned: the groups that were made.
+        measured: what each rank has measured, in order of rank.
+    """
+    hosts = [str(each["host"]) for each in measured]
+    problems, notes = [], []
+    for name, ranks_of in differing([each["environment"] for each in measured]).items():
+        values = "; ".join(
+            f"{value} on rank{'s' * (len(ranks) > 1)} {shortened_ranks(ranks)}"
+            for value, ranks in ranks_of.items()
+        )
+        problems.append(f"{name} is not the same on all ranks: {values}.")
+    offsets = clock_offsets([each["clock"] for each in measured])
+    for rank, offset in enumerate(offsets):
+        if abs(offset) > _CLOCK_TOLERANCE:
+            problems.append(
+                f"The clock of rank {rank} on {hosts[rank]} is {offset:+.1f} s off that of rank 0."
+            )
+    axes = _judge_axes(planned, measured, hosts)
+    for axis in axes:
+        name = ", ".join(axis.axes)
+        if not axis.is_right:
+            problems.append(f"An all-reduce along axis {name} gave a wrong sum.")
+        if axis.planned_nodes not in (None, axis.nodes):
+            notes.append(
+                f"A group of axis {name} spans up to {counted(axis.nodes, 'host')}. With ranks in "
+                f"blocks of LOCAL_WORLD_SIZE it would be {axis.planned_nodes}."
+            )
+    compute = [float(each["compute_seconds"]) for each in measured]
+    slow = slow_ranks(compute)
+    notes += [
+        f"Rank {rank} on {hosts[rank]} computes {compute[rank] / statistics.median(compute):.1f} "
+        "times as long as the median rank."
+        for rank in slow
+    ]
+    common = stragglers([[tuple(group) for group in axis.slow_groups] for axis in axes])
+    notes += [f"Rank {rank} on {hosts[rank]} is in slow groups of several axes." for rank in common]
+    stores = [float(each["store_seconds"]) for each in measured]
+    return Examination(
+        world=planned.world,
+        backend=planned.backend,
+        hosts=hosts,
+        problems=problems,
+        notes=notes,
+        store_seconds=(statistics.median(stores), max(stores)),
+        clock_seconds=(min(offsets), max(offsets)),
+        compute_seconds=(statistics.median(compute), max(compute)),
+        stragglers=sorted({*slow, *common}),
+        axes=axes,
+        environment=measured[0]["environment"],
+    )
+
+
+def _judge_axes(
+    planned: Plan, measured: Sequence[dict[str, Any]], hosts: Sequence[str]
+) -> list[AxisExamined]:
+    number_of = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    places = [Places("node", torch.tensor([number_of[host] for host in hosts]))]
+    per_node = measured[0]["environment"].get("LOCAL_WORLD_SIZE")
+    real = plan(planned.views, backend=planned.backend, places=places)
+    meant = None
+    if per_node is not None:
+        meant = plan(planned.views, backend=planned.backend, node_size=int(per_node))
+    examined = []
+    for index, group in enumerate(planned.groups):
+        seen = [each["groups"][index] for each in measured]
+        large = {tuple(one["ranks"]): float(one["large_seconds"]) for one in seen}
+        seconds, size = statistics.median(large.values()), group.size
+        moved = 2 * (size - 1) / size * seen[0]["large_bytes"]
+        examined.append(
+            AxisExamined(
+                axes=list(group.axes),
+                layout=group.layout,
+                size=size,
+                count=group.count,
+                is_right=all(one["is_right"] for one in seen),
+                small_seconds=statistics.median(one["small_seconds"] for one in seen),
+                large_seconds=seconds,
+                large_bytes=seen[0]["large_bytes"],
+                bytes_per_second=moved / seconds if size > 1 else None,
+                slow_groups=[list(ranks) for ranks in slow_groups(large)],
+                nodes=real.groups[index].crossings[0].max,
+                planned_nodes=None if meant is None else meant.groups[index].crossings[0].max,
+            )
+        )
+    return examined
+
+
+def differing(environments: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
+    """The lines of the ranks' environments that are not equal on all of them.
+
+    Args:
+        environments: of all ranks, in order of rank.
+
+    Returns:
+        By name of the line, which ranks have which value.
+    """
+    names = dict.fromkeys(name for each in environments for name in each)
+    found: dict[str, dict[str, list[int]]] = {}
+    for name in names:
+        if name.startswith(_OWN):
+            continue
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in enumerate(environments):
+            ranks_of.setdefault(each.get(name, "not set"), []).append(rank)
+        if len(ranks_of) > 1:
+            found[name] = ranks_of
+    return found
+
+
+def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds by which each rank's clock is ahead of that of rank 0.
+
+    Args:
+        readings: of each rank's clock, at the same moments.
+    """
+    first = readings[0]
+    return [
+        statistics.median(mine - base for mine, base in zip(each, first, strict=True))
+        for each in readings
+    ]
+
+
+def slow_ranks(seconds: Sequence[float]) -> list[int]:
+    """Ranks that take more than twice as long as the median rank for the same work of their own."""
+    typical = statistics.median(seconds)
+    return [rank for rank, mine in enumerate(seconds) if mine > _SLOW * typical]
+
+
+def slow_groups(seconds: Mapping[tuple[int, ...], float]) -> list[tuple[int, ...]]:
+    """Groups of one axis that take more than twice as long as their median.
+
+    Args:
+        seconds: by the ranks of a group. Of less than three groups none is called slow.
+    """
+    if len(seconds) < 3:
+        return []
+    typical = statistics.median(seconds.values())
+    return [ranks for ranks, mine in seconds.items() if mine > _SLOW * typical]
+
+
+def stragglers(slow: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    """Ranks that are in slow groups of at least two axes: what these groups have in common.
+
+    Args:
+        slow: the slow groups of each axis.
+    """
+    times = Counter(rank for groups in slow for rank in {r for group in groups for r in group})
+    most = max(times.values(), default=0)
+    return sorted(rank for rank, count in times.items() if count == most) if most > 1 else []

@@ -1,11 +1,13 @@
-"""Which ranks are there, and which one the others wait for: told through the store.
+"""Membership and health of a job's ranks, through its store, and one rank that speaks for all.
 
-Every rank notes the step that it begins, and a thread of it counts up a number while it lives. When
-a rank has waited too long, it reads what the others noted: it waited for those that are behind, or
-whose numbers stand still.
+Every rank notes the step that it begins, and a thread of it counts up a number while it lives. The
+first rank that fails, or has waited too long, looks for the ranks that the others wait for: those
+whose numbers stand still, or else those that are behind. It reports them, and then all ranks raise
+the same error.
 
 Example: ranks 0, 1 and 3 note step 2, "axis dp". Rank 2 has noted step 1. The others wait in the
-all-reduce until the timeout, read the notes, and say: rank 2 on host n1 is still in step 1.
+all-reduce until the timeout. One of them reads the notes and says: rank 2 on host n1 is still in
+step 1.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["NotAllHereError", "RollCall", "open_store"]
+_FAILED, _SPEAKER, _HEARD = "failed", "speaker", "heard"  # keys
+_SECONDS_TO_SPEAK = 30.0  # that others wait for a rank that prints
+_BEATS_TO_WAIT = 10  # for a sign of life
+_SECONDS_BETWEEN_LOOKS = 0.02
 
-_A_MOMENT = timedelta(seconds=1)
-_BEATS_TO_WAIT = 3.0
-_FAILED = "failed"
-_SECONDS_TO_READ, _SECONDS_BETWEEN_LOOKS = 1.0, 0.02
+Report = Callable[[Any], None]
 
 
 class NotAllHereError(RuntimeError):
@@ -38,64 +40,104 @@ class NotAllHereError(RuntimeError):
 _hosted: list[dist.Store] = []
 
 
-def open_store(rank: int, world_size: int, timeout: timedelta, call: int) -> dist.Store:
-    """The store of a job that torchrun, or another launcher with its variables, has started.
-
-    Does not wait for other ranks, unlike torch's own, which then could not say who is missing.
-
-    Args:
-        rank: this one.
-        world_size: number of ranks.
-        timeout: how long to wait for the store.
-        call: how many examinations this process had before. Each has keys of its own.
+def place_of_this_rank() -> tuple[int, int]:
+    """Return this rank and the number of ranks, as torchrun or another launcher gives them.
 
     Raises:
-        NotAllHereError: nobody answers at the address.
+        ValueError: variables that are missing or no numbers.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
-    try:
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0 and not is_hosted,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start one process for each rank, such as with torchrun "
+            "--nproc-per-node 4 -m meshverse doctor dp=2,tp=2."
         )
-    except dist.DistError as error:
-        raise NotAllHereError(
-            f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
-            f"{timeout.total_seconds():g} s. Rank 0, or torchrun, has to run there and be "
-            f"reachable: {str(error).splitlines()[0]}"
-        ) from None
-    if rank == 0 and not is_hosted and not _hosted:
-        _hosted.append(store)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"meshverse doctor {restarts} {call}", store)
+    world_size = _variable("WORLD_SIZE", 1, None)
+    rank = _variable("RANK", 0, world_size - 1)
+    _variable("MASTER_PORT", 1, 2**16 - 1)
+    for name, smallest in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+        if name in os.environ:
+            _variable(name, smallest, None)
+    return rank, world_size
+
+
+def _variable(name: str, smallest: int, largest: int | None) -> int:
+    text = os.environ[name].strip()
+    value = int(text) if text.isdecimal() else -1
+    if value < smallest or (largest is not None and value > largest):
+        limit = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+        raise ValueError(
+            f"{name}={os.environ[name]!r} in the environment: the launcher has to give an int "
+            f"{limit}."
+        )
+    return value
+
+
+def report_once(error: Exception, report: Report) -> None:
+    """Report what is wrong with a command that all ranks were given: one does, the others wait.
+
+    If the launcher's variables or the store are missing, each rank reports it.
+    """
+    with contextlib.suppress(ValueError, NotAllHereError):
+        rank, world_size = place_of_this_rank()
+        if world_size > 1:
+            roll = RollCall(rank, world_size, timedelta(seconds=_SECONDS_TO_SPEAK), 0, report)
+            roll.fail(str(error), lambda: (error, []))
+            return
+    report(error)
 
 
 class RollCall:
-    """What the ranks of a job note for each other.
+    """The notes that the ranks of a job write for each other.
+
+    Making one does not wait for other ranks, unlike torch's own rendezvous, which then could not
+    say who is missing.
 
     Args:
-        store: that all of them reach.
         rank: this one.
         world_size: number of ranks.
-        timeout: how long to wait for another rank.
+        timeout: how long to wait for the store, and for another rank.
+        call: number of examinations that this process had before. Each has keys of its own.
+        report: called on one rank with an error that all ranks raise.
+
+    Attributes:
+        store: of the job.
+
+    Raises:
+        NotAllHereError: nobody answers at the store's address.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, world_size, timeout
+    def __init__(
+        self, rank: int, world_size: int, timeout: timedelta, call: int, report: Report
+    ) -> None:
+        self._rank, self._size, self._timeout, self._report = rank, world_size, timeout, report
         self._step = 0
         # Of a large world the store is asked less often.
         self._beat_seconds = max(0.5, world_size / 2000)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._is_host = rank == 0 and not is_torchruns
+        try:
+            store = dist.TCPStore(
+                *(host, port, world_size, self._is_host, timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistError as error:
+            raise NotAllHereError(
+                f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"{timeout.total_seconds():g} s. Rank 0, or torchrun, has to run there and be "
+                f"reachable: {str(error).splitlines()[0]}"
+            ) from None
+        if self._is_host and not _hosted:
+            _hosted.append(store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"meshverse doctor {restarts} {call}", store)
 
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
         """Give signs of life meanwhile, from a thread with a connection of its own."""
-        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # its stub lacks it
+        store: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # its stub lacks it
         is_over = threading.Event()
 
         def beat() -> None:
@@ -117,83 +159,134 @@ class RollCall:
         """Note that this rank begins a step."""
         self._step += 1
         note = {"step": self._step, "what": step, "host": host}
-        self._store.set(f"note {self._rank}", json.dumps(note))
+        self.store.set(f"note {self._rank}", json.dumps(note))
 
     def gather(self, name: str, mine: Any) -> list[Any] | None:
         """Give rank 0 what all ranks have to say, in order of rank; None on the others.
 
         Raises:
-            NotAllHereError: on rank 0, some rank did not say anything in time.
+            NotAllHereError: on rank 0, some rank did not say anything in time; a rank has failed.
         """
-        self._store.set(f"{name} {self._rank}", json.dumps(mine))
+        self.store.set(f"{name} {self._rank}", json.dumps(mine))
         if self._rank:
             return None
         keys = [f"{name} {rank}" for rank in range(self._size)]
-        self._wait(keys, self._timeout)
-        said = [json.loads(text) for text in self._store.multi_get(keys)]
+        self._wait(keys, self._timeout.total_seconds())
+        said = [json.loads(text) for text in self.store.multi_get(keys)]
         for key in keys:  # nobody else reads them, and the store may outlive the examination
-            self._store.delete_key(key)
+            self.store.delete_key(key)
         return said
 
     def tell(self, name: str, what: Any = None) -> Any:
         """Tell all ranks what rank 0 says. Rank 0 does not wait for them.
 
         Raises:
-            NotAllHereError: rank 0 says nothing in time.
+            NotAllHereError: rank 0 says nothing in time, or a rank has failed.
         """
         if self._rank == 0:
-            self._store.set(name, json.dumps(what))
+            self.store.set(name, json.dumps(what))
             return what
-        # Rank 0 may have waited for somebody as long as it can, and says so then.
-        self._wait([name], 2 * self._timeout + _A_MOMENT)
-        return json.loads(self._store.get(name))
+        # Rank 0 may have waited for somebody as long as it can, and then print.
+        self._wait([name], 2 * self._timeout.total_seconds() + _SECONDS_TO_SPEAK)
+        return json.loads(self.store.get(name))
 
-    def who_is_behind(self, ranks: Iterable[int]) -> str:
-        """The ranks among these that are not in the step that this one is in, or not alive.
-
-        In words; empty if there is none. Takes seconds, in which ranks may give signs of life.
-        """
-        ranks = [rank for rank in ranks if rank != self._rank]
-        signs = [self._read(f"life {rank}") for rank in ranks]
-        time.sleep(_BEATS_TO_WAIT * self._beat_seconds)
-        behind = []
-        for rank, sign in zip(ranks, signs, strict=True):
-            note = self._read(f"note {rank}")
-            if note is None:
-                behind.append(f"rank {rank} has not started")
-                continue
-            name = f"rank {rank} on {note['host']}"
-            if note["step"] < self._step:
-                behind.append(f"{name} is still in: {note['what']}")
-            elif note["step"] == self._step and self._read(f"life {rank}") == sign:
-                behind.append(f"{name} gives no sign of life in: {note['what']}")
-        return "; ".join(behind)
-
-    def _read(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def tell_failure(self, message: str) -> None:
-        """Have the ranks that wait for rank 0 know why it will not tell them anything."""
-        self._store.set(_FAILED, message)
-        time.sleep(_SECONDS_TO_READ)  # it may host the store, which ends with it
-
-    def _wait(self, keys: list[str], timeout: timedelta) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
+    def _wait(self, keys: list[str], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         try:
-            while not self._store.check(keys):
-                if self._store.check([_FAILED]):
-                    raise NotAllHereError(self._store.get(_FAILED).decode())
-                if time.monotonic() > deadline:
-                    self._give_up(range(self._size) if len(keys) > 1 else range(1), timeout)
+            while not self.store.check(keys):
+                if time.monotonic() > deadline or self.store.check([_FAILED]):
+                    raise self.failure(f"Rank {self._rank} waited {seconds:g} s for others")
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
         except dist.DistError as error:
-            raise NotAllHereError(
-                f"Rank {self._rank} lost the store, which ends with rank 0 or torchrun: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
+            raise self._lost(f"Rank {self._rank}", error) from None
 
-    def _give_up(self, ranks: Iterable[int], timeout: timedelta) -> NoReturn:
-        who = self.who_is_behind(ranks) or "nobody is behind, but the store does not answer"
-        raise NotAllHereError(
-            f"Rank {self._rank} waited {timeout.total_seconds():g} s for others: {who}."
-        )
+    # --- what is wrong --------------------------------------------------------------------------
+
+    def failure(self, told: str, reason: str = "") -> NotAllHereError:
+        """Return the error that all ranks raise, once one of them has reported it.
+
+        Args:
+            told: which rank failed, and in what; the ranks that are behind are added.
+            reason: a sentence to end with.
+        """
+
+        def diagnosed() -> tuple[Exception, list[int]]:
+            behind, silent = self._behind()
+            return NotAllHereError(f"{told}: {behind or 'no rank is behind'}.{reason}"), silent
+
+        return NotAllHereError(self.fail(told, diagnosed))
+
+    def fail(self, told: str, diagnosed: Callable[[], tuple[Exception, list[int]]]) -> str:
+        """Report an error if this is the first rank to fail; else wait until that one has.
+
+        Args:
+            told: reported if the store is lost.
+            diagnosed: gives the error, and ranks that will not read it.
+
+        Returns:
+            The message of the error that was reported.
+        """
+        try:
+            speaker = self.store.compare_set(_SPEAKER, "", str(self._rank)).decode()
+            if speaker == str(self._rank):
+                error, silent = diagnosed()
+                self._report(error)
+                self.store.set(_FAILED, json.dumps([str(error), silent]))
+            elif not self._poll(lambda: self.store.check([_FAILED])):
+                raise dist.DistError(f"rank {speaker} was to say who is missing, and has not")
+            message, silent = json.loads(self.store.get(_FAILED))
+            self.store.add(_HEARD, 1)
+            if self._is_host:  # it leaves last, when all who can have read it
+                self._poll(lambda: self.store.add(_HEARD, 0) >= self._size - len(silent))
+            return str(message)
+        except dist.DistError as lost:
+            return str(self._lost(told, lost))
+
+    def _lost(self, told: str, error: Exception) -> NotAllHereError:
+        why = str(error).splitlines()[0]
+        lost = NotAllHereError(f"{told}, and lost the store, which ends with rank 0: {why}")
+        self._report(lost)
+        return lost
+
+    def _poll(self, is_done: Callable[[], bool]) -> bool:
+        """Wait for another rank that speaks or reads, for a bounded time."""
+        longest = _SECONDS_TO_SPEAK + self._timeout.total_seconds()
+        deadline = time.monotonic() + longest + _BEATS_TO_WAIT * self._beat_seconds
+        while not (done := is_done()) and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return done
+
+    def _behind(self) -> tuple[str, list[int]]:
+        """Return the ranks that the others wait for, in words, and those that show no life.
+
+        A rank that shows no life holds up others, which then are behind too: those are not named.
+        """
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        notes = {rank: self._read(f"note {rank}") for rank in others}
+        absent = [rank for rank in others if notes[rank] is None]
+        silent = self._without_life(rank for rank in others if notes[rank] is not None)
+        names = {rank: f"rank {rank} on {note['host']}" for rank, note in notes.items() if note}
+        behind = [f"rank {rank} has not started" for rank in absent]
+        behind += [
+            f"{names[rank]} gives no sign of life in: {notes[rank]['what']}" for rank in silent
+        ]
+        if not behind:
+            behind = [
+                f"{names[rank]} is still in: {note['what']}"
+                for rank, note in notes.items()
+                if note["step"] < self._step
+            ]
+        return "; ".join(behind), absent + silent
+
+    def _without_life(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks whose numbers stand still for ten beats."""
+        first = {rank: self._read(f"life {rank}") for rank in ranks}
+        for _ in range(2 * _BEATS_TO_WAIT):
+            if not first:
+                break
+            time.sleep(self._beat_seconds / 2)
+            first = {rank: n for rank, n in first.items() if self._read(f"life {rank}") == n}
+        return list(first)
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
