@@ -256,16 +256,16 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("arguments", "own", "status"),
     [
-        ([], {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}, 1),  # a problem
-        (["dp=4"], {}, 2),
-        (["--timeout", "3"], {}, 1),  # of a world of 4
+        (["dp=3"], {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}, 1),
+        (["dp=2"], {}, 2),
+        (["dp=4", "--timeout", "3"], {}, 1),
     ],
     ids=["problem", "wrong view", "missing rank"],
 )
 def test_no_rank_ends_before_the_report_is_printed(tmp_path: Path, arguments, own, status) -> None:
     script, said = tmp_path / "late.py", tmp_path / "said"
     script.write_text(_PRINTS_LATE)
-    size = 4 if "--timeout" in arguments else 3
+    size = 4 if arguments[0] == "dp=4" else 3  # rank 3 does not come
     ranks = [
         Forked([str(script), str(said), *arguments], env=environment)
         for environment in _environments([0, 1, 2], size, own=own)
