@@ -10,6 +10,15 @@ ranks and options. `mesh.universe.explain()` tells what was shared.
 from __future__ import annotations
 
 try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "Meshverse needs PyTorch 2.11 or newer: install it with `pip install torch`.", name="torch"
+    ) from None
+
+try:
     from . import _core
 except ImportError as error:
     raise ImportError(

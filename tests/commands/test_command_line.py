@@ -157,6 +157,18 @@ def test_python_m_meshverse_is_the_same_command() -> None:
     assert run("plan", "dp=x*y").returncode == 2
 
 
+def test_a_missing_torch_is_one_sentence_that_says_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; import meshverse"
+    done = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=SECONDS
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: Meshverse needs PyTorch 2.11 or newer: install it with `pip install "
+        "torch`."
+    )
+    assert "During handling" not in done.stderr
+
+
 def test_its_version_and_those_of_others(capsys) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])

@@ -1,6 +1,6 @@
-"""What `meshverse` (or `python -m meshverse`) does on the command line.
+"""`meshverse` (or `python -m meshverse`) on the command line.
 
-- `main`: which command is called.
+- `main`: the choice of the command, and its exit status.
 - `plan_command`: `meshverse plan`.
 - `doctor_command`: `meshverse doctor`.
 """

@@ -1,4 +1,4 @@
-"""Which command is called."""
+"""The choice of the command, and its exit status."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
 
     Returns:
-        The exit status: 0; 1 where a check failed; 2 where what was asked for cannot be done.
+        The exit status: 0; 1 where a check failed; 2 where the command cannot be done.
     """
     status = 0
     try:
         try:
             status = _run(arguments)
         finally:
-            # Here, and not when the process ends: a closed pipe is told then.
+            # Here, and not when the process ends: a closed pipe raises then.
             if sys.stdout is not None:  # which it is where the shell has closed it
                 sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, such as head

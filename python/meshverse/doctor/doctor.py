@@ -81,7 +81,7 @@ def examine(
     report = report or (lambda _: None)
     try:
         roll = RollCall(rank, world_size, timeout, call, report)
-    except NotAllHereError as error:  # of this rank alone: it has nobody to tell
+    except NotAllHereError as error:  # of this rank alone: it cannot reach the others
         report(error)
         raise
     with roll.living():

@@ -112,7 +112,7 @@ class RollCall:
     ) -> None:
         self._rank, self._size, self._timeout, self._report = rank, world_size, timeout, report
         self._step = 0
-        # Of a large world the store is asked less often.
+        # In a large world, each rank writes less often.
         self._beat_seconds = max(0.5, world_size / 2000)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -202,25 +202,25 @@ class RollCall:
 
     # --- what is wrong --------------------------------------------------------------------------
 
-    def failure(self, told: str, reason: str = "") -> NotAllHereError:
+    def failure(self, what: str, reason: str = "") -> NotAllHereError:
         """Return the error that all ranks raise, once one of them has reported it.
 
         Args:
-            told: which rank failed, and in what; the ranks that are behind are added.
+            what: which rank failed, and in what; the ranks that are behind are added.
             reason: a sentence to end with.
         """
 
         def diagnosed() -> tuple[Exception, list[int]]:
             behind, silent = self._behind()
-            return NotAllHereError(f"{told}: {behind or 'no rank is behind'}.{reason}"), silent
+            return NotAllHereError(f"{what}: {behind or 'no rank is behind'}.{reason}"), silent
 
-        return NotAllHereError(self.fail(told, diagnosed))
+        return NotAllHereError(self.fail(what, diagnosed))
 
-    def fail(self, told: str, diagnosed: Callable[[], tuple[Exception, list[int]]]) -> str:
+    def fail(self, what: str, diagnosed: Callable[[], tuple[Exception, list[int]]]) -> str:
         """Report an error if this is the first rank to fail; else wait until that one has.
 
         Args:
-            told: reported if the store is lost.
+            what: reported if the store is lost.
             diagnosed: gives the error, and ranks that will not read it.
 
         Returns:
@@ -240,11 +240,11 @@ class RollCall:
                 self._poll(lambda: self.store.add(_HEARD, 0) >= self._size - len(silent))
             return str(message)
         except dist.DistError as lost:
-            return str(self._lost(told, lost))
+            return str(self._lost(what, lost))
 
-    def _lost(self, told: str, error: Exception) -> NotAllHereError:
+    def _lost(self, what: str, error: Exception) -> NotAllHereError:
         why = str(error).splitlines()[0]
-        lost = NotAllHereError(f"{told}, and lost the store, which ends with rank 0: {why}")
+        lost = NotAllHereError(f"{what}, and lost the store, which ends with rank 0: {why}")
         self._report(lost)
         return lost
 

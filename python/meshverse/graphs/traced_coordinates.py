@@ -1,8 +1,8 @@
 """The coordinate of a rank in a graph that one rank compiles for all.
 
-Such a graph contains the arithmetic of a mesh, but no rank. The rank that runs it asks for its
-coordinate by the operator `torch.ops.meshverse.coordinate`. Importing Meshverse registers it, so a
-process that only runs such a graph must import Meshverse too.
+Such a graph contains the arithmetic of a mesh, but no rank. The rank that runs it gets its
+coordinate from the operator `torch.ops.meshverse.coordinate`. Importing Meshverse registers it, so
+a process that only runs such a graph must import Meshverse too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: i
         rest -= digit * stride
     if rest:
         raise AssertionError(
-            f"Rank {rank} runs a graph that asks for its place along an axis of a mesh, and it is "
+            f"Rank {rank} runs a graph that needs its coordinate along an axis of a mesh, but is "
             f"not in that mesh. Its ranks are {first} and (size, stride) "
             f"{', '.join(map(str, _pairs(ranks)))} from there. Run the graph on ranks of the mesh."
         )

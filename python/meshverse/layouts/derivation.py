@@ -1,7 +1,8 @@
-"""What a mesh is, and what slicing, unflattening and concatenating give: no side effects.
+"""Descriptions of meshes, and of those that slicing, unflattening and concatenating give.
 
-Layouts are over positions of one universe. The checks, their exception types and
-the words they begin with are stock's: programs and torch's own tests match them.
+Layouts are over positions of one universe. Nothing here has side effects. The checks, their
+exception types and the words they begin with are stock's: programs and torch's own tests match
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .user_input import AxisNames, check_axis_names
 
 
 class MeshDescription(NamedTuple):
-    """What a mesh is, apart from its universe and its process groups.
+    """A mesh, apart from its universe and its process groups.
 
     Attributes:
         device_type: "cpu", "cuda", ... without an index.
@@ -44,19 +45,16 @@ class MeshDescription(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What to call the axes in messages: their names, or numbers where they have none."""
+        """Names of the axes in messages: their own, or numbers where they have none."""
         return self.axis_names or tuple(f"dim_{index}" for index in range(len(self.layout)))
 
     def with_tags(self, tags: Sequence[str]) -> MeshDescription:
-        """The same under other isolation tags, one an axis."""
-        return self._replace(tags=tuple(tags)) if any(tags) else self._untagged()
-
-    def _untagged(self) -> MeshDescription:
-        return self._replace(tags=()) if self.tags else self
+        """Return the same under other isolation tags, one an axis."""
+        return self._replace(tags=tuple(tags) if any(tags) else ())
 
 
 def check_has_names(mesh: MeshDescription, action: str, error: type[Exception]) -> AxisNames:
-    """The names of a mesh's axes; if it has none, raise `error`, which depends on the action."""
+    """Return the names of a mesh's axes; raise `error`, which depends on the action, for none."""
     if mesh.axis_names is None:
         raise error(
             f"Cannot {action} a DeviceMesh without mesh_dim_names! Its layout is {mesh.layout}. "
@@ -87,11 +85,11 @@ def slice_axes(
     indices: Sequence[int],
     tags: Sequence[str] = (),
 ) -> MeshDescription:
-    """The submesh of some axes of a mesh.
+    """Describe the submesh of some axes of a mesh.
 
     Args:
         mesh: the mesh that is sliced.
-        names: axes asked for.
+        names: the requested axes.
         layout: that has these axes.
         indices: of these axes in the layout.
         tags: isolation tags of these axes; empty where none of the mesh has one.
@@ -138,7 +136,7 @@ def check_flattened_name(
     if known is not None and known != axis:
         raise ValueError(
             f"Flatten mesh with mesh_dim_name {name} has been created before, Please specify "
-            f"another valid mesh_dim_name. It has layout {known}, where {axis} is asked for."
+            f"another valid mesh_dim_name. It has layout {known}, but {axis} is requested."
         )
 
 
@@ -162,18 +160,18 @@ def check_names_at_root(
     if known is not None and known != axis:
         raise ValueError(
             f"{name} already exists in the universe of {root}: {known_as} of this name has layout "
-            f"{known}, where {axis} is asked for, and get_group({name!r}) could mean either. "
+            f"{known}, but {axis} is requested, and get_group({name!r}) could mean either. "
             "Choose another name, or make the mesh in a universe of its own."
         )
 
 
 def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
-    """Index of an axis given by index or name.
+    """Return the index of an axis given by index or name.
 
     Args:
         mesh: the mesh.
         ndim: its number of axes.
-        dim: what the user gives.
+        dim: the index or name that the user gives.
 
     Raises:
         ValueError: no axis of this name or index.
@@ -199,7 +197,7 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
 def unflatten_axis(
     mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
 ) -> MeshDescription:
-    """The mesh with one axis split into several, the rightmost varying fastest, under its tag.
+    """Describe the mesh with one axis split into several, the rightmost fastest, under its tag.
 
     Args:
         mesh: the mesh to change.
@@ -241,7 +239,7 @@ def unflatten_axis(
 
 
 def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:
-    """One mesh with the axes of several, in the order given.
+    """Describe one mesh with the axes of several, in the order given.
 
     Args:
         meshes: the descriptions of the meshes.

@@ -24,8 +24,12 @@ ArrayLike: TypeAlias = Any
 LARGEST_RANK = 2**31 - 1  # torch holds the ranks of a mesh as int32
 
 
+# Errors of tensors that have no one array of values to give.
+_REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
+
+
 def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
-    """The ranks as a dense int64 CPU tensor of the same shape, whatever they come in. O(world).
+    """Return the ranks as a dense int64 CPU tensor of the same shape. O(world).
 
     Raises:
         ValueError: no ranks, or values that are no integers from 0 to `LARGEST_RANK`.
@@ -33,78 +37,47 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
             (sparse, quantized, DTensor, most wrapper subclasses).
         TypeError: `torch.tensor` does not take it.
     """
-    if isinstance(given, torch.Tensor):
-        if given.is_meta or compat.has_no_values(given):
-            raise _without_values(given)
-        with compat.untraced():
-            if compat.lies_in_memory(given):
-                return _checked(given.detach())
-        values = _told_by(given)
-    else:
-        values = _tensor_of(given)
+    values = _values_of(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
     with compat.untraced():
-        return _checked(values)
+        ranks = values.to(torch.int64).contiguous()
+        if ranks.numel() == 0:
+            raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
+        # All integer types fit int64 but uint64, whose large values come out negative.
+        may_have_fractions = values.is_floating_point() or values.is_complex()
+        are_whole = not may_have_fractions or torch.equal(ranks.to(values.dtype), values)
+        smallest, largest = torch.aminmax(ranks)
+        if not are_whole or int(smallest) < 0 or int(largest) > LARGEST_RANK:
+            raise ValueError(_what_is_no_rank(values, ranks))
+        return ranks
 
 
-def _checked(values: torch.Tensor) -> torch.Tensor:
-    ranks = values.to(torch.int64).contiguous()
-    if ranks.numel() == 0:
-        raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
-    if not _are_whole(values, ranks) or not _in_range(ranks):
-        raise ValueError(_what_is_no_rank(values, ranks))
-    return ranks
-
-
-def rank_map_of(plain: torch.Tensor) -> RankMap:
-    """The rank map of what `plain_ranks` gave, in row-major order.
-
-    Raises:
-        ValueError: a rank that repeats.
-    """
-    # Its memory as a buffer, without numpy. ctypes spells the format "<q", the cast makes it "q".
-    memory = (ctypes.c_int64 * plain.numel()).from_address(plain.data_ptr())
-    return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
-
-
-def _without_values(given: torch.Tensor) -> RuntimeError:
-    kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
-    return error(  # as stock
-        f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
-        "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
-    )
-
-
-def _told_by(given: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor whose memory cannot be read directly, as the tensor gives them."""
-    if compat.lacks_memory(given):
-        raise RuntimeError(_what_cannot_be_read(given, "its memory was taken away"))
+def _values_of(given: torch.Tensor) -> torch.Tensor:
+    if given.is_meta or compat.has_no_values(given):
+        kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
+        raise error(  # as stock
+            f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
+            "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
+        )
+    with compat.untraced():
+        if compat.lies_in_memory(given):
+            return given.detach()
     try:
-        return _as_told(given)
+        if compat.lacks_memory(given):
+            raise RuntimeError("its memory was taken away")
+        # First a copy: that waits for asynchronous results and computes lazy ones, and may then lie
+        # in memory. Every other tensor gives a list. Tensors that stand for something else
+        # than one array of values refuse that.
+        copied = given.detach().clone()
+        with compat.untraced():
+            if compat.lies_in_memory(copied):
+                return copied
+        return _tensor_of(copied.tolist())
     except _REFUSALS as refusal:
-        raise RuntimeError(_what_cannot_be_read(given, str(refusal))) from refusal
-
-
-# What tensors raise that have no one array of values to give.
-_REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
-
-
-def _as_told(given: torch.Tensor) -> torch.Tensor:
-    # First a copy: that waits for asynchronous results and computes lazy ones, and may then lie in
-    # memory. Every other tensor is asked for a list. Tensors that stand for something else than one
-    # array of values refuse that.
-    copied = given.detach().clone()
-    with compat.untraced():
-        if compat.lies_in_memory(copied):
-            return copied
-    return _tensor_of(copied.tolist())
-
-
-def _what_cannot_be_read(given: torch.Tensor, why: str) -> str:
-    return (
-        f"A mesh needs global ranks, but those in a {type(given).__name__} of layout "
-        f"{given.layout} and type {given.dtype} cannot be read ({why}). Give the ranks as a list "
-        "or as a dense tensor."
-    )
+        raise RuntimeError(
+            f"A mesh needs global ranks, but those in a {type(given).__name__} of layout "
+            f"{given.layout} and type {given.dtype} cannot be read ({refusal}). Give the ranks as "
+            "a list or as a dense tensor."
+        ) from refusal
 
 
 def _tensor_of(values: ArrayLike) -> torch.Tensor:
@@ -120,19 +93,6 @@ def _tensor_of(values: ArrayLike) -> torch.Tensor:
         return torch.tensor(values, device="cpu", dtype=torch.float64)  # float32 rounds
 
 
-def _are_whole(values: torch.Tensor, ranks: torch.Tensor) -> bool:
-    # All integer types fit int64 but uint64. Its large values come out negative, which `_in_range`
-    # refuses.
-    if not values.is_floating_point() and not values.is_complex():
-        return True
-    return torch.equal(ranks.to(values.dtype), values)
-
-
-def _in_range(ranks: torch.Tensor) -> bool:
-    smallest, largest = torch.aminmax(ranks)
-    return int(smallest) >= 0 and int(largest) <= LARGEST_RANK
-
-
 def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
     pairs = enumerate(zip(values.flatten().tolist(), ranks.flatten().tolist(), strict=True))
     position, value = next(
@@ -146,11 +106,22 @@ def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
     )
 
 
+def rank_map_of(plain: torch.Tensor) -> RankMap:
+    """Return the rank map of what `plain_ranks` gave, in row-major order.
+
+    Raises:
+        ValueError: a rank that repeats.
+    """
+    # Its memory as a buffer, without numpy. ctypes spells the format "<q", the cast makes it "q".
+    memory = (ctypes.c_int64 * plain.numel()).from_address(plain.data_ptr())
+    return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
+
+
 # --- what a mesh is made of ---------------------------------------------------------------------
 
 
 def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
-    """The layout and rank map of a tensor or array of global ranks. O(world): it reads them all.
+    """Return the layout and rank map of a tensor or array of global ranks. O(world).
 
     Raises:
         ValueError: no ranks, repeated or negative ranks, or values that are no integers.
@@ -161,7 +132,7 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
 
 
 def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
-    """The rank map of n ranks 0, 1, ..., or of what lists global ranks, in its order.
+    """Return the rank map of n ranks 0, 1, ..., or of a list of global ranks, in its order.
 
     Raises:
         ValueError: no ranks, repeated or negative ranks, or values that are no integers.
@@ -169,27 +140,22 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
         TypeError: a bool, a number that is no integer, or nothing that lists integers.
     """
     is_bool = isinstance(ranks, bool)
-    if is_bool or not isinstance(ranks, numbers.Integral):
-        if not _is_list(ranks):
-            raise TypeError(
-                "Ranks are a number of ranks, or a list, tensor or array of global ranks, but got "
-                f"{ranks!r} of type {type(ranks).__name__}."
-            )
-        return rank_map_of(plain_ranks(ranks))
-    size = int(ranks)
-    if size > LARGEST_RANK + 1:
-        raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
-    return RankMap.identity(size)
-
-
-def _is_list(ranks: torch.Tensor | ArrayLike) -> bool:
-    if isinstance(ranks, (str, bytes, Mapping)) or getattr(ranks, "ndim", None) == 0:
-        return False
-    return hasattr(ranks, "__getitem__") or hasattr(ranks, "__array__")
+    if isinstance(ranks, numbers.Integral) and not is_bool:
+        size = int(ranks)
+        if size > LARGEST_RANK + 1:
+            raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
+        return RankMap.identity(size)
+    is_list = hasattr(ranks, "__getitem__") or hasattr(ranks, "__array__")
+    if not is_list or isinstance(ranks, (str, bytes, Mapping)) or getattr(ranks, "ndim", 1) == 0:
+        raise TypeError(
+            "Ranks are a number of ranks, or a list, tensor or array of global ranks, but got "
+            f"{ranks!r} of type {type(ranks).__name__}."
+        )
+    return rank_map_of(plain_ranks(ranks))
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:
-    """The rank map of a 1-D tensor of global ranks.
+    """Return the rank map of a 1-D tensor of global ranks.
 
     Raises:
         ValueError: repeated or negative ranks, or a tensor of another dimension.
@@ -207,7 +173,7 @@ def read_groups(
     mesh: torch.Tensor | ArrayLike | None,
     names: Sequence[str] | None,
 ) -> tuple[list[compat.ProcessGroup], torch.Tensor | ArrayLike]:
-    """The groups of a mesh's axes and its global ranks, from what `from_group` is given.
+    """Return the groups of a mesh's axes and its global ranks, from the arguments of `from_group`.
 
     Raises:
         ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
@@ -257,7 +223,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None:
-    """The names of a mesh's axes, or None if it has none. One string names an axis a letter.
+    """Return the names of a mesh's axes, or None if it has none. One string names an axis a letter.
 
     Raises:
         TypeError: names that are no strings.

@@ -1,4 +1,4 @@
-"""Which process groups a layout of a job makes, worked out without the job: no process, no GPU.
+"""Plans: the process groups that a layout of a job makes, without the job, a process or a GPU.
 
 - `views`: ways to split a world, such as "pp=8,dp=160,tp=8".
 - `crossings`: which part of the cluster each rank is on, and what the groups of one axis cross.

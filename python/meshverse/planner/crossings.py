@@ -1,4 +1,4 @@
-"""Where ranks are, and what groups cross: how many nodes one spans, what leaves each node.
+"""Locations of ranks, and what groups cross: how many nodes one spans, what leaves each node.
 
 A ring collective, such as NCCL's all-reduce of a large tensor, sends the same number of bytes from
 each rank of a group to the next one, and from the last to the first. So the number of such steps
@@ -18,10 +18,10 @@ from meshverse.topology import Topology
 
 @dataclass(frozen=True)
 class Places:
-    """Where the ranks of a world are, at one level of the cluster.
+    """Locations of the ranks of a world, at one level of the cluster.
 
     Attributes:
-        level: what the parts are called, such as "node".
+        level: name of the parts, such as "node".
         of_rank: the part that each rank is on: an int64 tensor of shape (world size,).
     """
 
@@ -31,10 +31,10 @@ class Places:
     @staticmethod
     @compat.untraced()
     def in_blocks(level: str, world_size: int, block_size: int) -> Places:
-        """Ranks 0 to n-1 on the first part, the next n on the second, and so on.
+        """Put ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
         Args:
-            level: what the parts are called.
+            level: name of the parts.
             world_size: number of ranks.
             block_size: ranks a part. The last part may have fewer.
 

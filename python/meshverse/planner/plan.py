@@ -29,7 +29,7 @@ class PlannedGroup:
 
     Attributes:
         axes: names of the axes that use these groups, each once, in the order of the views.
-        asked: how often the views ask for them, by axis name.
+        asked: how often the views request them, by axis name.
         layout: axis layout over the ranks, `sizes:strides`.
         size: ranks in a group.
         count: how many groups there are.
@@ -37,7 +37,7 @@ class PlannedGroup:
         stock_copies: how many times stock makes these groups.
         bytes_each: estimated device memory of one communicator on each of its ranks; None if the
             backend is unknown.
-        crossings: what a group crosses, at each level of the cluster that is known.
+        crossings: parts that a group crosses, at each level of the cluster that is known.
     """
 
     axes: tuple[str, ...]
@@ -53,12 +53,12 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Mine:
-    """What one rank has.
+    """Groups of one rank.
 
     Attributes:
         rank: its global rank.
         groups: global ranks of its group for each of `Plan.groups`, in group-rank order.
-        requested: groups that the views ask for.
+        requested: groups that the views request.
         created: groups that are made.
         stock_created: groups that stock makes.
         bytes: estimated device memory of the communicators made; of unknown backends none counts.
@@ -76,7 +76,7 @@ class Mine:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the views of one world make. `str()` prints it, `to_dict()` gives data.
+    """Process groups of the views of one world. `str()` prints it, `to_dict()` gives data.
 
     `to_html()` gives a page to click through, `to_svg()` a picture.
 
@@ -84,8 +84,8 @@ class Plan:
         world: number of ranks.
         views: as they were given.
         backend: of the default group and all others.
-        groups: the distinct groups, in the order in which the views ask for them.
-        mine: what one rank has.
+        groups: the distinct groups, in the order in which the views request them.
+        mine: groups of one rank.
         warnings: what to mind, a sentence each.
         node_size: ranks on each node, 0 to n-1 on the first one. Where it is not given, it is what
             the nodes of a topology or of places have; None where these are no equal blocks of
@@ -314,10 +314,9 @@ def plan(
         raise ValueError(f"rank={rank!r} is outside the world: give one of 0 to {world - 1}.")
     backend = backend.lower()  # as torch does
     known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
-    for level, size in (("node", node_size), ("domain", domain_size)):
-        if size is not None:
-            size = _number(f"{level}_size", size)
-            known.append(Places.in_blocks(level, world, min(size, world)))
+    given_sizes = {"node": node_size, "domain": domain_size}
+    sizes = {n: _number(f"{n}_size", size) for n, size in given_sizes.items() if size is not None}
+    known += [Places.in_blocks(name, world, min(size, world)) for name, size in sizes.items()]
     if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
         raise ValueError(
             f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
@@ -339,18 +338,10 @@ def plan(
         _planned(axis, names, world, known, estimate_bytes(backend, axis.size, figures))
         for axis, names in requests.items()
     )
-    if node_size is None:
-        node_size = next((each.block_size for each in known if each.level == "node"), None)
+    nodes = next((each.block_size for each in known if each.level == "node"), None)
     mine, warnings = _mine(number, list(requests), groups, world), _warnings(groups, known)
-    return Plan(
-        world,
-        tuple(read),
-        backend,
-        groups,
-        mine,
-        warnings,
-        None if node_size is None else whole_number(node_size),
-    )
+    node_size = sizes.get("node", nodes)
+    return Plan(world, tuple(read), backend, groups, mine, warnings, node_size)
 
 
 def _number(name: str, given: Any) -> int:

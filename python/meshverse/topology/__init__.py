@@ -1,4 +1,4 @@
-"""Which node, NVLink domain and switch each rank is on, and the order of ranks that fits a mesh.
+"""Topologies: the node, NVLink domain and switch of each rank, and the order that fits a mesh.
 
 - `topology`: `Topology`, which has all of this.
 - `levels`: the parts of a cluster at one level, and how levels are nested.

@@ -29,7 +29,7 @@ _FAILED = "!"  # begins the text of a rank that failed
 _BOOT = "boot"  # when a machine was started: machines of one name differ in it
 
 Place = dict[str, str]
-"""Where one rank is: the name of its part of each level."""
+"""Location of one rank: the name of its part of each level."""
 
 
 class Detections(WorldState):
@@ -181,7 +181,7 @@ def nvlink_domain(library: str = _LIBRARY) -> str:
         library: NVML's file.
 
     Returns:
-        "" if there is no driver, none that tells, no fabric over several nodes, or GPUs in several
+        "" if there is no driver, none that knows, no fabric over several nodes, or GPUs in several
         cliques.
     """
     try:

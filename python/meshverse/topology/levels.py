@@ -1,6 +1,6 @@
 """The levels of a cluster: which node, NVLink domain and switch each rank is on.
 
-Their tensors are ordinary ones, whatever default device and modes they are made and asked under.
+Their tensors are ordinary ones, whatever default device and modes they are made and read under.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshverse.nearest import counted
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Where the ranks of a world are, at one level of the cluster.
+    """Locations of the ranks of a world, at one level of the cluster.
 
     Attributes:
         name: what the parts are called, such as "node".

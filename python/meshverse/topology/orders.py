@@ -435,7 +435,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _count(problem: Placements) -> int:
-    """How many different placements there are; some number above the limit if there are many."""
+    """Count the different placements; some number above the limit if there are many."""
     count, left = 1, 0
     for size in problem.sizes.tolist():
         left += size

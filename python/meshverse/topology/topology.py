@@ -23,7 +23,7 @@ from .levels import Level, level_of, level_of_blocks, nested
 
 
 class Topology:
-    """Which node, NVLink domain and switch each rank of a world is on.
+    """The node, NVLink domain and switch of each rank of a world.
 
     The levels are nested: all ranks of a node are on one switch. A domain may have several nodes,
     or a node several domains. Levels can have any names; `explain()` shows the one called "node".
@@ -69,7 +69,7 @@ class Topology:
         domain_size: int | None = None,
         switch_size: int | None = None,
     ) -> Topology:
-        """Ranks 0 to n-1 on the first node, the next n on the second, and so on.
+        """Put ranks 0 to n-1 on the first node, the next n on the second, and so on.
 
         Args:
             world_size: number of ranks.
