@@ -226,15 +226,14 @@ def _judge_axes(
     planned: Plan, measured: Sequence[dict[str, Any]], hosts: Sequence[str]
 ) -> list[AxisExamined]:
     number_of = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    places = [Places("node", torch.tensor([number_of[host] for host in hosts]))]
+    places = Places("host", torch.tensor([number_of[host] for host in hosts]))
     per_node = measured[0]["environment"].get("LOCAL_WORLD_SIZE")
-    real = plan(planned.views, backend=planned.backend, places=places)
-    meant = None
-    if per_node is not None:
-        meant = plan(planned.views, backend=planned.backend, node_size=int(per_node))
+    node_size = None if per_node is None else int(per_node)
+    placed = plan(planned.views, backend=planned.backend, places=[places], node_size=node_size)
     examined = []
-    for index, group in enumerate(planned.groups):
+    for index, group in enumerate(placed.groups):
         seen = [each["groups"][index] for each in measured]
+        nodes, *planned_nodes = [crossing.max for crossing in group.crossings]
         large = {tuple(one["ranks"]): float(one["large_seconds"]) for one in seen}
         seconds, size = statistics.median(large.values()), group.size
         moved = 2 * (size - 1) / size * seen[0]["large_bytes"]
@@ -250,15 +249,15 @@ def _judge_axes(
                 large_bytes=seen[0]["large_bytes"],
                 bytes_per_second=moved / seconds if size > 1 else None,
                 slow_groups=[list(ranks) for ranks in slow_groups(large)],
-                nodes=real.groups[index].crossings[0].max,
-                planned_nodes=None if meant is None else meant.groups[index].crossings[0].max,
+                nodes=nodes,
+                planned_nodes=planned_nodes[0] if planned_nodes else None,
             )
         )
     return examined
 
 
 def differing(environments: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """The lines of the ranks' environments that are not equal on all of them.
+    """Find the lines of the ranks' environments that are not equal on all of them.
 
     Args:
         environments: of all ranks, in order of rank.
@@ -280,7 +279,7 @@ def differing(environments: Sequence[Mapping[str, str]]) -> dict[str, dict[str, 
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds by which each rank's clock is ahead of that of rank 0.
+    """Compute the seconds by which each rank's clock is ahead of that of rank 0.
 
     Args:
         readings: of each rank's clock, at the same moments.
@@ -293,13 +292,13 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
 
 
 def slow_ranks(seconds: Sequence[float]) -> list[int]:
-    """Ranks that take more than twice as long as the median rank for the same work of their own."""
+    """Find ranks that take more than twice as long as the median rank for the same work."""
     typical = statistics.median(seconds)
     return [rank for rank, mine in enumerate(seconds) if mine > _SLOW * typical]
 
 
 def slow_groups(seconds: Mapping[tuple[int, ...], float]) -> list[tuple[int, ...]]:
-    """Groups of one axis that take more than twice as long as their median.
+    """Find groups of one axis that take more than twice as long as their median.
 
     Args:
         seconds: by the ranks of a group. Of less than three groups none is called slow.
@@ -311,7 +310,7 @@ def slow_groups(seconds: Mapping[tuple[int, ...], float]) -> list[tuple[int, ...
 
 
 def stragglers(slow: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
-    """Ranks that are in slow groups of at least two axes: what these groups have in common.
+    """Find ranks in slow groups of at least two axes: what these groups have in common.
 
     Args:
         slow: the slow groups of each axis.
