@@ -100,8 +100,9 @@ def run_suites(names: list[str], quick: bool, folder: Path, console: Console) ->
                 circumstances(command),
                 seconds,
             )
-            report.save(folder)
-            plots.draw(folder, name, ["light"] if quick else ["light", "dark"])
+            if outcome.measurements:  # else it was skipped, for want of a GPU
+                report.save(folder)
+                plots.draw(folder, name)
             reports.append(report)
             total = progress.tasks[bar].total or 1
             progress.update(bar, completed=total, total=total, now=_verdict(report))

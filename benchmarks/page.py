@@ -241,6 +241,8 @@ def _reached(reports: _Reports, prefix: str) -> str:
     """How many figures of each suite were reached, and which were not."""
     rows, missed = [], []
     for name, report in reports.items():
+        if not report["measurements"]:  # skipped, for want of a GPU
+            continue
         checks = report["checks"]
         met = sum(check["met"] for check in checks)
         tables = f"[{report['title']}]({prefix}benchmarks/results/{name}.md)"
@@ -261,7 +263,7 @@ def _missed(check: dict[str, Any]) -> str:
 
 
 def _plots(reports: _Reports, prefix: str) -> str:
-    """Every plot, for light and for dark pages."""
+    """Every plot."""
     parts = []
     for name, report in reports.items():
         drawn = [one for one in report["measurements"] if one["figure"] and one["samples"]]
@@ -273,12 +275,7 @@ def _plots(reports: _Reports, prefix: str) -> str:
             parts.append(f"**{report['title']}.** {ran_on[0].upper()}{ran_on[1:]}.")
         for figure in figures:
             stem = f"{prefix}benchmarks/results/{name}-{figure.replace(' ', '_')}"
-            parts.append(
-                "<picture>\n"
-                f'  <source media="(prefers-color-scheme: dark)" srcset="{stem}-dark.svg">\n'
-                f'  <img alt="{report["title"]}: {figure}" src="{stem}-light.svg">\n'
-                "</picture>"
-            )
+            parts.append(f"![{report['title']}: {figure}]({stem}.svg)")
     return "\n\n".join(parts)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,28 @@ from reports import amount
 
 __all__ = ["draw"]
 
-_COLOURS = {
-    "light": ["#c2410c", "#1d4ed8", "#6b7280", "#15803d", "#7e22ce", "#0e7490"],
-    "dark": ["#fb923c", "#60a5fa", "#9ca3af", "#4ade80", "#c084fc", "#22d3ee"],
+# Drawn in the first colours; a reader with a dark scheme gets the second.
+_SIDES = {
+    "#c2410c": "#fb923c",
+    "#1d4ed8": "#60a5fa",
+    "#6b7280": "#9ca3af",
+    "#15803d": "#4ade80",
+    "#7e22ce": "#c084fc",
+    "#0e7490": "#22d3ee",
 }
-_INK = {"light": ("#ffffff", "#1f2328", "#d0d7de"), "dark": ("#0d1117", "#e6edf3", "#30363d")}
+_PAPER, _INK, _LINES = "#ffffff", "#1f2328", "#d0d7de"
+_DARK = {**_SIDES, _PAPER: "#0d1117", _INK: "#e6edf3", _LINES: "#30363d"}
 _MARKERS = "osd^vP"
 _FLOOR = "floor"
 _KNOWN_SIDES = ["stock", "Meshverse", _FLOOR]  # of the same colour in every plot
 
 
-def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
-    """Draw each figure of a suite, as PNG and SVG.
+def draw(folder: Path, name: str) -> list[Path]:
+    """Draw each figure of a suite as an SVG that follows the reader's colour scheme.
 
     Args:
         folder: where the suite's JSON lies and the plots go.
         name: of the suite.
-        themes: pages to draw for: "light" and "dark".
 
     Returns:
         The files written.
@@ -42,31 +47,44 @@ def draw(folder: Path, name: str, themes: Sequence[str]) -> list[Path]:
     for one in report["measurements"]:
         if one["figure"] and one["samples"]:
             figures.setdefault(one["figure"], []).append(one)
-    for old in folder.glob(f"{name}-*-*.*"):
+    for old in folder.glob(f"{name}-*.*"):
         old.unlink()
     written = []
     for figure, measurements in figures.items():
-        for theme in themes:
-            with plot.rc_context(_style(theme)):
-                drawn = _panels(measurements, report["scale"])
-                drawn.suptitle(f"{report['title']}: {figure}")
-                stem = f"{name}-{figure.replace(' ', '_')}-{theme}"
-                for kind, more in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 110})):
-                    path = folder / f"{stem}.{kind}"
-                    drawn.savefig(path, **more)
-                    written.append(path)
-                plot.close(drawn)
+        with plot.rc_context(_style()):
+            drawn = _panels(measurements, report["scale"])
+            drawn.suptitle(f"{report['title']}: {figure}")
+            text = io.StringIO()
+            drawn.savefig(text, format="svg", metadata={"Date": None})
+            plot.close(drawn)
+        path = folder / f"{name}-{figure.replace(' ', '_')}.svg"
+        path.write_text(_with_schemes(text.getvalue()))
+        written.append(path)
     return written
 
 
-def _style(theme: str) -> dict[str, Any]:
-    paper, ink, lines = _INK[theme]
+def _with_schemes(svg: str) -> str:
+    """Have an SVG take its colours from variables, of which a dark scheme has others."""
+    light = [f"--c{index}: {colour};" for index, colour in enumerate(_DARK)]
+    dark = [f"--c{index}: {colour};" for index, colour in enumerate(_DARK.values())]
+    for index, colour in enumerate(_DARK):
+        svg = svg.replace(colour, f"var(--c{index})")
+    schemes = (
+        f"svg {{ {' '.join(light)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {' '.join(dark)} }} }}\n"
+    )
+    style = '<style type="text/css">'
+    assert style in svg, "matplotlib writes a style sheet"
+    return svg.replace(style, style + schemes, 1)
+
+
+def _style() -> dict[str, Any]:
     return {
-        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper),
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
-        **dict.fromkeys(("axes.edgecolor", "grid.color", "legend.edgecolor"), lines),
-        "axes.prop_cycle": plot.cycler(color=_COLOURS[theme]),
-        "legend.facecolor": paper,
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), _PAPER),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "legend.edgecolor"), _LINES),
+        "axes.prop_cycle": plot.cycler(color=list(_SIDES)),
+        "legend.facecolor": _PAPER,
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.linewidth": 0.6,

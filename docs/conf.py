@@ -49,12 +49,6 @@ nitpick_ignore_regex = [
 
 _PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
-_PICTURE = re.compile(
-    r'<picture>\s*<source [^>]*srcset="(?P<dark>[^"]+)">\s*'
-    r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)">\s*</picture>'
-)
-
-
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")
 
@@ -68,17 +62,8 @@ def _results(app: Any) -> None:
 
 
 def _for_the_site(app: Any, page: str, source: list[str]) -> None:
-    """Links to results; and pictures for light and for dark pages, in HTML for GitHub."""
-
-    def images(match: re.Match[str]) -> str:
-        parts = [
-            f"```{{image}} {match[theme]}\n:alt: {match['alt']}\n:class: only-{theme}\n```"
-            for theme in ("light", "dark")
-        ]
-        return "\n\n".join(parts)
-
-    text = _LINK_TO_RESULTS.sub(r"](results/\1)", source[0])
-    source[0] = _PICTURE.sub(images, text)
+    """Links to results."""
+    source[0] = _LINK_TO_RESULTS.sub(r"](results/\1)", source[0])
 
 
 def _public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
