@@ -31,7 +31,8 @@ from .agreement import RanksDifferError
 from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
 from .dropin import install, installed, uninstall
 from .options.isolation import isolate
-from .report.explain import Explanation, GroupExplanation
+from .report.explain import Explanation
+from .report.group_explanation import GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
 from .topology import Topology
 from .universe import Universe

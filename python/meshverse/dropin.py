@@ -21,8 +21,6 @@ from .device_mesh.device_mesh import DeviceMesh
 from .saved_mesh.stock_pickles import take_in
 from .universe.groups import share_world_wide
 
-__all__ = ["install", "installed", "uninstall"]
-
 _lock = threading.Lock()  # protects the two below
 _installed = False  # install() is in force
 _open_blocks = 0  # of installed()

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from .words import shortened
 
-__all__ = ["Wait", "find_deadlock", "note_key", "read_wait"]
-
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read in one search
 _MOST_MEMBERS = 64  # that a note names

@@ -26,8 +26,6 @@ from typing import NamedTuple
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import WorldState
 
-__all__ = ["ComparedCalls", "Description", "RanksDifferError", "check_by_default"]
-
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"

@@ -30,8 +30,6 @@ from meshverse.world.world import World, WorldState
 from .deadlock import Wait, find_deadlock, note_key, read_wait
 from .words import program_line, shortened
 
-__all__ = ["Joined", "Rendezvous"]
-
 _log = logging.getLogger(__name__)
 
 _ALL_JOINED = "all joined"  # begins the outcome of an attempt that succeeded; then come the texts

@@ -10,8 +10,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["program_line", "shortened"]
-
 _OWN = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (os.path.dirname(__file__), torch.__file__)

@@ -65,8 +65,6 @@ from .drawing import draw
 from .group_names import GroupNames, MissingGroups, PromisedGroups
 from .said_once import note_order, note_root
 
-__all__ = ["DeviceMesh"]
-
 _NO_RANK = -1  # c10d's own word for it
 
 # A mesh over at most this many ranks is hashed when it is made: torch will read the hash, and it

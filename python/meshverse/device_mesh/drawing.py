@@ -10,8 +10,6 @@ from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.pictured import node_size_here
 from meshverse.universe.universe import Universe
 
-__all__ = ["draw"]
-
 
 def draw(
     mesh: MeshDescription,

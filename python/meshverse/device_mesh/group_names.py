@@ -13,8 +13,6 @@ from torch.compiler import is_dynamo_compiling
 
 from meshverse.universe.universe import Universe
 
-__all__ = ["GroupNames", "MissingGroups", "PromisedGroups"]
-
 
 class GroupNames(list[str]):
     """c10d names of a mesh's groups, one per axis, some of which have to be looked at before use.

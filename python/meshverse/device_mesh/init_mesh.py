@@ -25,8 +25,6 @@ from meshverse.universe.universe import Universe
 
 from .device_mesh import DeviceMesh
 
-__all__ = ["MeshPart", "check_universe", "init_device_mesh", "plan_mesh"]
-
 # Arguments that are those of the universe.
 _OF_UNIVERSE = ("timeout", "options", "lazy", "check_consistency", "topology")
 

@@ -14,8 +14,6 @@ from meshverse.world.world import World
 from .device_mesh import DeviceMesh
 from .init_mesh import MeshPart, check_universe, plan_mesh
 
-__all__ = ["init_mesh_partition"]
-
 
 class Partition(dict[str, DeviceMesh]):
     """Meshes by the names of their parts; a name that is none of them comes with the nearest."""

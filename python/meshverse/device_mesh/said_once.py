@@ -24,8 +24,6 @@ from meshverse.world.world import WorldState
 if TYPE_CHECKING:
     from .device_mesh import DeviceMesh
 
-__all__ = ["note_order", "note_root"]
-
 _logger = logging.getLogger(__name__)
 
 

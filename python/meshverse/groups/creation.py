@@ -25,8 +25,6 @@ from .group import Group, Origin
 from .registry import GroupRegistry
 from .request import GroupRequest
 
-__all__ = ["create_by_all", "create_by_members", "how", "needs_all_ranks"]
-
 
 def needs_all_ranks(request: GroupRequest, world: World) -> bool:
     """Return whether all ranks of the default group must take part in making an axis's groups."""

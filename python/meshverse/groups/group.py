@@ -30,8 +30,6 @@ from meshverse.world.weak_registry import WeakRegistry
 
 from .request import GroupRequest
 
-__all__ = ["Group", "GroupUse", "Origin", "State"]
-
 
 class State(enum.Enum):
     """The state of a process group in this process."""

@@ -12,8 +12,6 @@ from meshverse.world.world import WorldState
 from .group import Group, GroupUse, State
 from .request import GroupRequest
 
-__all__ = ["GroupRegistry"]
-
 
 class GroupRegistry(WorldState):
     """The process groups of one world that universes use, found by what they are.

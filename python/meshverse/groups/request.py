@@ -16,8 +16,6 @@ from meshverse.options.group_options import (
 )
 from meshverse.world.world import World
 
-__all__ = ["GroupRequest", "RequestBuilder"]
-
 
 class GroupRequest(NamedTuple):
     """One axis's request for process groups.

@@ -13,8 +13,6 @@ from meshverse._core import RankGroups, RankMap
 
 from .computed import computed
 
-__all__ = ["RankViews", "ascends", "rank_views"]
-
 
 class RankTuple(tuple[int, ...]):
     """A tuple of ranks that is hashed once, and compared with itself at once.

@@ -7,8 +7,6 @@ from typing import Any
 
 from meshverse.nearest import did_you_mean
 
-__all__ = ["by_axis"]
-
 
 def by_axis(
     values: Mapping[int | str, Any], axis_names: Sequence[str] | None, ndim: int, *, argument: str

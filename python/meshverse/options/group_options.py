@@ -25,19 +25,6 @@ from meshverse._core import OptionsKey, data_in
 
 from .by_axis import by_axis
 
-__all__ = [
-    "NO_DEFAULTS",
-    "NO_OVERRIDE",
-    "BackendOverride",
-    "Defaults",
-    "GroupOptions",
-    "Override",
-    "SingleOverride",
-    "check_timeout",
-    "normalize_override",
-    "normalize_overrides",
-]
-
 # --- what a user gives ---------------------------------------------------------------------------
 
 Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"

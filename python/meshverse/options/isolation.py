@@ -12,17 +12,6 @@ from contextvars import ContextVar
 
 from .by_axis import by_axis
 
-__all__ = [
-    "check_tag",
-    "current_tag",
-    "isolate",
-    "merge_tags",
-    "normalize_tags",
-    "own_tag",
-    "tag_inside",
-    "tag_parts",
-]
-
 # Each thread and asynchronous task has its own value. A new thread starts without a tag. (From
 # Python 3.14 on, a program can ask for threads that start with their maker's context.)
 _tag: ContextVar[str] = ContextVar("meshverse_isolation_tag", default="")

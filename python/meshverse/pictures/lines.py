@@ -10,8 +10,6 @@ from meshverse._core import RankGroups, RankMap
 from .model import Cell, Gap, Line, Panel, PicturedGroups, printable
 from .repeats import Folded, Part, Row, Run, fold
 
-__all__ = ["Piece", "panel_of", "pieces_of"]
-
 _N_DRAWN_WHOLE = 16  # nodes: as many are drawn one by one
 _N_DRAWN_PARTS = 8  # parts of a run: as many short ones are drawn one by one
 _MOST_LINES = 48  # where more are left after folding, most of them are left out

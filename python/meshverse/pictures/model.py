@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from meshverse._core import AxisLayout
 
-__all__ = ["Cell", "Gap", "Line", "Panel", "PicturedGroups", "PicturedView", "printable"]
-
 
 @dataclass(frozen=True)
 class PicturedGroups:

@@ -21,8 +21,6 @@ from meshverse._core import AxisLayout, RankGroups, RankMap
 from .model import PicturedGroups, PicturedView, printable
 from .palette import COLOURS, INKS
 
-__all__ = ["as_page"]
-
 
 def as_page(
     title: str,

@@ -6,8 +6,6 @@ place of black. The number of a group is always written too: colour alone says n
 
 from __future__ import annotations
 
-__all__ = ["COLOURS", "INKS", "colour_index"]
-
 COLOURS = (
     "#56b4e9",  # sky blue
     "#e69f00",  # orange

@@ -16,8 +16,6 @@ from .model import Panel, PicturedGroups, PicturedView, printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Picture"]
-
 
 @dataclass(frozen=True)
 class Picture:

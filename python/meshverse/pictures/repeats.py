@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Block", "Folded", "Part", "Row", "Run", "fold", "unfold"]
-
 _LONGEST_PERIOD = 64
 
 

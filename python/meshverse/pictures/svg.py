@@ -8,8 +8,6 @@ from html import escape
 from .model import Cell, Gap, Line, Panel
 from .palette import COLOURS, INKS, colour_index
 
-__all__ = ["as_svg"]
-
 # Lengths in pixels.
 _WIDEST = 1000
 _MARGIN = 16

@@ -11,8 +11,6 @@ from .palette import COLOURS, INKS, colour_index
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["as_rich", "as_text"]
-
 _CELLS_IN_ROW = 8
 
 

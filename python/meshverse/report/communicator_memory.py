@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["COMMUNICATOR_BYTES", "estimate_bytes"]
-
 _NCCL_CHANNELS = 16
 _NCCL_BUFFER_BYTES = (4 << 20) + (8 * 512 * 8 * 16) + (120 * 640 * 8 * 8)
 

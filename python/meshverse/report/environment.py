@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from meshverse._core import __version__
 
-__all__ = ["environment_report"]
-
 _PACKAGES = ("numpy", "transformers", "megatron-fsdp", "rich")
 _VARIABLES = ("MESHVERSE_", "NCCL_", "GLOO_", "TORCH_", "SLURM_JOB_NUM_NODES", "LOCAL_WORLD_SIZE")
 

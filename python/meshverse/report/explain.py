@@ -18,8 +18,6 @@ from .group_explanation import GroupExplanation
 from .pictured import ExplainedView, picture_of
 from .tables import aligned, in_bytes, shortened_ranks
 
-__all__ = ["Explanation", "GroupExplanation", "Portion", "explain", "how_it_came"]
-
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
     Origin.SPLIT: "split off the default group",

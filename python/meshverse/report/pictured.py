@@ -13,8 +13,6 @@ from meshverse.pictures import Picture, PicturedGroups, PicturedView
 
 from .group_explanation import GroupExplanation
 
-__all__ = ["ExplainedView", "node_size_here", "picture_of"]
-
 
 class ExplainedView(NamedTuple):
     """A mesh, as a view of the ranks.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["aligned", "in_bytes", "in_seconds", "shortened_ranks"]
-
 _SHOWN_RANKS = 8
 
 

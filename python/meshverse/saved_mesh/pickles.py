@@ -18,8 +18,6 @@ from meshverse.universe.universe import Universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state
 
-__all__ = ["load_mesh", "load_mesh_as", "load_saved", "mesh_fields", "save_mesh"]
-
 _NO_RANK = -1  # as in c10d
 _Mesh = TypeVar("_Mesh", bound=DeviceMesh)
 

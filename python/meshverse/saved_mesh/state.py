@@ -16,8 +16,6 @@ from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import LARGEST_RANK, check_axis_names, check_layout
 from meshverse.options.isolation import check_tag, tag_parts
 
-__all__ = ["MeshState", "SavedMesh", "SavedState", "read_state"]
-
 MeshState: TypeAlias = dict[str, Any]
 """A mesh as plain data: numbers, strings, lists and dictionaries of them."""
 

@@ -25,8 +25,6 @@ from meshverse.world.world import World
 from .pickles import load_saved, mesh_fields
 from .state import SavedState, read_state
 
-__all__ = ["take_in"]
-
 # What may be wrong with the attributes of a mesh from a file, or from another version of torch.
 _UNREADABLE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 

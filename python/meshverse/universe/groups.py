@@ -36,8 +36,6 @@ from .registry import WorldUniverses
 if TYPE_CHECKING:
     from .universe import Universe
 
-__all__ = ["UniverseGroups", "share_world_wide"]
-
 _log = logging.getLogger(__name__)
 
 _FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # groups that are listed here, and not shared

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from .universe import Universe
 
-__all__ = ["UniverseMeshes"]
-
 
 class UniverseMeshes:
     """The meshes of one universe.

@@ -12,8 +12,6 @@ from meshverse.groups.group import Group, State
 from .groups import UniverseGroups
 from .warm_up import Chosen, in_one_order
 
-__all__ = ["GroupMemory", "memory_stats", "resume", "suspend"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -34,8 +34,6 @@ from .warm_up import WarmedUp, warm_up
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh
 
-__all__ = ["Universe", "ranks_outside"]
-
 
 class Universe:
     """One rank map, its world group, and every process group, submesh and flattened mesh over it.

@@ -16,8 +16,6 @@ from meshverse.nearest import did_you_mean
 
 from .groups import UniverseGroups
 
-__all__ = ["Chosen", "WarmedUp", "in_one_order", "warm_up"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Run", "RunStore"]
-
 # What all waiting ranks of a job ask of the store together, on average. In the busiest second it is
 # half as much again, so at most 20,000. A TCPStore answers some 40,000 a second on two cores
 # (benchmarks/results/store.md).

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Generic, TypeVar
 
-__all__ = ["WeakRegistry"]
-
 _T = TypeVar("_T")
 
 

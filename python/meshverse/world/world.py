@@ -15,8 +15,6 @@ from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
 from .run_store import Run, RunStore
 
-__all__ = ["World", "WorldState"]
-
 
 class WorldState:
     """What one room keeps for each world: a subclass a room, which `World.state` gives.
