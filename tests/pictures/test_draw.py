@@ -52,6 +52,12 @@ def test_one_axis_by_name_or_index(world) -> None:
     titles = [[panel.title for panel in mesh.draw(axis).panels] for axis in ("dp", 1, -2)]
     assert titles == [["dp"]] * 3
     assert [panel.title for panel in mesh["tp"].draw().panels] == ["tp"]
+    mesh["dp", "tp"].flatten("both")
+    for axes in (("tp", "dp"), ["tp", -2], ("both", "dp")):
+        drawn = [panel.title for panel in mesh.draw(axes).panels]
+        assert drawn == [axes[0], "dp"]
+    with pytest.raises(KeyError, match="There is no axis 'cp' to draw"):
+        mesh.draw(("dp", "cp"))
     with pytest.raises(KeyError, match=r"no axis 'cp' to draw: the axes are \['pp', 'dp', 'tp'\]"):
         mesh.draw("cp")
     with pytest.raises(IndexError, match="no axis 3 to draw: the mesh has 3"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.forked import Forked
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import fake_world, live_groups
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.universe.registry import WorldUniverses
 from meshverse.world.world import World
@@ -62,9 +62,9 @@ def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
     mesh.flatten("world")
     head, titles, *rows, foot = str(mesh.universe.explain()).splitlines()
     assert "of ranks 0 to 7, seen by rank 5" in head
-    assert "Asked for 4 process groups: 3 made, 1 reused. Not made: 0" in head
+    assert "Requested 4 process groups: 3 created, 1 reused. Saved: 0" in head
     assert re.split("  +", titles.strip()) == [
-        *("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group"),
+        *("axes", "requested", "layout", "size", "my ranks", "backend", "options", "group"),
     ]
     assert [re.split("  +", row.strip())[:6] for row in rows] == [
         ["pp", "1 time", "1:0", "1", "5", "fake"],
@@ -76,7 +76,22 @@ def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
     assert foot.startswith("Reused: ")
 
 
-def test_text_says_how_often_a_group_was_asked_for(mesh) -> None:
+def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
+    told = mesh.universe.explain()
+    assert repr(told) == str(told)
+    assert "Requested 3 process groups: 3 created" in mesh.universe._repr_html_()
+    for shown in (told, mesh.universe, mesh, mesh["tp"]):
+        html = shown._repr_html_()
+        assert html.startswith("<pre>")
+        assert html.rstrip().endswith("</svg>")
+
+
+def test_an_empty_universe_shows_its_line() -> None:
+    with fake_world(8, 5):
+        assert "Requested 0 process groups" in Universe(8)._repr_html_()
+
+
+def test_text_says_how_often_a_group_was_requested(mesh) -> None:
     mesh.unflatten("tp", (4, 1), ("a", "b")).unflatten("dp", (2,), ("tp",))
     rows = str(mesh.universe.explain()).splitlines()[2:-1]
     assert [re.split("  +", row.strip())[:2] for row in rows] == [

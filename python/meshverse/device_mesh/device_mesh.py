@@ -8,6 +8,7 @@ import copyreg
 import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, ClassVar, cast
 
 import torch
@@ -377,7 +378,9 @@ class DeviceMesh(StockDeviceMesh):
         """
         return self.layout.size if mesh_dim is None else self._shape[mesh_dim]
 
-    def draw(self, axis: str | int | None = None, *, node_size: int | None = None) -> Picture:
+    def draw(
+        self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
+    ) -> Picture:
         """This mesh as a picture: the ranks by node, coloured by group, mine outlined.
 
         `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
@@ -385,8 +388,8 @@ class DeviceMesh(StockDeviceMesh):
         these axes are drawn. No group is made for it. O(ranks), when it is shown.
 
         Args:
-            axis: name or index of the axis, or name of a flattened axis; by default a panel for
-                each axis of this mesh.
+            axis: name or index of the axis, or name of a flattened axis, or several of them, a
+                panel each; by default all axes of this mesh.
             node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
                 says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
 
@@ -410,6 +413,9 @@ class DeviceMesh(StockDeviceMesh):
             axis.strides[0] if len(axis.strides) == 1 else axis.strides for axis in layout
         )
         return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
+
+    def _repr_html_(self) -> str:  # in a notebook
+        return f"<pre>{escape(repr(self))}</pre>{self.draw().to_svg()}"
 
     # --- slices, and meshes combined of the axes of several: on the groups that are there ---------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.nearest import did_you_mean
 from meshverse.pictures import Picture, PicturedGroups, PicturedView
@@ -15,7 +16,7 @@ def draw(
     mesh: MeshDescription,
     universe: Universe,
     flattened: Mapping[str, MeshDescription],
-    axis: str | int | None,
+    axes: str | int | Sequence[str | int] | None,
     node_size: int | None,
 ) -> Picture:
     """Return a mesh of a universe as a picture; see `DeviceMesh.draw`.
@@ -24,38 +25,44 @@ def draw(
         mesh: to draw.
         universe: that it is in.
         flattened: the flattened meshes that may be drawn too, by name.
-        axis: as of `DeviceMesh.draw`.
+        axes: as of `DeviceMesh.draw`.
         node_size: as of `DeviceMesh.draw`.
     """
     labels = mesh.labels
-    if isinstance(axis, str) and axis not in labels:
-        if axis not in flattened:
-            hint = did_you_mean(axis, [*labels, *flattened])
-            raise KeyError(
-                f"There is no axis {axis!r} to draw: the axes are {list(labels)}, the flattened "
-                f"axes {list(flattened)}.{hint}"
-            )
-        mesh, axis = flattened[axis], 0
-        labels = mesh.labels
-    if isinstance(axis, str):
-        shown = [labels.index(axis)]
-    elif axis is None:
-        shown = list(range(len(labels)))
-    elif -len(labels) <= axis < len(labels):
-        shown = [axis % len(labels)]
-    else:
-        raise IndexError(f"There is no axis {axis} to draw: the mesh has {len(labels)}.")
+    if axes is None:
+        axes = range(len(labels))
+    elif isinstance(axes, str | int):
+        if isinstance(axes, str) and axes in flattened and axes not in labels:
+            mesh, labels = flattened[axes], (axes,)
+        axes = [axes]
+    found = [_axis(mesh, flattened, axis) for axis in axes]
     sizes = zip(labels, mesh.layout.shape, strict=True)
     title = ", ".join(f"{label}={size}" for label, size in sizes)
-    groups = [
-        PicturedGroups((labels[index],), mesh.layout[index], mesh.preserve_rank_order)
-        for index in shown
-    ]
+    groups = [PicturedGroups((label,), layout, mesh.preserve_rank_order) for label, layout in found]
     return Picture(
         title=f"Mesh {title} of {universe.rank_map}",
         rank_map=universe.rank_map,
         rank=universe.rank,
         groups=tuple(groups),
-        views=(PicturedView(title, tuple((labels[i], at) for at, i in enumerate(shown))),),
+        views=(PicturedView(title, tuple((label, at) for at, (label, _) in enumerate(found))),),
         node_size=node_size_here() if node_size is None else node_size,
     )
+
+
+def _axis(
+    mesh: MeshDescription, flattened: Mapping[str, MeshDescription], axis: str | int
+) -> tuple[str, AxisLayout]:
+    labels = mesh.labels
+    if isinstance(axis, str):
+        if axis in labels:
+            return axis, mesh.layout[labels.index(axis)]
+        if axis in flattened:
+            return axis, flattened[axis].layout[0]
+        hint = did_you_mean(axis, [*labels, *flattened])
+        raise KeyError(
+            f"There is no axis {axis!r} to draw: the axes are {list(labels)}, the flattened axes "
+            f"{list(flattened)}.{hint}"
+        )
+    if not -len(labels) <= axis < len(labels):
+        raise IndexError(f"There is no axis {axis} to draw: the mesh has {len(labels)}.")
+    return labels[axis], mesh.layout[axis % len(labels)]

@@ -97,7 +97,7 @@ class Picture:
         try:
             from rich.console import Console
         except ImportError:
-            print(self)  # noqa: T201  # that is what was asked for
+            print(self)  # noqa: T201  # which is what it is for
         else:
             Console().print(self, soft_wrap=True)
 

@@ -1,10 +1,11 @@
-"""What a universe did: which groups exist, for which axes, how each came to be. Text and data."""
+"""Report on the process groups of a universe: their axes, origin and sharing. Text and data."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any, NamedTuple
 
 from meshverse import _torch_compat as compat
@@ -36,27 +37,28 @@ class Portion(NamedTuple):
 
     Attributes:
         ranks: in words.
-        groups: that its meshes asked for.
+        groups: that its meshes requested.
     """
 
     ranks: str
     groups: Sequence[GroupUse]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """A universe's groups and how they were shared. `str()` prints it, `to_dict()` gives data.
+    """A universe's groups and how they were shared: a table where it is printed or shown.
 
-    `to_html()` gives a page to click through, and `picture` what it and `Universe.draw` show.
+    `to_dict()` gives data, `to_html()` a page to click through, and `picture` what it and
+    `Universe.draw` show.
 
     Attributes:
         rank_map: the universe's ranks, in words.
         rank: this process's global rank.
-        requested: groups asked for; `created` new ones answered them, the rest were shared.
-        created: groups made.
-        groups: in the order they were first asked for; of parts, those of this rank.
+        requested: number of requests for a group.
+        created: groups created for them; the other requests were served by an existing group.
+        groups: in the order they were first requested; of parts, those of this rank.
         parts: the ranks of each part of the universe, in words.
-        picture: the same, to be drawn; None where no group was asked for.
+        picture: the same, to be drawn; None where no group was requested.
     """
 
     rank_map: str
@@ -98,7 +100,7 @@ class Explanation:
         """One HTML page that needs nothing else: pick a view, an axis and a rank; see its groups.
 
         Raises:
-            ValueError: no group was asked for yet.
+            ValueError: no group was requested yet.
         """
         return self.drawn().to_html()
 
@@ -106,7 +108,7 @@ class Explanation:
         """The picture.
 
         Raises:
-            ValueError: no group was asked for yet.
+            ValueError: no group was requested yet.
         """
         if self.picture is None:
             raise ValueError(
@@ -120,7 +122,7 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        titles = ("axes", "asked for", "layout", "size", "my ranks", "backend", "options", "group")
+        titles = ("axes", "requested", "layout", "size", "my ranks", "backend", "options", "group")
         rows = [titles, *(_row(group) for group in self.groups)]
         numbers = [3]
         if any(group.nodes is not None for group in self.groups):
@@ -136,16 +138,22 @@ class Explanation:
             numbers = [number + 1 for number in numbers]
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
-            "Reused: asked for again, and answered with the group that was there. Not made: what "
-            "torch, which makes one each time, would have made besides."
+            "Reused: served by an existing group. Saved: groups that stock torch, which creates "
+            "one for each request, would have created besides."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         return "\n".join([head, *parts, *aligned(rows, right=numbers), foot])
 
+    __repr__ = __str__  # at a prompt
+
+    def _repr_html_(self) -> str:  # in a notebook
+        drawn = "" if self.picture is None else self.picture.to_svg()
+        return f"<pre>{escape(str(self))}</pre>{drawn}"
+
     def _in_numbers(self) -> str:
         text = (
-            f"Asked for {self.requested} process groups: {self.created} made, {self.shared} "
-            f"reused. Not made: {self.avoided}"
+            f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
+            f"{self.created} created, {self.shared} reused. Saved: {self.avoided}"
         )
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"

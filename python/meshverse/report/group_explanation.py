@@ -18,12 +18,12 @@ class GroupExplanation:
         options: backend, options and tag, naming what differs from the defaults.
         how: how the group came to be.
         created: whether a new group was made for it.
-        requests: how often it was asked for, by axis name.
+        requests: how often it was requested, by axis name.
         avoided: groups that stock would have made for these requests beside what was created.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
         nodes: on how many nodes my group is; None where no topology tells.
-        over: in a universe with parts, the ranks of the meshes that asked for it, in words: of all
+        over: in a universe with parts, the ranks of the meshes that requested it, in words: of all
             ranks, of a part, or both.
     """
 

@@ -81,7 +81,7 @@ def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
         made=int(told.created),
         stock_copies=told.created + told.avoided if is_mine else 0,
         bytes_each=told.bytes_each,
-        facts={**facts, "asked for": asked},
+        facts={**facts, "requested": asked},
     )
 
 

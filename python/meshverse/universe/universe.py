@@ -444,6 +444,9 @@ class Universe:
                 "Make it without universe=, or make the universe over all ranks that are needed."
             )
 
+    def _repr_html_(self) -> str:  # in a notebook
+        return self.explain()._repr_html_()
+
     def __repr__(self) -> str:
         groups = len(self.groups)
         state = "" if self.groups.ended is None else f", {self.groups.ended}"
