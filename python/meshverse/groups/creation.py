@@ -140,8 +140,7 @@ def create_by_members(
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
-    what = f"the process group of axis {request.axis_name!r} with ranks {shortened(ranks)}"
-    attempt = _join(group, ranks, world, what)
+    attempt = _join(group, ranks, world)
     create = compat.create_by_members
     if attempt is not None:
         # While gloo connects, this rank may be interrupted when the others have the group already.
@@ -151,7 +150,7 @@ def create_by_members(
         return create(
             ranks,
             default_group,
-            world.connection,
+            world.connection_of(default_group),
             backend=options.backend,
             backend_options=backend_options,
             timeout=options.timeout,
@@ -160,7 +159,7 @@ def create_by_members(
             description=f"mesh_{request.axis_name}",
         )
     except RuntimeError as error:
-        text = f"Rank {world.rank} could not make {what}: {error}"
+        text = _could_not_make(request, ranks, world, error)
         if len(ranks) > 1 and compat.is_of_other_ranks(error):
             text += (
                 "\nAnother of these ranks may have died, been interrupted, or ended the group "
@@ -169,7 +168,16 @@ def create_by_members(
         raise type(error)(text) from error
 
 
-def _join(group: Group, ranks: list[int], world: World, what: str) -> int | None:
+def _could_not_make(
+    request: GroupRequest, ranks: list[int], world: World, error: RuntimeError
+) -> str:
+    return (
+        f"Rank {world.rank} could not make the process group of axis {request.axis_name!r} with "
+        f"ranks {shortened(ranks)}: {error}"
+    )
+
+
+def _join(group: Group, ranks: list[int], world: World) -> int | None:
     """Wait for the other members, if creating the group would wait for them without a word.
 
     Returns:
@@ -196,7 +204,7 @@ def _join(group: Group, ranks: list[int], world: World, what: str) -> int | None
     except RuntimeError as error:
         with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
             calls.check(store)  # which says why the others did not come
-        raise type(error)(f"Rank {world.rank} could not make {what}: {error}") from None
+        raise type(error)(_could_not_make(group.request, ranks, world, error)) from None
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Group:
         self.name, self.request, self.borrowed = name, request, borrowed
         self.content = content
         self.state = State.PLANNED
-        self._registry = weakref.ref(registry)
+        self._registry = registry.reference
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
         self.handle: compat.ProcessGroup | None = None
         self._making = threading.RLock()  # held by the thread that makes or ends it

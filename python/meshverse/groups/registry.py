@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
@@ -32,6 +33,7 @@ class GroupRegistry(WorldState):
         self._by_content: dict[Hashable, Group] = {}
         self._times_named: Counter[str] = Counter()
         self._lock = threading.RLock()  # protects the three above and the uses of groups
+        self.reference = weakref.ref(self)  # for its groups
 
     def __iter__(self) -> Iterator[Group]:
         """Every group, in the order in which they were added."""

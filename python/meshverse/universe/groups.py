@@ -381,7 +381,7 @@ class UniverseGroups:
         elif request.position is not None:
             ranks = self._registry.acquire(self.scope, use)
             assert use.group is not None
-            is_shared = len(use.group.uses.alive()) > 1
+            is_shared = len(use.group.uses) > 1
             use.how = Origin.SHARED if is_shared else Origin.BY_MEMBERS
             try:
                 if self._lazy:

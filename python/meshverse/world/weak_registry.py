@@ -27,6 +27,9 @@ class WeakRegistry(Generic[_T]):
         """Forget an object, if it is noted."""
         self._references.pop(id(entry), None)
 
+    def __len__(self) -> int:
+        return len(self._references)
+
     def alive(self) -> list[_T]:
         """The objects that are noted and alive now, oldest first."""
         # A list of a dict's values is made in one go, with and without the interpreter's lock.

@@ -157,7 +157,11 @@ class World:
         While c10d waits in the store for other ranks, it keeps the connection. Two threads that
         share one, and wait for two threads of another rank that share one, may wait for ever.
         """
-        store = compat.store_of(self.default_group)
+        return self.connection_of(self.default_group)
+
+    def connection_of(self, default_group: compat.ProcessGroup) -> Any:
+        """Return `connection`, where the caller has read the default group already."""
+        store = compat.store_of(default_group)
         if self.is_main_thread():
             return store
         clone = getattr(self._clones, "store", None)
