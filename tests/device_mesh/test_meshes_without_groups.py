@@ -74,6 +74,35 @@ def test_it_equals_the_same_with_groups_in_every_world(family: Family) -> None:
         assert (new == old) is (family is STOCK)
 
 
+def test_without_a_given_rank_it_is_of_its_world_only() -> None:
+    def mesh(*, has_groups: bool) -> DeviceMesh:
+        return DeviceMesh("cpu", torch.arange(8), _init_backend=has_groups)
+
+    with fake_world(8, 5):
+        ended = mesh(has_groups=True), mesh(has_groups=False)
+        tensor = DTensor.from_local(torch.ones(1), ended[1], [Shard(0)], run_check=False)
+        assert (tensor + 1).device_mesh is ended[1]
+    with fake_world(8, 6):
+        for has_groups in (False, True):
+            mine = mesh(has_groups=has_groups)
+            assert mine not in ended
+            tensor = DTensor.from_local(torch.ones(1), mine, [Shard(0)], run_check=False)
+            # Not what torch keeps of the ended world.
+            assert (tensor + 1).device_mesh.get_coordinate() == (6,)
+
+
+def test_submeshes_of_a_mesh_with_a_rank_of_its_own() -> None:
+    with fake_world(8, 1):
+        mesh = DeviceMesh(
+            *("cpu", torch.arange(8).view(2, 4)),
+            mesh_dim_names=_AXES,
+            _rank=6,
+            _init_backend=False,
+        )
+        places = [each.get_coordinate() for each in mesh._get_all_submeshes("tp")]
+    assert places == [None, (2,)]
+
+
 def test_its_slices_answer_from_its_rank_too() -> None:
     with fake_world(8, 5):
         mesh = DeviceMesh(

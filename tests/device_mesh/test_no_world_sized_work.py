@@ -6,9 +6,11 @@ import contextlib
 import gc
 import pickle
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from helpers.observation import OURS, STOCK
 from helpers.worlds import fake_world, groups_created
@@ -143,6 +145,17 @@ def test_the_hash_is_stocks() -> None:
     )
     assert hash(ours) == hash(stock)
     assert ours == stock
+
+
+def test_what_was_read_of_ranks_goes_with_the_meshes() -> None:
+    rank_maps = []
+    for _ in range(3):
+        mesh = DeviceMesh("cpu", torch.randperm(4096), _init_backend=False)
+        hash(mesh), mesh.mesh, mesh._flatten_rank_map
+        rank_maps.append(weakref.ref(mesh.universe.rank_map))
+        del mesh
+    gc.collect()
+    assert [rank_map() for rank_map in rank_maps] == [None] * 3
 
 
 def test_pickling(no_world_sized_work) -> None:

@@ -539,7 +539,7 @@ class DeviceMesh(StockDeviceMesh):
                 overrides=(),
                 call="_get_all_submeshes",
                 init_backend=False,
-                rank=None if World.current() else universe.rank,
+                rank=universe.rank if universe.has_own_rank or not World.current() else None,
             )
             own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
             submesh._take_group_names(own)
@@ -1073,7 +1073,9 @@ class DeviceMesh(StockDeviceMesh):
         # not be found for a new mesh.
         if mine.is_over or theirs.is_over:
             return False
-        return mine.world is theirs.world or self._may_be_of(theirs.world) or not other.has_groups
+        if mine.world is theirs.world or self._may_be_of(theirs.world):
+            return True
+        return theirs.has_own_rank and not other.has_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world, so it is taken for one of this world.
@@ -1087,10 +1089,13 @@ class DeviceMesh(StockDeviceMesh):
 
     def _may_be_of(self, world: World | None) -> bool:
         # What torch's caches hold for a mesh of an earlier world must not be found for one of this
-        # world: the earlier groups are gone. A mesh without groups, or without a world, may be of
-        # any. Under torch's threaded test backend, each thread is a rank and has its own world.
-        mine = self._universe.world
-        return mine is world or mine is None or world is None or not self.has_groups
+        # world: the earlier groups are gone, and this process may be another rank. A mesh without a
+        # world may be of any, as may one without groups whose rank was given: torch keeps those.
+        # Under torch's threaded test backend, each thread is a rank and has a world of its own.
+        universe = self._universe
+        if universe.world is world or universe.world is None or world is None:
+            return True
+        return universe.has_own_rank and not self.has_groups
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.

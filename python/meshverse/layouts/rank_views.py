@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from meshverse import _torch_compat as compat
-from meshverse._core import RankGroups, RankMap
+from meshverse._core import RankArray, RankGroups, RankMap
 
 from .computed import computed
 
@@ -63,23 +63,31 @@ class RankViews:
     """
 
     def __init__(self, rank_map: RankMap) -> None:
-        self._rank_map = rank_map
+        # Weakly: the views of a rank map are kept for as long as the rank map lives.
+        self._rank_map = weakref.ref(rank_map)
+
+    def _ranks(self) -> RankArray:
+        rank_map = self._rank_map()
+        assert rank_map is not None, "whoever asks for a view has the rank map"
+        return rank_map.ranks()
 
     @computed
     def tensor(self) -> torch.Tensor:
         """The global rank at every position: int32 CPU tensor of shape (n,)."""
         with compat.untraced():
-            return torch.frombuffer(self._rank_map.ranks(), dtype=torch.int32)
+            return torch.frombuffer(self._ranks(), dtype=torch.int32)
 
     @computed
     def hashed(self) -> HashedRanks:
         """What has the hash of the tuple."""
-        return HashedRanks(self._rank_map)
+        rank_map = self._rank_map()
+        assert rank_map is not None
+        return HashedRanks(rank_map)
 
     @computed
     def tuple(self) -> RankTuple:
         """The global rank at every position."""
-        return RankTuple(self._rank_map.ranks().tolist())
+        return RankTuple(self._ranks().tolist())
 
 
 _views: weakref.WeakKeyDictionary[RankMap, RankViews] = weakref.WeakKeyDictionary()
