@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,3 +140,14 @@ def test_other_ranks_do_not_say_it(caplog) -> None:
     for _ in range(2):
         _mesh()
     assert not _said(caplog)
+
+
+def test_thrown_away_roots_leave_no_rank_map() -> None:
+    kept = []
+    for seed in range(3):
+        mesh = DeviceMesh("cpu", [*torch.arange(8).roll(seed + 1).tolist()])
+        kept.append(weakref.ref(mesh.universe.rank_map))
+        mesh.universe.destroy()
+        del mesh
+    gc.collect()
+    assert [rank_map() for rank_map in kept] == [None] * 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -219,6 +221,20 @@ def test_one_destroy_ends_all() -> None:
     with pytest.raises(RuntimeError, match="The universe of ranks 0 to 7 was destroyed"):
         _part(job, [5, 6])
     job.universe.destroy()
+
+
+def test_ended_parts_are_let_go() -> None:
+    job = _job()
+    ended = []
+    for ranks in ([0, 5], [1, 5], [5, 6]):
+        part = job.universe.part(ranks)
+        init_device_mesh("cpu", (2,), ranks=ranks, universe=job.universe)
+        part.destroy()
+        ended.append(weakref.ref(part))
+        del part
+    job.universe.part([2, 5])
+    gc.collect()
+    assert [part() for part in ended] == [None] * 3
 
 
 def test_a_part_is_destroyed_alone() -> None:

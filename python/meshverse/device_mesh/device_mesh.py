@@ -329,7 +329,7 @@ class DeviceMesh(StockDeviceMesh):
             layout = self._description.layout
             self._coordinate_on_dim = None if position is None else layout.coordinate(position)
         else:
-            DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
+            _check_coordinates()
         # If this mesh has isolation tags, `UniverseMeshes.intern` may give it another root.
         root = universe.meshes.root
         self._root_mesh = None if root is self else root
@@ -1242,7 +1242,7 @@ class DeviceMesh(StockDeviceMesh):
 
     def _forget_coordinate(self) -> None:
         """Compute this rank's coordinate, and the ranks of a part of the mesh, at the next read."""
-        DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
+        _check_coordinates()
         names = ["_coordinate_on_dim"]
         if self._description.layout.size != self._universe.size:
             names.append("mesh")
@@ -1301,6 +1301,12 @@ class DeviceMesh(StockDeviceMesh):
             )
         self._take_group_names(names)
         universe.meshes.keep(self)
+
+
+def _check_coordinates() -> None:
+    """Have meshes that keep no coordinate compute it on each read."""
+    if "_coordinate_on_dim" not in vars(DeviceMesh):
+        DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
 
 
 def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:

@@ -83,7 +83,8 @@ def note_root(mesh: DeviceMesh) -> None:
     with said.lock:
         if said.equal:
             return
-        key = mesh._identity
+        # Not the rank map itself, which would be kept.
+        key = universe.rank_map.fingerprint, universe.token, mesh.description
         first, first_names = said.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
             said.first[key] = weakref.ref(universe), names

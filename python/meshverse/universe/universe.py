@@ -407,7 +407,12 @@ class Universe:
             if known is None:
                 self.check_has(rank_map)
                 known = Universe(rank_map, part_of=self, rank=rank, **own)
-                self._parts = [part for part in self._parts if part.rank_map != rank_map]
+                # An ended part stays while some of its groups could not be freed.
+                self._parts = [
+                    part
+                    for part in self._parts
+                    if part.rank_map is not rank_map and not (part.is_over and part.groups.is_freed)
+                ]
                 self._parts.append(known)
                 return known
         if own:
