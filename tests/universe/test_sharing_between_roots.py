@@ -194,7 +194,7 @@ def test_an_axis_cannot_have_the_name_of_a_flattened_mesh_of_other_ranks() -> No
     flattened = first.flatten("flat")
     with (
         groups_created(0),
-        pytest.raises(ValueError, match=r"flat already exists .*8:1, where 2:1"),
+        pytest.raises(ValueError, match=r"flat already exists .*8:1, but 2:1"),
     ):
         init_device_mesh("cpu", (4, 2), mesh_dim_names=("x", "flat"), universe=first.universe)
     same = init_device_mesh("cpu", (8,), mesh_dim_names=("flat",), universe=first.universe)
@@ -206,7 +206,7 @@ def test_a_flattened_mesh_cannot_have_the_name_of_another_axis_of_a_later_root()
     later = init_device_mesh("cpu", (4, 2), mesh_dim_names=("x", "flat"), universe=first.universe)
     with (
         groups_created(0),
-        pytest.raises(ValueError, match=r"flat already exists .*2:1, where 8:1"),
+        pytest.raises(ValueError, match=r"flat already exists .*2:1, but 8:1"),
     ):
         first.flatten("flat")
     assert dist.get_process_group_ranks(later.get_group("flat")) == [4, 5]
