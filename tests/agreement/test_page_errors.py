@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from meshverse import init_device_mesh
+from meshverse.world.run_store import RunStore
 
 _PAGE = Path(__file__).parents[2] / "docs" / "universe.md"
 _BEGIN = "\n" * 11  # the call is in line 12
@@ -27,13 +28,25 @@ def _samples() -> list[str]:
 
 
 def _different() -> str:
-    rank = dist.get_rank()
-    time.sleep(rank / 2)  # rank 0 comes first, and rank 2 finds the difference
+    """Rank 0 describes its call first, and the others come one after the other."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     names = {
         "init_device_mesh": init_device_mesh,
         "shape": (4, 1) if rank == 2 else (2, 2),
     }
-    return _printed(_DIFFERENT, names)
+    usual = RunStore.put_first
+
+    def put_first(self: RunStore, key: str, text: str) -> str:
+        found = usual(self, key, text)
+        if key.startswith("calls/"):
+            store.set(f"{rank} has compared", "")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunStore, "put_first", put_first)
+        if rank:
+            store.wait([f"{rank - 1} has compared"])
+        return _printed(_DIFFERENT, names)
 
 
 def _other_ranks() -> str:

@@ -250,3 +250,25 @@ def test_what_threads_wait_for_is_no_deadlock(
     crew: Crew, delays: dict[tuple[int, str], float]
 ) -> None:
     assert crew.run(_in_two_threads, 2, delays) == [[], []]
+
+
+def _no_use_when_all_have_joined() -> int:
+    """Rank 0 learns that there is no use in waiting, just after rank 1 has joined as the last."""
+    rank, store = dist.get_rank(), _store()
+    world, limit = _world(store, rank), timedelta(seconds=30)
+
+    def check() -> None:
+        store.set("rank 0 checks", "")
+        store.wait(["rank 1 has joined"])
+        raise RuntimeError("there is no use in waiting")
+
+    if rank == 0:
+        return Rendezvous().join(world, "pair", "pair", [0, 1], limit, check=check).attempt
+    store.wait(["rank 0 checks"])
+    attempt = Rendezvous().join(world, "pair", "pair", [0, 1], limit).attempt
+    store.set("rank 1 has joined", "")
+    return attempt
+
+
+def test_what_all_have_joined_is_not_left(crew: Crew) -> None:
+    assert crew.run(_no_use_when_all_have_joined, 2) == [0, 0]

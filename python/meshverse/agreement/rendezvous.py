@@ -181,13 +181,16 @@ class _Attempt:
             return self._wait(timeout, check), False
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # of the store
-                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                self._decide(f"rank {self._rank} left it: {why}")
+                self._decide(self._left(error))
             raise
         finally:
             if self._is_noted:
                 with contextlib.suppress(RuntimeError):  # of the store, whose failure was raised
                     self._store.remove(note_key(self._rank))
+
+    def _left(self, error: BaseException) -> str:
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"rank {self._rank} left it: {why}"
 
     def _take_texts(self, text: str | None) -> str:
         if text is None:
@@ -224,7 +227,15 @@ class _Attempt:
                 if check is not None and waited > next_check:
                     next_check = waited + _CHECK_SECONDS
                     self._store.pause()
-                    check()
+                    try:
+                        check()
+                    except RuntimeError as error:
+                        # If all have joined meanwhile, the others act on that: so does this rank,
+                        # and its next call raises.
+                        outcome = self._decide(self._left(error))
+                        if not outcome.startswith(_ALL_JOINED):
+                            raise
+                        return outcome
                 if waited > next_look:
                     look = min(2 * look, _LONGEST_LOOK_SECONDS)
                     next_look = waited + look
