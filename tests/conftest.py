@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,25 @@ settings.register_profile("thorough", max_examples=2000, **_COMMON)
 settings.load_profile("meshverse")
 
 _DEFAULT_WORLD = FakeWorld(size=8, rank=5)
+
+
+# Inductor compiles plain loops, in the process that asks: seconds instead of half a minute. All
+# processes of a run do, or one would compile what another that has vectors left in torch's cache.
+_INDUCTOR = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # pays from some five kernels on
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers and ranks inherit this
+        os.environ.update(_INDUCTOR, TORCHINDUCTOR_CACHE_DIR=tempfile.mkdtemp(prefix="inductor-"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
-from helpers.compiling import COMPILES, plain_kernels
+from helpers.compiling import COMPILES
 from helpers.observation import Family
 from helpers.one_graph import (
     Traced,
@@ -234,6 +234,6 @@ def test_inductor_compiles_a_graph_of_a_mesh_and_its_slice(world, tmp_path, monk
         cut = (x * 2).redistribute(placements=[Replicate(), Shard(1)]).to_local()
         return cut + rows.sum(0).redistribute(placements=[Replicate()]).to_local()
 
-    with compiled_on_one_rank(), plain_kernels():
+    with compiled_on_one_rank():
         output = torch.compile(program, fullgraph=True)(x, rows)
     assert output.equal(program(x, rows))

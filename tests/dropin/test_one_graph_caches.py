@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from helpers.compiling import COMPILES, plain_kernels
+from helpers.compiling import COMPILES
 from helpers.crew import Crew
 from helpers.one_graph import compiled_on_one_rank, needs_one_graph
 from helpers.training import TOLERANCE, batch, make_model, tensor_parallel
@@ -106,11 +106,7 @@ def _nothing_cached(folder: str | None = None) -> Iterator[None]:
     counters.clear()
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes; what is compiled is for a number of threads
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory() as empty,
-        plain_kernels(),
-    ):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder or empty)
         yield
     torch.set_num_threads(n_threads)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -47,8 +46,7 @@ def test_training_is_that_of_one_process(world: World, run: Callable[..., list[A
 
 
 def _compiled(wanted: World) -> dict[str, Any]:
-    one_thread = torch._inductor.config.patch(compile_threads=1)  # this process is a daemon
-    with world_at(wanted) as place, torch.inference_mode(), one_thread:
+    with world_at(wanted) as place, torch.inference_mode():
         mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
         x = torch.arange(8.0, device=place.device).reshape(2, 4) + mesh.get_local_rank("tp")
         rows = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)

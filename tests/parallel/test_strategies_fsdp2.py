@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from rounding import training_error
 from tiny_models import (
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from helpers.compiling import plain_kernels
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
@@ -234,7 +234,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _train_compiled(kernels: str, family: str, sizes: dict[str, int], changed: Any) -> Any:
     torch.compiler.reset()
-    with pytest.MonkeyPatch.context() as patch, plain_kernels(many=True):
+    headers_once = torch._inductor.config.patch(cpp_cache_precompile_headers=True)
+    with pytest.MonkeyPatch.context() as patch, headers_once:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", kernels)
         return _train_sharded(family, sizes, {"enable_compile": True, **changed})
 
