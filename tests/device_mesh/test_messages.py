@@ -163,7 +163,7 @@ def test_the_log_tells_each_group_and_why_it_is_new(world: Any, caplog: Any) -> 
     init_device_mesh("cpu", (1280, 8), mesh_dim_names=_AXES, lazy=True).get_group("tp")
     lines = [line for line in _logged(caplog) if line.startswith("process group of axis")]
     shard, tp, mine, other, lazy = lines
-    assert "axis 'dp_shard' with ranks [0, 8, 16, 24, 32, 40, 48, 56] and 1272 more" in shard
+    assert "axis 'dp_shard' with ranks [0, 8, 16, 24, 32, 40, ... 10232]" in shard
     assert "made by its members, requested at " in shard
     assert f"{__file__}:" in shard
     assert "the first of these ranks" in tp

@@ -3,7 +3,7 @@
 - `rendezvous`: ranks wait for each other, above all before c10d connects a process group.
 - `deadlock`: the search for ranks that wait for one another.
 - `mismatch`: ranks compare the calls in which they make process groups.
-- `words`: ranks and lines of the program in messages.
+- `program_line`: the line of the user's program, for messages.
 
 Nothing here knows meshes, layouts or process groups: callers give names, ranks and texts.
 """
@@ -11,8 +11,8 @@ Nothing here knows meshes, layouts or process groups: callers give names, ranks 
 from __future__ import annotations
 
 from .mismatch import ComparedCalls, Description, RanksDifferError, check_by_default
+from .program_line import program_line
 from .rendezvous import Rendezvous
-from .words import program_line, shortened
 
 __all__ = [
     "ComparedCalls",
@@ -21,5 +21,4 @@ __all__ = [
     "Rendezvous",
     "check_by_default",
     "program_line",
-    "shortened",
 ]

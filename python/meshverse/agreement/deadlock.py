@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .words import shortened
+from meshverse.wording import rank_list
 
 _SAMPLE = 16  # members of a large group whose notes are read, others each time
 _MOST_NOTES = 64  # that are read in one search
@@ -44,7 +44,7 @@ class Wait(NamedTuple):
     ranks: Sequence[int]
 
     def __str__(self) -> str:
-        group = f"{self.label} with ranks {shortened(self.ranks)}"
+        group = f"{self.label} with ranks [{rank_list(self.ranks)}]"
         return f"rank {self.rank} waits in {group} at {self.line}"
 
     def to_text(self) -> str:

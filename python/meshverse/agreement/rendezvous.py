@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+from meshverse.wording import rank_list
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World, WorldState
 
 from .deadlock import Wait, find_deadlock, note_key, read_wait
-from .words import program_line, shortened
+from .program_line import program_line
 
 _log = logging.getLogger(__name__)
 
@@ -243,8 +244,8 @@ class _Attempt:
                 if waited > _WARNING_SECONDS and self.is_first and not has_warned:
                     has_warned = True  # one line for all members
                     _log.warning(
-                        "Rank %d has waited %g s to make %s with ranks %s: %s",
-                        *(self._rank, _WARNING_SECONDS, self._label, shortened(self._ranks)),
+                        "Rank %d has waited %g s to make %s with ranks [%s]: %s",
+                        *(self._rank, _WARNING_SECONDS, self._label, rank_list(self._ranks)),
                         self._missing(),
                     )
 

@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from meshverse.nearest import did_you_mean
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
 from meshverse.topology import Topology
+from meshverse.wording import did_you_mean
 
 _EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--backend", default="nccl", help="of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
-    parser.add_argument("--html", metavar="FILE", help="write a page to click through, too")
+    parser.add_argument("--html", metavar="FILE", help="write a page that draws the views, too")
     parser.add_argument("--svg", metavar="FILE", help="write a picture, too")
     parser.set_defaults(run=_run)
 

@@ -39,7 +39,6 @@ from meshverse.layouts.user_input import (
     read_mesh,
     read_ranks,
 )
-from meshverse.nearest import did_you_mean
 from meshverse.options.group_options import (
     NO_OVERRIDE,
     BackendOverride,
@@ -60,6 +59,7 @@ from meshverse.options.isolation import (
 from meshverse.pictures import Picture
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
+from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
 from .drawing import draw

@@ -7,8 +7,8 @@ from typing import Any
 
 from meshverse._core import Layout
 from meshverse.layouts.user_input import read_rank_map
-from meshverse.nearest import did_you_mean
 from meshverse.universe.universe import Universe, ranks_outside
+from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
 from .device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshverse import Universe, init_device_mesh
 from meshverse.planner import Plan, View, plan
 from meshverse.report.environment import environment_report
-from meshverse.report.tables import shortened_ranks
+from meshverse.wording import rank_list
 
 from .examination import Examination, judge
 from .roll_call import NotAllHereError, Report, RollCall, place_of_this_rank
@@ -239,7 +239,7 @@ class _Examiner:
         except RuntimeError as error:
             raise self._roll.failure(
                 f"Rank {self._plan.mine.rank} on {self._host} failed in {what}, with ranks "
-                f"{shortened_ranks(ranks)}",
+                f"{rank_list(ranks)}",
                 f" The error was: {str(error).splitlines()[0]}",
             ) from error
 

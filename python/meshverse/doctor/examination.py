@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from meshverse.nearest import counted
 from meshverse.planner import Places, Plan, plan
-from meshverse.report.tables import aligned, in_bytes, in_seconds, shortened_ranks
+from meshverse.wording import aligned, counted, in_bytes, in_seconds, rank_list
 
 _CLOCK_TOLERANCE = 1.0
 """Seconds by which clocks may differ: logs of the ranks are still in order, leases still hold."""
@@ -159,7 +158,7 @@ def _row(axis: AxisExamined) -> list[str]:
         in_seconds(axis.large_seconds) if axis.size > 1 else "-",
         "-" if speed is None else f"{in_bytes(int(speed))}/s",
         str(axis.nodes),
-        "; ".join(shortened_ranks(ranks) for ranks in axis.slow_groups) or "none",
+        "; ".join(rank_list(ranks) for ranks in axis.slow_groups) or "none",
     ]
 
 
@@ -177,7 +176,7 @@ def judge(planned: Plan, measured: Sequence[dict[str, Any]]) -> Examination:
     problems, notes = [], []
     for name, ranks_of in differing([each["environment"] for each in measured]).items():
         values = "; ".join(
-            f"{value} on rank{'s' * (len(ranks) > 1)} {shortened_ranks(ranks)}"
+            f"{value} on rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
             for value, ranks in ranks_of.items()
         )
         problems.append(f"{name} is not the same on all ranks: {values}.")

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
-from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous, shortened
+from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
+from meshverse.wording import rank_list
 from meshverse.world.world import World
 
 from .group import Group, Origin
@@ -173,7 +174,7 @@ def _could_not_make(
 ) -> str:
     return (
         f"Rank {world.rank} could not make the process group of axis {request.axis_name!r} with "
-        f"ranks {shortened(ranks)}: {error}"
+        f"ranks [{rank_list(ranks)}]: {error}"
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
-from meshverse.agreement import shortened
+from meshverse.wording import rank_list
 from meshverse.world.weak_registry import WeakRegistry
 
 from .request import GroupRequest
@@ -236,7 +236,7 @@ class Group:
         """Return its axes and ranks, for messages. O(group)."""
         names = dict.fromkeys(name for use in self.uses.alive() for name in use.requests)
         axes = " or ".join(map(repr, names)) or repr(self.request.axis_name)
-        ranks = shortened(self.request.my_ranks())
+        ranks = f"[{rank_list(self.request.my_ranks())}]"
         return f"process group of axis {axes} with ranks {ranks}"
 
     def _why_unusable(self) -> str:
@@ -252,7 +252,7 @@ class Group:
             )
         shrunk = compat.shrunk_from(self.name)
         if shrunk is not None:
-            left = shortened(dist.get_process_group_ranks(shrunk))
+            left = f"[{rank_list(dist.get_process_group_ranks(shrunk))}]"
             return (
                 f"The {what} was shrunk by shrink_group() to ranks {left}, in a group of its own, "
                 "and no rank has its old place any more. Make a mesh of the ranks that are left: "

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout
-from meshverse.nearest import did_you_mean
+from meshverse.wording import did_you_mean
 
 from .user_input import AxisNames, check_axis_names
 

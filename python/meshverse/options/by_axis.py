@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshverse.nearest import did_you_mean
+from meshverse.wording import did_you_mean
 
 
 def by_axis(

@@ -1,4 +1,4 @@
-"""Process groups as pictures: on a terminal, as SVG, and as a page to click through.
+"""Process groups as pictures: on a terminal, as SVG, and as an HTML page.
 
 - `model`: what is drawn: groups and views of one world, and the lines that show them.
 - `palette`: colours that the colour-blind tell apart too.

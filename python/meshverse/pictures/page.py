@@ -1,109 +1,127 @@
-"""A picture as one HTML page that needs nothing else: no server, no network, no library.
+"""A picture as one HTML page that needs nothing else: no server, no network, no script.
 
-The page has the layouts as data and computes the groups from them, so it does not grow with the
-world. Names come from users: they are escaped here, and put into the page as text there.
+Names come from users: they are escaped here.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from importlib import resources
-from typing import Any
+from string import Template
+from typing import TYPE_CHECKING
 
-from meshverse._core import AxisLayout, RankGroups, RankMap
+from meshverse._core import RankGroups
+from meshverse.wording import counted, in_bytes, rank_list
 
-from .model import PicturedGroups, PicturedView, printable
-from .palette import COLOURS, INKS
+from .model import PicturedGroups, printable
+
+if TYPE_CHECKING:
+    from .picture import Picture
+
+_COLUMNS = (
+    *("Axes", "Size", "Groups", "Number", "Ranks", "Nodes", "Shared by"),
+    *("Made", "Stock would hold", "More"),
+)
 
 
-def as_page(
-    title: str,
-    rank_map: RankMap,
-    rank: int,
-    *,
-    groups: Sequence[PicturedGroups],
-    views: Sequence[PicturedView],
-    node_size: int | None,
-    summary: str,
-    notes: Sequence[str],
-    legend: str,
-) -> str:
-    """The page. What the arguments are is said at `Picture`."""
-    data = {
-        "world": rank_map.size,
-        "ranks": None if rank_map.is_identity else rank_map.ranks().tolist(),
-        "rank": rank,
-        "nodeSize": node_size,
-        "nColours": len(COLOURS),
-        "groups": [_groups(one, rank_map) for one in groups],
-        "views": [
-            {"title": printable(view.title), "axes": [(printable(n), i) for n, i in view.axes]}
-            for view in views
-        ],
-        "notes": [printable(note) for note in notes],
-    }
-    style = _part("page.css") + "".join(
-        f".c{index}{{background:{colour};color:{ink}}}"
-        for index, (colour, ink) in enumerate(zip(COLOURS, INKS, strict=True))
-    )
-    script = f"(() => {{\n{_part('lines.js')}\n{_part('page.js')}}})();"
-    return _filled(
-        _part("page.html"),
-        {
-            "TITLE": escape(printable(title)),
-            "SUMMARY": escape(printable(summary)),
-            "LEGEND": escape(legend),
-            "STYLE": style,
-            "STYLE_HASH": _hash(style),
-            "SCRIPT": script,
-            "SCRIPT_HASH": _hash(script),
-            "DATA": _in_script(data),
-        },
+def as_page(picture: Picture) -> str:
+    """Return the page: a drawing a view, the groups of the picture's rank, and what to mind."""
+    folder = resources.files("meshverse.pictures")
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        title=_text(picture.title),
+        summary=_text(picture.summary),
+        views="".join(_views(picture)),
+        rank=picture.rank,
+        totals=_totals(picture.groups),
+        columns="".join(f'<th scope="col">{column}</th>' for column in _COLUMNS),
+        groups="".join(f"<tr>{''.join(_row(picture, one))}</tr>" for one in picture.groups),
+        notes="<h2>What to mind</h2>" + _list(map(_text, picture.notes)) if picture.notes else "",
     )
 
 
-def _groups(groups: PicturedGroups, rank_map: RankMap) -> dict[str, Any]:
-    of_ranks = RankGroups(groups.axis, rank_map)
-    return {
-        "names": [printable(name) for name in groups.names],
-        "axis": _layout(groups.axis if groups.keeps_order else groups.axis.sorted()),
-        "offsets": _layout(of_ranks.offsets),
-        "size": of_ranks.group_size,
-        "count": of_ranks.n_groups,
-        "keepsOrder": groups.keeps_order,
-        "made": groups.made,
-        "stock": groups.stock_copies,
-        "bytes": groups.bytes_each,
-        "facts": {title: printable(text) for title, text in groups.facts.items()},
+def _views(picture: Picture) -> Iterator[str]:
+    """Return each view as an element to open; the first that has several axes is open."""
+    panels = dict(zip(picture.drawn, picture.panels, strict=True))
+    views = {
+        f"{number}: {view.title}": [panels[index] for _, index in view.axes if index in panels]
+        for number, view in enumerate(picture.views, 1)
     }
+    in_views = {index for view in picture.views for _, index in view.axes}
+    if not in_views.issuperset(panels):
+        views["all groups"] = [*panels.values()]
+    views = {title: drawn for title, drawn in views.items() if drawn}
+    first = next((title for title, drawn in views.items() if len(drawn) > 1), next(iter(views)))
+    for title, drawn in views.items():
+        yield (
+            f"<details{' open' * (title == first)}><summary>{_text(title)}</summary>"
+            f'<div class="scroll">{picture.svg_of(drawn, title)}</div></details>\n'
+        )
 
 
-def _layout(axis: AxisLayout) -> dict[str, Any]:
-    return {"sizes": axis.sizes, "strides": axis.strides}
+def _row(picture: Picture, groups: PicturedGroups) -> Iterator[str]:
+    of_ranks = RankGroups(groups.axis, picture.rank_map)
+    position = picture.rank_map.position_of(picture.rank)
+    number, ranks, n_nodes = "-", "none", "-"
+    if position is not None:
+        mine = of_ranks.ranks_of(position)
+        number = f"{of_ranks.group_index(position):,}"
+        ranks = rank_list(mine if groups.keeps_order else sorted(mine))
+        if picture.node_size is not None:
+            n_nodes = f"{len({rank // picture.node_size for rank in mine}):,}"
+    yield f'<th scope="row">{_text(", ".join(groups.names))}</th>'
+    yield from map(_number, (f"{of_ranks.group_size:,}", f"{of_ranks.n_groups:,}", number))
+    yield f"<td>{ranks}</td>{_number(n_nodes)}<td>{_users(picture, groups)}</td>"
+    yield _number(_held(groups.made, groups)) + _number(_held(groups.stock_copies, groups))
+    yield f"<td>{_list(f'{title}: {_text(text)}' for title, text in groups.facts.items())}</td>"
 
 
-def _in_script(data: object) -> str:
-    """JSON that cannot end the script element it is in, nor begin a comment there."""
-    text = json.dumps(data, separators=(",", ":"))  # of ASCII only
-    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+def _users(picture: Picture, groups: PicturedGroups) -> str:
+    index = picture.groups.index(groups)
+    users = [
+        f"{_text(name)} of view {number}"
+        for number, view in enumerate(picture.views, 1)
+        for name, other in view.axes
+        if other == index
+    ]
+    return _list(users) if len(users) > 1 else "-"
 
 
-def _filled(page: str, values: dict[str, str]) -> str:
-    # In one pass, so that nothing that was put in is taken for a place to fill.
-    return re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], page)
+def _held(count: int | None, groups: PicturedGroups) -> str:
+    if count is None:
+        return "unknown"
+    if not count or not groups.bytes_each:
+        return str(count)
+    return f"{count} ({in_bytes(count * groups.bytes_each)})"
 
 
-def _hash(text: str) -> str:
-    """What the page's policy allows to run: this very text, and nothing that got in besides."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+def _totals(groups: Iterable[PicturedGroups]) -> str:
+    made = stock = made_bytes = stock_bytes = 0
+    for one in groups:
+        if one.made is None or one.stock_copies is None:
+            return ""
+        made, stock = made + one.made, stock + one.stock_copies
+        made_bytes += one.made * (one.bytes_each or 0)
+        stock_bytes += one.stock_copies * (one.bytes_each or 0)
+    is_known = all(one.bytes_each is not None for one in groups) and stock_bytes > 0
+    mine, stocks = (
+        f" (about {in_bytes(size)} of device memory)" if is_known else ""
+        for size in (made_bytes, stock_bytes)
+    )
+    return (
+        f"Besides the default group, each rank holds {counted(made, 'communicator')}{mine}. Stock "
+        f"torch, which makes one for every request, would hold {stock:,}{stocks}."
+    )
 
 
-@functools.cache
-def _part(name: str) -> str:
-    return (resources.files("meshverse.pictures") / "page_parts" / name).read_text(encoding="utf-8")
+def _number(text: str) -> str:
+    return f'<td class="number">{text}</td>'
+
+
+def _list(items: Iterable[str]) -> str:
+    listed = "".join(f"<li>{item}</li>" for item in items)
+    return f"<ul>{listed}</ul>" if listed else ""
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshverse._core import RankMap
-from meshverse.nearest import did_you_mean
+from meshverse.wording import did_you_mean
 
 from .model import Panel, PicturedGroups, PicturedView, printable
 
@@ -69,15 +69,20 @@ class Picture:
         )
 
     @property
+    def drawn(self) -> list[int]:
+        """Indices of the groups that are drawn: those of one rank only if there are no others."""
+        large = [index for index, one in enumerate(self.groups) if one.axis.size > 1]
+        return large or list(range(len(self.groups)))
+
+    @property
     def panels(self) -> tuple[Panel, ...]:
-        """What is drawn: a panel for each axis. Groups of one rank only if there are no others."""
+        """The panels, one for each of the groups that are drawn. O(ranks)."""
         from .lines import panel_of, pieces_of
 
-        large = [groups for groups in self.groups if groups.axis.size > 1]
         pieces = pieces_of(self.rank_map, self.node_size)
         return tuple(
-            panel_of(groups, self.rank_map, self.rank, self.node_size, pieces)
-            for groups in large or self.groups
+            panel_of(self.groups[index], self.rank_map, self.rank, self.node_size, pieces)
+            for index in self.drawn
         )
 
     def __str__(self) -> str:
@@ -102,41 +107,23 @@ class Picture:
             Console().print(self, soft_wrap=True)
 
     def to_svg(self) -> str:
-        """As an SVG document, light or dark as the reader's screen is."""
+        """Return an SVG document, light or dark as the reader's screen is."""
+        return self.svg_of(self.panels, self.title)
+
+    def svg_of(self, panels: Sequence[Panel], title: str) -> str:
+        """Return some of the panels as an SVG document."""
         from .svg import as_svg
 
-        panels = self.panels
-        legend = _legend(self, panels, "outlined", "outlined twice")
-        return as_svg(panels, printable(self.title), legend)
+        return as_svg(panels, printable(title), _legend(self, panels, "outlined", "outlined twice"))
 
     def _repr_html_(self) -> str:
         return self.to_svg()
 
     def to_html(self) -> str:
-        """As one HTML page that needs nothing else: pick a view, an axis and a rank.
-
-        Its size does not grow with the world where the ranks are 0, 1, 2, ...: it computes groups.
-        """
+        """Return an HTML page that needs nothing else: its views drawn, its groups in a table."""
         from .page import as_page
 
-        return as_page(
-            self.title,
-            self.rank_map,
-            self.rank,
-            groups=self.groups,
-            views=self.views,
-            node_size=self.node_size,
-            summary=self.summary,
-            notes=self.notes,
-            legend=_PAGE_LEGEND,
-        )
-
-
-_PAGE_LEGEND = (
-    "Number and colour: the group. Outlined: the group of the chosen rank. Outlined twice: the "
-    "rank. xN: N lines with these groups, drawn once. Click a rank to choose "
-    "it, or move with the arrow keys and press Enter."
-)
+        return as_page(self)
 
 
 def _legend(picture: Picture, panels: Sequence[Panel], group_mark: str, rank_mark: str) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.nearest import counted, several
 from meshverse.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.report.tables import aligned, in_bytes, shortened_ranks
 from meshverse.topology import Topology
+from meshverse.wording import aligned, counted, in_bytes, rank_list, several
 
 from .crossings import Crossing, Places, crossing_of, ranks_of_all_groups
 from .views import View, as_view, check_fits, whole_number
@@ -78,7 +77,7 @@ class Mine:
 class Plan:
     """Process groups of the views of one world. `str()` prints it, `to_dict()` gives data.
 
-    `to_html()` gives a page to click through, `to_svg()` a picture.
+    `to_html()` gives a page, `to_svg()` a picture.
 
     Attributes:
         world: number of ranks.
@@ -129,7 +128,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else: pick a view, an axis, a rank; see its groups."""
+        """Return an HTML page that needs nothing else: the views drawn, a rank's groups."""
         return self.picture.to_html()
 
     def to_svg(self) -> str:
@@ -245,7 +244,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     mine = plan.mine
     yield f"Rank {mine.rank} requests {_counts(mine)}. Its groups:"
     pairs = zip(plan.groups, mine.groups, strict=True)
-    yield from aligned([[" ".join(group.axes), shortened_ranks(ranks)] for group, ranks in pairs])
+    yield from aligned([[" ".join(group.axes), rank_list(ranks)] for group, ranks in pairs])
     if not all(group.created for group in plan.groups):
         yield "An axis over all ranks is on the default group itself: none is made for it."
     if any(group.bytes_each is None for group in plan.groups):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
-from meshverse.nearest import counted, did_you_mean
 from meshverse.parallel.meshes.create import fsdp2_specs
 from meshverse.parallel.meshes.degrees import ParallelismSizes
+from meshverse.wording import counted, did_you_mean
 
 MOST_RANKS = 2**24
 """The largest world that is planned. Planning takes memory for every rank: some GiB for this."""

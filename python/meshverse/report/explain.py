@@ -13,11 +13,11 @@ from meshverse._core import RankMap
 from meshverse.groups.group import GroupUse, Origin, State
 from meshverse.pictures import Picture
 from meshverse.topology import Topology
+from meshverse.wording import aligned, in_bytes, rank_list
 
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from .group_explanation import GroupExplanation
 from .pictured import ExplainedView, picture_of
-from .tables import aligned, in_bytes, shortened_ranks
 
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
@@ -48,7 +48,7 @@ class Portion(NamedTuple):
 class Explanation:
     """A universe's groups and how they were shared: a table where it is printed or shown.
 
-    `to_dict()` gives data, `to_html()` a page to click through, and `picture` what it and
+    `to_dict()` gives data, `to_html()` a page, and `picture` what it and
     `Universe.draw` show.
 
     Attributes:
@@ -97,7 +97,7 @@ class Explanation:
         return {**plain, "groups": groups, **numbers}
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else: pick a view, an axis and a rank; see its groups.
+        """Return an HTML page that needs nothing else: the views drawn, and the groups of a rank.
 
         Raises:
             ValueError: no group was requested yet.
@@ -167,7 +167,7 @@ def _row(group: GroupExplanation) -> tuple[str, ...]:
         f"{times} time{'s' * (times != 1)}",
         group.layout,
         f"{len(group.ranks):,}",
-        shortened_ranks(group.ranks),
+        rank_list(group.ranks),
         group.backend,
         _options_in_words(group),
         group.how + ", suspended" * group.suspended,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from meshverse.nearest import counted
+from meshverse.wording import counted
 
 from .files import levels_on_nodes, read_network_file
 from .levels import Level, level_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshverse import _torch_compat as compat
-from meshverse.nearest import counted
+from meshverse.wording import counted
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ import torch
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout
 from meshverse.layouts.user_input import check_axis_names, plain_ranks
-from meshverse.nearest import counted, did_you_mean
+from meshverse.wording import counted, did_you_mean
 
 from .levels import Level
 

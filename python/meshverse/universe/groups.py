@@ -21,7 +21,6 @@ from meshverse.agreement import (
     Rendezvous,
     check_by_default,
     program_line,
-    shortened,
 )
 from meshverse.groups.creation import create_by_all, create_by_members, how, needs_all_ranks
 from meshverse.groups.group import Group, GroupUse, Origin, State
@@ -29,6 +28,7 @@ from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
 from meshverse.report.explain import how_it_came
+from meshverse.wording import rank_list
 from meshverse.world.world import World
 
 from .registry import WorldUniverses
@@ -616,8 +616,8 @@ class UniverseGroups:
         ranks = use.request.my_ranks()
         if ranks[0] == self._world.rank:
             _log.debug(
-                "process group of axis %r with ranks %s, options %s: %s, requested at %s. %s.",
-                *(use.request.axis_name, shortened(ranks), use.request.options.in_words()),
+                "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
+                *(use.request.axis_name, rank_list(ranks), use.request.options.in_words()),
                 *(how_it_came(use), program_line(), self._why_new(use.group, ranks)),
             )
 

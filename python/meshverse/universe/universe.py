@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
-from meshverse.agreement import shortened
 from meshverse.layouts.computed import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
@@ -23,6 +22,7 @@ from meshverse.pictures import Picture
 from meshverse.report.explain import Explanation, Portion, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.topology import Topology
+from meshverse.wording import rank_list
 from meshverse.world.world import World
 
 from .groups import UniverseGroups
@@ -166,7 +166,7 @@ class Universe:
         """Report the groups: their axes, the origin of each, and how often it was requested.
 
         `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
-        data, and `.to_html()` a page where one picks a view, an axis and a rank.
+        data, and `.to_html()` a page that draws the views and lists the groups.
 
         Args:
             communicator_bytes: device memory of one communicator by backend name, where you know
@@ -449,6 +449,10 @@ class Universe:
                 "Make it without universe=, or make the universe over all ranks that are needed."
             )
 
+    def __dir__(self) -> list[str]:
+        """Names for users, as completion at a prompt shows them; the rest serves this package."""
+        return [*_FOR_USERS, *(name for name in super().__dir__() if name.startswith("__"))]
+
     def _repr_html_(self) -> str:  # in a notebook
         return self.explain()._repr_html_()
 
@@ -461,6 +465,12 @@ class Universe:
         )
 
 
+_FOR_USERS = (
+    *("abort", "bind", "destroy", "draw", "explain", "memory_stats", "part", "parts", "rank"),
+    *("rank_map", "resume", "root", "size", "suspend", "topology", "warm_up"),
+)
+
+
 def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
     """Return the ranks outside a universe, for a message; "" if there are none. O(ranks)."""
     if ranks == of_universe:
@@ -469,4 +479,4 @@ def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
         return ""
     listed = ranks.ranks().tolist()
     outside = sorted(rank for rank in listed if of_universe.position_of(rank) is None)
-    return shortened(outside) if outside else ""
+    return f"[{rank_list(outside)}]" if outside else ""

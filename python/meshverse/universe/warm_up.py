@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse.groups.group import Group, GroupUse
-from meshverse.nearest import did_you_mean
+from meshverse.wording import did_you_mean
 
 from .groups import UniverseGroups
 

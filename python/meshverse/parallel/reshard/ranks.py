@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
-
-_N_NAMED = 8  # ranks that a message lists
+from meshverse._core import RankMap
 
 _Answer = TypeVar("_Answer")
 
@@ -187,10 +186,4 @@ def _read_ranks(function: str, ranks: Sequence[int] | None, rank: int) -> tuple[
 
 def in_words(ranks: Iterable[int]) -> str:
     """Return ranks for a sentence: "rank 3", "ranks 0 to 7", "ranks 0, 2, 4"."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if ordered and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    more = f" and {len(ordered) - _N_NAMED} more" if len(ordered) > _N_NAMED else ""
-    return f"ranks {', '.join(map(str, ordered[:_N_NAMED]))}{more}"
+    return str(RankMap.from_ranks(sorted(ranks)))

@@ -1,11 +1,10 @@
-"""Ranks, and lines of the user's program, as messages show them."""
+"""The line of the user's program, as messages show it."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -17,16 +16,6 @@ _OWN = tuple(
 _PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 # Python's library, and code that has no file: of imports, and of graphs that torch.compile makes.
 _PYTHONS_OWN = (os.path.dirname(os.__file__) + os.sep, "<frozen ", "<eval_with_key>")
-
-
-def shortened(ranks: Sequence[int]) -> str:
-    """Return the ranks, or of many the first eight and how many more.
-
-    >>> shortened([3, 4]), shortened(range(10))
-    ('[3, 4]', '[0, 1, 2, 3, 4, 5, 6, 7] and 2 more')
-    """
-    shown = list(ranks[:8])
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else f"{shown}"
 
 
 def program_line() -> str:

@@ -1,0 +1,75 @@
+"""Parts of messages and reports: ranks, counts, bytes, seconds, tables, the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+
+_SHOWN_RANKS = 8
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ranks in one short line: all of a few, of many the first six and the last.
+
+    >>> rank_list([3, 4]), rank_list(range(10))
+    ('3, 4', '0, 1, 2, 3, 4, 5, ... 9')
+    """
+    if len(ranks) <= _SHOWN_RANKS:
+        return ", ".join(map(str, ranks)) or "none"
+    return f"{', '.join(map(str, ranks[: _SHOWN_RANKS - 2]))}, ... {ranks[-1]}"
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return the end of a message about an unknown name, with a space before; "" if none is near.
+
+    >>> did_you_mean("dp_shrad", ["dp_replicate", "dp_shard"])
+    " Did you mean 'dp_shard'?"
+    """
+    near = get_close_matches(str(name), [str(one) for one in known], n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def several(noun: str) -> str:
+    """Return the plural of a noun: "nodes", "switches"."""
+    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 rank", "10,240 ranks"."""
+    return f"{count:,} {noun if count == 1 else several(noun)}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows as lines whose columns begin at the same place.
+
+    Args:
+        rows: of equally many cells.
+        right: indices of columns that end at the same place instead: numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lines
+
+
+def in_bytes(count: int) -> str:
+    """Return a number of bytes with its unit, such as "147 MiB"."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if size >= 100 or size == int(size) else f"{size:,.1f} {unit}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with its unit, such as "12.3 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
