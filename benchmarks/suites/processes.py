@@ -7,6 +7,7 @@ for each side, since memory that was taken once is not given back.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -42,6 +43,8 @@ _SIDES: dict[str, Callable[..., Any]] = {
     OURS: meshverse.init_device_mesh,
     _UNCOMPARED: partial(meshverse.init_device_mesh, check_consistency=False),
 }
+# In a fixed order, or that and its reverse, one side would always pay for what stock leaves behind.
+_ORDERS = list(itertools.permutations(_SIDES))
 _LIMIT_S = 150
 _SET_UP = "set up five views"
 _HELD = {
@@ -57,7 +60,7 @@ _HELD = {
 def run(run: Run) -> Outcome:
     """Measure worlds of several sizes, one after the other."""
     sizes = run.choose([4, 8, 16, 32], [4, 8])
-    repetitions = run.choose({4: 9, 8: 7, 16: 5, 32: 3}, {4: 3, 8: 3})
+    repetitions = run.choose({4: 12, 8: 12, 16: 12, 32: 6}, {4: 6, 8: 6})
     outcome = Outcome()
     if sys.platform != "linux":
         outcome.notes.append("Skipped: threads and descriptors are counted in Linux's /proc.")
@@ -92,7 +95,7 @@ def _time_sides(
     """Nanoseconds each side takes, each time in a new world of these processes."""
     times: dict[str, list[float]] = {side: [] for side in _SIDES}
     for turn in range(-1, repetitions):  # one to warm up
-        for side in list(_SIDES)[:: 1 if turn % 2 == 0 else -1]:
+        for side in _ORDERS[turn % len(_ORDERS)]:
             elapsed = _set_up(rank, size, dist.PrefixStore(f"{side}/{turn}", store), side)
             if turn >= 0:
                 times[side].append(elapsed)
@@ -161,7 +164,8 @@ def _checks(outcome: Outcome, sizes: list[int]) -> list[Check]:
         claim = f"{_SET_UP}, {size} processes: of stock's time"
         checks.append(Check.within(claim, 1, samples[STOCK], samples[OURS]))
         claim = f"{_SET_UP}, {size} processes: compared, of the time without comparing"
-        checks.append(Check.within(claim, 1.25, samples[_UNCOMPARED], samples[OURS]))
+        most = 1.25 if size < 16 else 1.15
+        checks.append(Check.within(claim, most, samples[_UNCOMPARED], samples[OURS]))
         for what in ("process groups", "threads", "descriptors", "store operations"):
             samples = outcome.of(what, size).samples
             checks.append(
