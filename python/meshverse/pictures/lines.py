@@ -22,7 +22,7 @@ Piece = Sequence[int]
 
 
 def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
-    """The ranks of a picture, by node. O(ranks).
+    """Split the ranks of a picture by node. O(ranks).
 
     Args:
         rank_map: position -> global rank.
@@ -51,7 +51,7 @@ def panel_of(
     node_size: int | None,
     pieces: Sequence[Piece],
 ) -> Panel:
-    """The groups of one axis, drawn. O(ranks).
+    """Draw the groups of one axis. O(ranks).
 
     Args:
         groups: of the axis.
@@ -148,7 +148,7 @@ class _Drawer:
             last = k
 
     def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
-        """Which parts of a run are drawn: all of a few, else the first, mine and the last."""
+        """Choose the parts of a run to draw: all of a few, else the first, mine and the last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
         starts = range(start, start + run.span, run.part.span)
@@ -156,7 +156,7 @@ class _Drawer:
         return sorted({0, *mine, run.count - 1})
 
     def _mine_of(self, parts: Sequence[Part], starts: Sequence[int], me: int | None) -> list[int]:
-        """Which parts have me, and the first few that have ranks of my group."""
+        """Find the parts that have me, and the first few that have ranks of my group."""
         pairs = list(zip(parts, starts, strict=True))
         with_me = [i for i, (part, start) in enumerate(pairs) if _covers(part, start, me)]
         with_mine = (
@@ -228,14 +228,14 @@ def _covers(part: Part, start: int, index: int | None) -> bool:
 
 
 def _least_of(part: Part) -> int:
-    """The first number of a part, to which what is added to the part is added."""
+    """Return the first number of a part, to which what is added to the part is added."""
     while not isinstance(part, Row):
         part = part.part if isinstance(part, Run) else part.parts[0][0]
     return part.numbers[0]
 
 
 def _has(part: Part, add: int, group: int | None) -> bool:
-    """Whether a part, with this number added, has a rank of the group."""
+    """Return whether a part, with this number added, has a rank of the group."""
     if group is None:
         return False
     if isinstance(part, Row):

@@ -114,5 +114,5 @@ class Panel:
 
 
 def printable(name: str) -> str:
-    """A name without what would change a terminal, or what no XML may have."""
+    """Return a name without what would change a terminal, or what no XML may have."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

@@ -21,5 +21,5 @@ INKS = ("#000", "#000", "#000", "#000", "#fff", "#000", "#000", "#000")
 
 
 def colour_index(group: int) -> int:
-    """Which colour a group has: neighbours differ, and the groups eight further are shifted."""
+    """Return a group's colour: neighbours differ, and the groups eight further are shifted."""
     return (group + 3 * (group // len(COLOURS))) % len(COLOURS)

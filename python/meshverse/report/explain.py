@@ -89,7 +89,7 @@ class Explanation:
         return sum(group.avoided * (group.bytes_each or 0) for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, ready for JSON."""
+        """Return the same as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
         plain = {name: value for name, value in vars(self).items() if name != "picture"}
         # Not by dataclasses.asdict, which copies every rank of every group by itself.
@@ -105,7 +105,7 @@ class Explanation:
         return self.drawn().to_html()
 
     def drawn(self) -> Picture:
-        """The picture.
+        """Return the picture.
 
         Raises:
             ValueError: no group was requested yet.
@@ -190,7 +190,7 @@ def explain(
     topology: Topology | None = None,
     parts: Sequence[Portion] = (),
 ) -> Explanation:
-    """What happened to the groups of a universe; see `Universe.explain`.
+    """Explain the groups of a universe; see `Universe.explain`.
 
     Args:
         rank_map: of the universe.
@@ -224,7 +224,7 @@ def explain(
 def _with_parts(
     whole: Portion, parts: Sequence[Portion]
 ) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
-    """The groups of a universe, then those of its parts, each once; of which portions each is."""
+    """List the groups of a universe and its parts, each once, and the portions that have it."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
         return
@@ -244,7 +244,7 @@ def _with_parts(
 
 
 def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
-    """What two universes know of one group."""
+    """Join what two universes know of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)
@@ -284,6 +284,6 @@ def _explain_group(
 
 
 def how_it_came(group: GroupUse) -> str:
-    """How a group came to be, in words."""
+    """Return how a group came to be, in words."""
     words = _WORDS[group.origin]
     return words if group.reason is None else f"{words} ({group.reason})"

@@ -30,7 +30,7 @@ class ExplainedView(NamedTuple):
 
 
 def node_size_here() -> int | None:
-    """Ranks on each node, as torchrun says it; None where nobody does."""
+    """Return the ranks on each node, as torchrun says it; None where nobody does."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdecimal() and int(said) > 0 else None
 
@@ -43,7 +43,7 @@ def picture_of(
     node_size: int | None,
     summary: str,
 ) -> Picture | None:
-    """The picture of a universe; None where it has no groups.
+    """Return the picture of a universe; None where it has no groups.
 
     Args:
         rank_map: of the universe.
@@ -86,7 +86,7 @@ def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
 
 
 def _view(view: ExplainedView, groups: Sequence[GroupUse]) -> PicturedView:
-    """The axes of a mesh whose groups are known, and of what was flattened from it."""
+    """Return the view with the axes of a mesh, and of what was flattened from it."""
     layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
     names = dict(zip(layouts, view.group_names or (), strict=False))
     found = []
