@@ -1,7 +1,8 @@
 """Pipeline stages of Hugging Face families: equal to the whole model, or refused by name.
 
 `make test` compares one, `make test-all` one for each way in which models call their layers, and
-`make families` all of them; it writes the table of those that are refused in docs/huggingface_families.md.
+`make families` all of them; it writes the table of those that are refused in
+docs/huggingface_families.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensor parallelism of Hugging Face families with a plan, against one process.
 
 `make test` compares a few, `make test-all` one for each form of plans and of attention, and
-`make families` all of them. The table in docs/huggingface_families.md says what was seen; `make families`
-writes it.
+`make families` all of them, and writes the table in docs/huggingface_families.md of what was seen.
 """
 
 from __future__ import annotations
