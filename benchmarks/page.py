@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import OURS, STOCK, cold, ratio_of
-from page_of_moves import moves
 from reports import amount, table
 from suites.floors import WHAT
 
@@ -279,14 +278,6 @@ def _plots(reports: _Reports, prefix: str) -> str:
     return "\n\n".join(parts)
 
 
-def _left_out(reports: _Reports, prefix: str) -> str:
-    """What the suites say they left out."""
-    notes = [
-        f"- {report['title']}: {note}" for report in reports.values() for note in report["notes"]
-    ]
-    return "\n".join(notes) or "Nothing."
-
-
 _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "glance": _glance,
     "processes": _processes,
@@ -294,7 +285,5 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "summary": _summary,
     "floors": _floors,
     "reached": _reached,
-    "moves": moves,
     "plots": _plots,
-    "left_out": _left_out,
 }
