@@ -22,7 +22,7 @@ Piece = Sequence[int]
 
 
 def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
-    """The ranks of a picture, by node. O(ranks).
+    """Return the ranks of a picture, by node. O(ranks).
 
     Args:
         rank_map: position -> global rank.
@@ -51,7 +51,7 @@ def panel_of(
     node_size: int | None,
     pieces: Sequence[Piece],
 ) -> Panel:
-    """The groups of one axis, drawn. O(ranks).
+    """Return the groups of one axis, drawn. O(ranks).
 
     Args:
         groups: of the axis.
@@ -70,7 +70,7 @@ def panel_of(
 
 
 def _seams(groups: RankGroups, pieces: Sequence[Piece]) -> list[int]:
-    """Numbers of lines after which a digit of the layouts changes."""
+    """Return the numbers of lines after which a digit of the layouts changes."""
     if not groups.rank_map.is_identity:
         return []
     in_line = len(pieces[0])
@@ -148,7 +148,7 @@ class _Drawer:
             last = k
 
     def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
-        """Which parts of a run are drawn: all of a few, else the first, mine and the last."""
+        """Return the parts of a run to draw: all of a few, else the first, mine and the last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
         starts = range(start, start + run.span, run.part.span)
@@ -156,7 +156,7 @@ class _Drawer:
         return sorted({0, *mine, run.count - 1})
 
     def _mine_of(self, parts: Sequence[Part], starts: Sequence[int], me: int | None) -> list[int]:
-        """Which parts have me, and the first few that have ranks of my group."""
+        """Return the parts with this rank, and the first few with ranks of its group."""
         pairs = list(zip(parts, starts, strict=True))
         with_me = [i for i, (part, start) in enumerate(pairs) if _covers(part, start, me)]
         with_mine = (
@@ -215,7 +215,7 @@ _Times = tuple[tuple[int, int], ...]
 
 
 def _n_lines(part: Part) -> int:
-    """Lines that stand for a part, if all of it that differs is drawn."""
+    """Return the number of lines of a part, if all of it that differs is drawn."""
     if isinstance(part, Row):
         return 1
     if isinstance(part, Run):
@@ -228,7 +228,7 @@ def _covers(part: Part, start: int, index: int | None) -> bool:
 
 
 def _least_of(part: Part) -> int:
-    """The first number of a part, to which what is added to the part is added."""
+    """Return the first number of a part, to which what is added to the part is added."""
     while not isinstance(part, Row):
         part = part.part if isinstance(part, Run) else part.parts[0][0]
     return part.numbers[0]

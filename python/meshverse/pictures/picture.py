@@ -52,7 +52,7 @@ class Picture:
             raise ValueError(f"There is nothing to draw yet: {self.title} has no process groups.")
 
     def of_axes(self, *names: str) -> Picture:
-        """The same of only those groups that have one of these axis names.
+        """Return the same of only those groups that have one of these axis names.
 
         Raises:
             KeyError: no groups have one of the names.
@@ -98,7 +98,7 @@ class Picture:
         return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
 
     def show(self) -> None:
-        """Print it: in colours if rich is installed, which `meshverse[pictures]` brings."""
+        """Print the picture: in colours if rich is there, which `meshverse[pictures]` brings."""
         try:
             from rich.console import Console
         except ImportError:

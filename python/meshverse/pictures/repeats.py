@@ -1,8 +1,8 @@
-"""What repeats, found: rows of group numbers, folded into runs of rows that are alike.
+"""Repeats of rows of group numbers: rows that are alike are folded into runs.
 
 Rows are alike if their numbers are the same but for a number that is added to all of them. A run
-is the same thing several times, a constant number further each time; the thing is a row, or a
-block of several, or a run itself. Any rows unfold to what they were folded from.
+repeats one part several times, a constant number further each time; the part is a row, a block of
+several, or a run itself. Unfolding returns the rows that were folded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Same = Callable[[Hashable, Part], Part]
 
 
 def fold(rows: Sequence[Sequence[int]], seams: Sequence[int] = ()) -> Folded:
-    """The same rows, folded. O(number of rows).
+    """Return the same rows, folded. O(number of rows).
 
     Args:
         rows: of numbers, at least one each.
@@ -76,7 +76,7 @@ def fold(rows: Sequence[Sequence[int]], seams: Sequence[int] = ()) -> Folded:
 
 
 def _runs(items: Folded, same: _Same, seam: int) -> Iterator[tuple[Part, int]]:
-    """The same with runs, none of which crosses a multiple of `seam` rows."""
+    """Yield the same with runs, none of which crosses a multiple of `seam` rows."""
     start = row = 0
     while start < len(items):
         part, first = items[start]
@@ -101,7 +101,7 @@ def _runs(items: Folded, same: _Same, seam: int) -> Iterator[tuple[Part, int]]:
 
 
 def _blocks(items: Folded, same: _Same) -> Folded:
-    """The same with blocks, if all of it but an end is one block again and again."""
+    """Return the same with blocks, if all of it but an end is one block again and again."""
     for period in range(2, min(_LONGEST_PERIOD, len(items) // 2) + 1):
         whole = len(items) // period * period
         starts = range(0, whole, period)
@@ -119,7 +119,7 @@ def _relative(items: Folded, start: int, count: int) -> tuple[tuple[Part, int], 
 
 
 def unfold(folded: Folded) -> Iterator[tuple[int, ...]]:
-    """The rows that were folded."""
+    """Yield the rows that were folded."""
     for part, add in folded:
         if isinstance(part, Row):
             yield tuple(number + add for number in part.numbers)

@@ -35,7 +35,7 @@ _COLOURS = "".join(
 
 
 def as_svg(panels: Sequence[Panel], title: str, legend: str) -> str:
-    """An SVG document of panels, beside each other as far as they fit.
+    """Return an SVG document of panels, beside each other as far as they fit.
 
     Args:
         panels: one an axis.

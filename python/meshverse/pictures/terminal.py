@@ -15,12 +15,12 @@ _CELLS_IN_ROW = 8
 
 
 def as_text(panels: Sequence[Panel], legend: str) -> str:
-    """Panels below each other. My group's number is in brackets, this rank's in angle brackets."""
+    """Return panels, one below the other. Brackets mark my group, angle brackets this rank."""
     return "".join(text for text, _ in _pieces(panels, legend)).rstrip("\n")
 
 
 def as_rich(panels: Sequence[Panel], legend: str) -> Text:
-    """The same text in the colours of the groups."""
+    """Return the same text in the colours of the groups."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ignore")

@@ -71,12 +71,12 @@ class Explanation:
 
     @property
     def shared(self) -> int:
-        """Requests that no new group was made for."""
+        """Number of requests that an existing group served."""
         return self.requested - self.created
 
     @property
     def avoided(self) -> int:
-        """Groups that stock would have made besides these: it makes one for every request.
+        """Number of extra groups that stock would have created: it creates one for every request.
 
         The exception is the same there and here: an axis over the whole default group, with nothing
         overridden, uses the default group.
@@ -89,7 +89,7 @@ class Explanation:
         return sum(group.avoided * (group.bytes_each or 0) for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, ready for JSON."""
+        """Return the same as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
         plain = {name: value for name, value in vars(self).items() if name != "picture"}
         # Not by dataclasses.asdict, which copies every rank of every group by itself.
@@ -105,7 +105,7 @@ class Explanation:
         return self.drawn().to_html()
 
     def drawn(self) -> Picture:
-        """The picture.
+        """Return the picture.
 
         Raises:
             ValueError: no group was requested yet.
@@ -117,7 +117,7 @@ class Explanation:
         return self.picture
 
     def to_json(self) -> str:
-        """`to_dict()` as a JSON document."""
+        """Return `to_dict()` as a JSON document."""
         # Without indentation, for which Python's encoder takes ten times as long.
         return json.dumps(self.to_dict())
 
@@ -190,7 +190,7 @@ def explain(
     topology: Topology | None = None,
     parts: Sequence[Portion] = (),
 ) -> Explanation:
-    """What happened to the groups of a universe; see `Universe.explain`.
+    """Return the report on the groups of a universe; see `Universe.explain`.
 
     Args:
         rank_map: of the universe.
@@ -224,7 +224,7 @@ def explain(
 def _with_parts(
     whole: Portion, parts: Sequence[Portion]
 ) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
-    """The groups of a universe, then those of its parts, each once; of which portions each is."""
+    """Yield the groups of a universe, then those of its parts, each once, with its portions."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
         return
@@ -244,7 +244,7 @@ def _with_parts(
 
 
 def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
-    """What two universes know of one group."""
+    """Combine the uses that two universes make of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)
@@ -284,6 +284,6 @@ def _explain_group(
 
 
 def how_it_came(group: GroupUse) -> str:
-    """How a group came to be, in words."""
+    """Return how a group was created, in words."""
     words = _WORDS[group.origin]
     return words if group.reason is None else f"{words} ({group.reason})"

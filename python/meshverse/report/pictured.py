@@ -1,4 +1,4 @@
-"""What a universe has, as a picture draws it: its groups, and its meshes as views of the ranks."""
+"""A universe as a picture draws it: its groups, and its meshes as views of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExplainedView(NamedTuple):
 
 
 def node_size_here() -> int | None:
-    """Ranks on each node, as torchrun says it; None where nobody does."""
+    """Return the ranks on each node, from torchrun's environment; None without it."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdecimal() and int(said) > 0 else None
 
@@ -43,15 +43,15 @@ def picture_of(
     node_size: int | None,
     summary: str,
 ) -> Picture | None:
-    """The picture of a universe; None where it has no groups.
+    """Return the picture of a universe; None where it has no groups.
 
     Args:
         rank_map: of the universe.
         rank: global; whose groups are outlined.
-        groups: of the universe, with what is said of each.
+        groups: of the universe, each with its report.
         views: its meshes.
         node_size: ranks on each node; None where that is unknown.
-        summary: what a page says first.
+        summary: first sentence of a page.
     """
     # A group of another universe, which came with a mesh of it, is over other ranks.
     here = [(group, told) for group, told in groups if group.request.rank_map == rank_map]
@@ -86,7 +86,7 @@ def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
 
 
 def _view(view: ExplainedView, groups: Sequence[GroupUse]) -> PicturedView:
-    """The axes of a mesh whose groups are known, and of what was flattened from it."""
+    """Return the axes of a mesh whose groups are known, and of what was flattened from it."""
     layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
     names = dict(zip(layouts, view.group_names or (), strict=False))
     found = []
