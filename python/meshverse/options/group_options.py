@@ -31,7 +31,7 @@ Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
 """One axis's override: backend name and backend options, None where the default is meant."""
 
 SingleOverride: TypeAlias = "str | compat.BackendOptions | Override"
-"""What a user may write for one axis: a backend name, an options object, or both as a pair."""
+"""The override of one axis: a backend name, an options object, or both as a pair."""
 
 BackendOverride: TypeAlias = "Mapping[int | str, SingleOverride]"
 """Overrides of some axes, by axis index or name."""
