@@ -1,4 +1,4 @@
-"""What comparing calls asks of the store, and stores that cannot do it."""
+"""Comparing calls: operations on the store, and stores that lack them."""
 
 from __future__ import annotations
 

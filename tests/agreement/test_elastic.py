@@ -26,7 +26,7 @@ def meet(where):
     while store.add(where, 0) < size:
         time.sleep(0.01)
 
-def come_after(first, step):  # once one of these has told the store something in its next call
+def come_after(first, step):  # once one of these has written into the store in its next call
     store.add(f"at {step}", 0)
     meet(f"before {step}")
     known = store.num_keys()
@@ -53,7 +53,7 @@ try:
     init_device_mesh("cpu", (2, 2), mesh_dim_names=("odd" if rank == 3 else "even", "tp"))
 except RuntimeError as error:
     assert "building different meshes" in str(error)
-    os.write(1, f"rank {rank} is told\n".encode())
+    os.write(1, f"rank {rank} got an error\n".encode())
 meet("the end")  # rank 0 may keep the store
 dist.destroy_process_group()
 """
@@ -86,4 +86,4 @@ def test_a_job_that_torchrun_restarts_may_build_another_mesh(
     assert status == 0, (said, out, err)
     for rank, lines in enumerate(said):
         assert f"rank {rank} has (4, 1) ({rank}, 0)" in lines
-    assert "rank 3 is told" in said[3]  # the comparison is still on
+    assert "rank 3 got an error" in said[3]  # the comparison is still on

@@ -28,7 +28,7 @@ pytestmark = COMPILES
 
 
 class Compiled(NamedTuple):
-    """What a program saw of its compiled function."""
+    """Observations of a program on its compiled function."""
 
     frames: list[int]  # compiled so far, after each call
     shapes: list[tuple[int, ...]]  # of what the calls gave

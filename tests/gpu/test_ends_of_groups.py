@@ -25,7 +25,7 @@ def _lines(rank: int) -> dict[str, list[int]]:
     }
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         return f"gave {call()}"
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def _destroyed(wanted: World) -> dict[str, Any]:
             "groups": (had, left),
             "reached": [before, reached_ranks(again, place.device)],
             "world": reached_by(dist.group.WORLD, place.device),
-            "told": _told(lambda: mesh.get_group("tp")),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
 
@@ -90,7 +90,7 @@ def test_a_destroyed_universe_leaves_the_default_group(
         assert seen["groups"] == (3, 1)
         assert seen["reached"] == [_lines(rank)] * 2
         assert seen["world"] == [1, 1, 1, 1]
-        assert "was destroyed" in seen["told"]
+        assert "was destroyed" in seen["use"]
 
 
 def _aborted_while_stuck(wanted: World) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _aborted_while_stuck(wanted: World) -> dict[str, Any]:
             total = torch.ones(2, device=place.device)
             stuck = dist.all_reduce(total, group=mesh.get_group("tp"), async_op=True)
         mesh.universe.abort()
-        ended = "" if stuck is None else _told(stuck.wait)
+        ended = "" if stuck is None else _outcome_of(stuck.wait)
         if place.device == "cuda":
             torch.cuda.synchronize()  # returns, as the kernel that waited was ended
         again = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
@@ -110,7 +110,7 @@ def _aborted_while_stuck(wanted: World) -> dict[str, Any]:
             "ended": ended,
             "reached": [before, reached_ranks(again, place.device)],
             "world": reached_by(dist.group.WORLD, place.device),
-            "told": _told(lambda: mesh.get_group("tp")),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
 
@@ -121,7 +121,7 @@ def test_abort_ends_a_stuck_collective_and_nothing_else(
     for rank, seen in enumerate(run(_aborted_while_stuck, 4, world)):
         assert seen["reached"] == [_lines(rank)] * 2
         assert seen["world"] == [1, 1, 1, 1]
-        assert "was aborted" in seen["told"]
+        assert "was aborted" in seen["use"]
 
 
 def _asleep(wanted: World) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _asleep(wanted: World) -> dict[str, Any]:
             return {}
         universe.suspend(["tp"])
         seen = {
-            "use": _told(lambda: mesh.get_group("tp")),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
             "stats": [one.suspended for one in (*awake, *universe.memory_stats(["tp"]))],
             "other": reached_by(mesh.get_group("dp"), place.device),
         }

@@ -35,7 +35,7 @@ def _options(place: str) -> Any:
 
 
 def _said(place: str, options: Any) -> dict[str, Any]:
-    """What options of the place's backend say, as c10d gives them back."""
+    """Return the options of the backend as c10d gives them back."""
     if place == "nccl":
         config = options.config  # NCCL's own, from which the communicator was made
         ctas = config.min_ctas, config.max_ctas
@@ -96,17 +96,17 @@ def _nobody_answers(wanted: World, seconds: float) -> dict[str, Any]:
         )
         mesh.universe.warm_up()
         timeouts = [backend_of(group, wanted).options._timeout for group in mesh.get_all_groups()]
-        told, waited = "", 0.0
+        outcome, waited = "", 0.0
         if dist.get_rank() == 1:
             start = time.monotonic()
             try:
                 _reduce(mesh.get_group("tp"), place.device)
             except RuntimeError as error:
-                told = str(error)
+                outcome = str(error)
             waited = time.monotonic() - start
         return {
             "timeouts": {timeout.total_seconds() for timeout in timeouts},
-            "told": told,
+            "error": outcome,
             "waited": waited,
             "others": reached_by(dist.group.WORLD, place.device),
         }
@@ -127,7 +127,7 @@ def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., lis
     answers = run(_nobody_answers, 4, world, seconds)
     for rank, seen in enumerate(answers):
         assert seen["timeouts"] == {seconds}
-        assert bool(seen["told"]) is (rank == 1)
+        assert bool(seen["error"]) is (rank == 1)
         assert seen["others"] == [1, 1, 1, 1], "the default group works on"
     # Not before its time, and not as late as with the timeout of the default group.
     too_late = WORLD_TIMEOUT_SECONDS * PLACES[world.place].slowness

@@ -50,13 +50,13 @@ def _compiled(wanted: World) -> dict[str, Any]:
         mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
         x = torch.arange(8.0, device=place.device).reshape(2, 4) + mesh.get_local_rank("tp")
         rows = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)
-        told = {}
+        seen = {}
         for name, program in _PROGRAMS.items():
             given = rows if name == "dtensor" else x
             torch.compiler.reset()
             compiled = torch.compile(program, backend=place.compiler, fullgraph=True)
-            told[name] = [call(given, mesh).tolist() for call in (compiled, program)]
-        return told
+            seen[name] = [call(given, mesh).tolist() for call in (compiled, program)]
+        return seen
 
 
 def _functional(x: Tensor, mesh: Any) -> Tensor:

@@ -28,7 +28,7 @@ def reached_by(group: dist.ProcessGroup, device: str = "cpu") -> list[int]:
 def expected_ranks(
     ranks: np.ndarray, names: tuple[str, ...], rank: int, world_size: int
 ) -> Reached:
-    """The same from the array of the whole mesh, in plain numpy; nothing for a rank outside it."""
+    """Return the same from the array of the whole mesh, in numpy; nothing for a rank outside it."""
     place = np.argwhere(ranks == rank)
     if len(place) == 0:
         return {}

@@ -54,7 +54,7 @@ def _permuted(preserve_rank_order: bool) -> DeviceMesh:
 
 
 def lazy_meshes() -> dict[str, DeviceMesh]:
-    """Every way to come by a mesh, without a process group made. All ranks call this."""
+    """Return the ways to get a mesh without creating a process group. All ranks call this."""
     cube, nameless = lazy_cube(), init_device_mesh("cpu", (2, 2, 2), lazy=True)
     with isolate("apart"):
         apart = cube["tp"]

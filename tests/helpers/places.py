@@ -119,7 +119,7 @@ def _start(place: Place, wanted: World, backend: str, rank: int, size: int) -> N
 
 
 def backend_of(group: Any, wanted: World) -> Any:
-    """A group's backend at the place."""
+    """Return a group's backend at the place."""
     place = PLACES[wanted.place]
     device = place.bound if wanted.is_bound or wanted.place == "splitting" else place.device
     return group._get_backend(torch.device(device or place.device))
