@@ -71,7 +71,7 @@ Scenario = Generator[Action, Any, None]
 
 @dataclass
 class Played:
-    """What scenarios played side by side gave, by operation.
+    """Samples of scenarios played side by side, by operation.
 
     Attributes:
         times_ns: nanoseconds an operation; also of "..., cold", where that was timed.
@@ -118,7 +118,7 @@ def play(*scenarios: Scenario, with_answers: bool, with_cold: bool = False) -> P
 
 
 def cold(operation: str) -> str:
-    """The name of an operation that is timed with cold caches."""
+    """Return the name of an operation that is timed with cold caches."""
     return f"{operation}, cold"
 
 
@@ -251,7 +251,7 @@ class Check:
 
 @dataclass
 class Outcome:
-    """What a suite measured.
+    """The measurements of a suite.
 
     Attributes:
         measurements: in the order of the tables.
@@ -264,7 +264,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def of(self, operation: str, scale: int) -> Measurement:
-        """The measurement of this name and scale; made if new."""
+        """Return the measurement of this name and scale; made if new."""
         for one in self.measurements:
             if (one.operation, one.scale) == (operation, scale):
                 return one

@@ -21,7 +21,7 @@ _PLANS_RAN_ON = "Arithmetic without process groups; processor time of one thread
 
 
 def moves(reports: dict[str, dict[str, Any]], prefix: str) -> str:
-    """What a move costs on real processes, and what its plan costs in large jobs."""
+    """Return the costs of resharding on real processes, and of its plan in large jobs."""
     if "reshard" not in reports:
         return "Not measured yet."
     report = reports["reshard"]

@@ -41,7 +41,7 @@ NOT_IN_SDIST = ("tests/gpu/*", "tests/tools/*")  # of benchmarks/ and tools/, an
 
 
 class DistError(Exception):
-    """What was built is not fit to be published."""
+    """An archive that was built is not fit to be published."""
 
 
 def main() -> int:
@@ -132,7 +132,7 @@ def _build_sdist() -> Path:
 
 
 def _find(version: str) -> Path | None:
-    """A Python of this version: on the path, or among those that pyenv has installed."""
+    """Return a Python of this version: on the path, or among those that pyenv has installed."""
     installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     pattern = f"{version.rstrip('t')}.*{'t' if version.endswith('t') else '[0-9]'}"
     places = [*sorted(installed.glob(f"{pattern}/bin/python{version}")), f"python{version}"]
@@ -144,7 +144,7 @@ def _find(version: str) -> Path | None:
 
 
 def _build_wheel(version: str, python: Path, source: Path, name: str) -> Path:
-    """The wheel that this Python builds in an environment of its own, not yet repaired."""
+    """Return the wheel that this Python builds in an environment of its own, not yet repaired."""
     home = WORK / version
     if not home.exists():
         _run(str(python), "-m", "venv", str(home / "venv"))

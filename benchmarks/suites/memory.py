@@ -1,4 +1,4 @@
-"""What meshes hold: one mesh object, and everything that a trainer's five views keep.
+"""Memory of meshes: one mesh object, and everything that a trainer's five views keep.
 
 Python's share is what tracemalloc counts. All of it, with C++'s and torch's share, is how much
 larger the process becomes, without tracemalloc, which takes memory itself. Every figure is taken

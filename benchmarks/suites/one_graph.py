@@ -48,9 +48,9 @@ def run(run: Run) -> Outcome:
     seen: dict[int, list[float]] = {}
     for step, (_, size, side) in enumerate(cases):
         run.tell(step, len(cases), f"{size:,} ranks, {side}")
-        [told] = in_crew(1, _measure, side, size, limit_s=_LIMIT_S)
-        assert seen.setdefault(size, told.output) == told.output, "the sides' shards differ"
-        for operation, (amount, unit) in told.amounts.items():
+        [result] = in_crew(1, _measure, side, size, limit_s=_LIMIT_S)
+        assert seen.setdefault(size, result.output) == result.output, "the sides' shards differ"
+        for operation, (amount, unit) in result.amounts.items():
             measurement = outcome.of(operation, size)
             measurement.unit = unit
             measurement.figure = "steps" if operation == "step" else ""
@@ -105,7 +105,7 @@ def _program(one: DTensor, other: DTensor) -> Tensor:
 
 
 def _coordinate(mesh: stock.DeviceMesh) -> Callable[[], Any]:
-    """What a graph calls for one coordinate; stock's copies the constant, as its graph does."""
+    """Return a graph's call for one coordinate; stock's copies the constant, as its graph does."""
     if isinstance(mesh, meshverse.DeviceMesh):
         ours, size = torch.ops.meshverse.coordinate.default, mesh.universe.size
         return lambda: ours([8, 1], [size, 1], 0)

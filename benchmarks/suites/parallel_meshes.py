@@ -72,7 +72,7 @@ _STOCK_REPETITIONS = {102_400: 2}  # some four seconds each
 
 
 class _Built(NamedTuple):
-    """What either side builds: the root, the experts' mesh and the flattened axes by name."""
+    """The meshes of one side: the root, the experts' mesh and the flattened axes by name."""
 
     root: Any
     experts: Any

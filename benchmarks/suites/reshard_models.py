@@ -30,7 +30,7 @@ _EXPERTS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What moves, and between which ranks.
+    """A model to reshard, and between which ranks.
 
     Attributes:
         name: in tables.
@@ -93,7 +93,7 @@ class Job:
         return [Shard(0) if is_expert else Replicate(), over_tp]
 
     def own_part(self, whole: Tensor, name: str, rank: int) -> Tensor:
-        """What a generator's rank wants of a whole parameter, as a view."""
+        """Return a generator rank's part of a whole parameter, as a view."""
         index = self.case.generators.index(rank)
         coordinate = (index // _TP, index % _TP)
         return own_part(whole, tuple(self.generator.shape), self.placements(name), coordinate)

@@ -113,7 +113,7 @@ class _OneRank:
             self._scatter(name, whole)
 
     def _gathered(self, name: str) -> Tensor | None:
-        """The whole tensor, on the first rank."""
+        """Return the whole tensor, on the first rank."""
         job = self._job
         if job.source is None:
             return None
