@@ -59,12 +59,12 @@ def run(run: Run) -> Outcome:
     return outcome
 
 
-class _Told(NamedTuple):
+class _Measured(NamedTuple):
     amounts: dict[str, tuple[float, str]]  # each with its unit
     output: list[float]
 
 
-def _measure(_rank: int, _store: Any, side: str, size: int) -> _Told:
+def _measure(_rank: int, _store: Any, side: str, size: int) -> _Measured:
     torch.set_num_threads(1)
     init = stock.init_device_mesh if side == STOCK else meshverse.init_device_mesh
     with fake_world(size, 777 % size), _config().patch(compile_on_one_rank=side != _FLOOR):
@@ -85,7 +85,7 @@ def _measure(_rank: int, _store: Any, side: str, size: int) -> _Told:
             }
         if side != _FLOOR:
             amounts["one coordinate"] = (_timed(_coordinate(mesh), _STEPS), "ns")
-        return _Told(amounts, compiled(*inputs).flatten().tolist())
+        return _Measured(amounts, compiled(*inputs).flatten().tolist())
 
 
 def _config() -> Any:

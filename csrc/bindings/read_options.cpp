@@ -20,7 +20,7 @@ namespace {
 // Deep enough for any options; an object that refers to itself through ever new ones ends here.
 constexpr std::size_t kMaxDepth = 8;
 
-// Types of the standard library that values are told apart by.
+// Types of the standard library by which kinds of values are distinguished.
 struct PythonTypes {
   py::object enum_type = py::module_::import("enum").attr("Enum");
   py::object timedelta = py::module_::import("datetime").attr("timedelta");

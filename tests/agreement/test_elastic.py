@@ -21,16 +21,16 @@ store, rank, size = next(dist.rendezvous("env://"))
 store.set_timeout(timedelta(seconds=30))
 dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
-def meet(where):
+def rendezvous(where):
     store.add(where, 1)
     while store.add(where, 0) < size:
         time.sleep(0.01)
 
 def come_after(first, step):  # once one of these has written into the store in its next call
     store.add(f"at {step}", 0)
-    meet(f"before {step}")
+    rendezvous(f"before {step}")
     known = store.num_keys()
-    meet(f"at {step}")  # from here on, only what a call tells the others is new in the store
+    rendezvous(f"at {step}")  # from here on, only what a call tells the others is new in the store
     while rank not in first and store.num_keys() == known:
         time.sleep(0.01)
 
@@ -54,7 +54,7 @@ try:
 except RuntimeError as error:
     assert "building different meshes" in str(error)
     os.write(1, f"rank {rank} got an error\n".encode())
-meet("the end")  # rank 0 may keep the store
+rendezvous("the end")  # rank 0 may keep the store
 dist.destroy_process_group()
 """
 

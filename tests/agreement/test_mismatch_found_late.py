@@ -60,7 +60,7 @@ def test_ranks_that_are_ahead_get_the_error_where_they_wait_and_ever_after(
 
 
 def _waits_for_nobody() -> str:
-    """Ranks that are ahead and wait for nobody meet the mismatch at their next call."""
+    """Ranks that are ahead and wait for nobody get the mismatch error at their next call."""
     is_odd, store = dist.get_rank() == _ODD_RANK, dist.distributed_c10d._get_default_store()
     if is_odd:
         store.wait([f"{rank} is ahead" for rank in range(4) if rank != _ODD_RANK])

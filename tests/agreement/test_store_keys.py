@@ -64,7 +64,7 @@ def _waited() -> list[DeviceMesh]:
 
 
 def _failed() -> list[DeviceMesh]:
-    """Meetings that failed, for groups that are made later or never."""
+    """Rendezvous that failed, for groups that are made later or never."""
     mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))
     if dist.get_rank() in (0, 2):
         for axis in _AXES if dist.get_rank() == 0 else ("tp",):

@@ -233,9 +233,9 @@ def _reads_tuple_again(family: Family) -> bool:
     shard = _shard(mesh["tp"])
     gather(shard)
     use(_matrix(), mesh)
-    for holder in (views, mesh, mesh["tp"], mesh["dp"]):  # compiling looks at all a mesh has
-        vars(holder).pop("tuple", None)
-        vars(holder).pop("_flatten_rank_map", None)
+    for each in (views, mesh, mesh["tp"], mesh["dp"]):  # compiling looks at all a mesh has
+        vars(each).pop("tuple", None)
+        vars(each).pop("_flatten_rank_map", None)
     gather(shard)
     use(_matrix(), mesh)
     read = "tuple" in vars(views)

@@ -187,7 +187,7 @@ def _made_twice(side_name: str) -> dict[str, Any]:
 
 
 def test_results_are_on_the_equal_mesh_that_was_made_first(crew: Crew) -> None:
-    """As in stock: DTensor keeps operations by value, and answers with the mesh it met first."""
+    """As in stock: DTensor keeps operations by value, and answers with the first mesh it saw."""
     for which in SIDES:
         for answer in crew.run(_made_twice, 4, which):
             assert all(answer.values()), (which, answer)

@@ -1,4 +1,4 @@
-"""Groups that are isolated, destroyed, aborted while something is stuck in them, or asleep."""
+"""Groups that are isolated, destroyed, aborted while something is stuck in them, or suspended."""
 
 from __future__ import annotations
 
@@ -124,17 +124,17 @@ def test_abort_ends_a_stuck_collective_and_nothing_else(
         assert "was aborted" in seen["use"]
 
 
-def _asleep(wanted: World) -> dict[str, Any]:
+def _suspended(wanted: World) -> dict[str, Any]:
     with world_at(wanted) as place:
         mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
         universe, before = mesh.universe, reached_ranks(mesh, place.device)
-        awake = universe.memory_stats(["tp"])
-        if not awake:
+        active = universe.memory_stats(["tp"])
+        if not active:
             return {}
         universe.suspend(["tp"])
         seen = {
             "use": _outcome_of(lambda: mesh.get_group("tp")),
-            "stats": [one.suspended for one in (*awake, *universe.memory_stats(["tp"]))],
+            "stats": [one.suspended for one in (*active, *universe.memory_stats(["tp"]))],
             "other": reached_by(mesh.get_group("dp"), place.device),
         }
         universe.resume()
@@ -146,10 +146,10 @@ def _asleep(wanted: World) -> dict[str, Any]:
     reason="torch can suspend a backend from 2.12 on",
 )
 @at("splitting", "splitting bound", "nccl", "nccl bound")
-def test_a_suspended_axis_wakes_with_the_right_sums(
+def test_a_suspended_axis_resumes_with_the_right_sums(
     world: World, run: Callable[..., list[Any]]
 ) -> None:
-    answers = run(_asleep, 4, world)
+    answers = run(_suspended, 4, world)
     if world.place == "nccl" and not any(answers):
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} cannot suspend a communicator")
     for rank, seen in enumerate(answers):

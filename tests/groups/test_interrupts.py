@@ -27,7 +27,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
 
 
 class _InterruptsWhenConnected(dist.ProcessGroupGloo):
-    """As if Ctrl-C came while a group connects: Python handles it when the C++ code returns."""
+    """Interrupt a group that connects, as Ctrl-C does: Python handles it after the C++ code."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -52,7 +52,7 @@ class _InterruptsWhenAllCame:
 
 
 def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
-    """Rank 0 is interrupted after all members of its group came; then all ranks try again."""
+    """Rank 0 is interrupted after all members of its group joined; then all ranks try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     outcome = "no error"
     mesh = _mesh(lazy=True) if lazy else None
@@ -78,7 +78,7 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
 @pytest.mark.parametrize(
     "lazy", [pytest.param(False, id="eager", marks=pytest.mark.long), pytest.param(True, id="lazy")]
 )
-@pytest.mark.parametrize("place", ["meeting", "creation", "connected"])
+@pytest.mark.parametrize("place", ["rendezvous", "creation", "connected"])
 def test_members_can_try_again_after_one_was_interrupted(
     crew: Crew, place: str, lazy: bool
 ) -> None:
@@ -119,7 +119,7 @@ def test_all_can_try_again_wherever_one_was_interrupted(crew: Crew, operation: i
 
 
 def _interrupted_before_ranks_differ() -> list[str]:
-    """Rank 0 is interrupted in a meeting; then rank 2 differs from the others; all try again."""
+    """Rank 0 is interrupted in a rendezvous; then rank 2 differs from the others; all try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, seen = dist.get_rank(), []
     time.sleep([0.3, 0, 0.8, 0.1][rank])

@@ -36,7 +36,7 @@ def _stats(universe: Any, *axes: str) -> dict[str, tuple[bool, int]]:
     return {" ".join(one.axes): (one.suspended, one.stats["total"]) for one in stats}
 
 
-def _one_axis_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
+def _one_axis_is_suspended(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
     splitting.restart(library, folder, is_bound=is_bound)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",), universe=mesh.universe)
@@ -44,7 +44,7 @@ def _one_axis_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any
     universe.suspend(["tp"])
     universe.suspend(["tp"])  # is suspended already
     view = mesh.unflatten("tp", (2, 1), ("ep", "one"))
-    asleep = {
+    suspended = {
         "use": _outcome_of(lambda: mesh.get_group("tp")),
         "functional": _outcome_of(lambda: funcol.all_reduce(torch.ones(1), "sum", (mesh, 1))),
         "of a view": _outcome_of(lambda: view.get_group("ep")),
@@ -59,7 +59,7 @@ def _one_axis_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any
     }
     universe.resume()
     return {
-        **asleep,
+        **suspended,
         "before": before,
         "after": reached_ranks(mesh),
         "same": mesh.get_group("tp") is tp is view.get_group("ep"),
@@ -70,11 +70,13 @@ def _one_axis_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_one_axis_sleeps_and_wakes(
+def test_one_axis_is_suspended_and_resumed(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path, is_bound: bool
 ) -> None:
     library, folder = str(via_store_library), str(tmp_path)
-    for rank, seen in enumerate(bound_crew.run(_one_axis_sleeps, 4, library, folder, is_bound)):
+    for rank, seen in enumerate(
+        bound_crew.run(_one_axis_is_suspended, 4, library, folder, is_bound)
+    ):
         line = [0, 1] if rank < 2 else [2, 3]
         for use in ("use", "functional", "of a view", "warm up"):
             assert f"The process group of axis 'tp' or 'ep' with ranks {line} is sus" in seen[use]
@@ -88,7 +90,7 @@ def test_one_axis_sleeps_and_wakes(
             {"tp": 1, "ep": 1}
         ]
         assert seen["report"].count(", suspended") == 1
-        assert "was used while it sleeps" in seen["itself"]
+        assert "was used while it is suspended" in seen["itself"]
         assert seen["after"] == seen["before"]
         assert seen["same"]
         assert seen["known to compile"]
@@ -96,7 +98,7 @@ def test_one_axis_sleeps_and_wakes(
         assert ", suspended" not in seen["report after"]
 
 
-def _all_sleep(library: str, folder: str) -> dict[str, Any]:
+def _all_are_suspended(library: str, folder: str) -> dict[str, Any]:
     splitting.restart(library, folder, is_bound=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     names = _AXES if dist.get_rank() % 2 else _AXES[::-1]  # whatever the order
@@ -115,10 +117,10 @@ def _all_sleep(library: str, folder: str) -> dict[str, Any]:
     return seen
 
 
-def test_all_sleep_and_may_be_destroyed_asleep(
+def test_all_are_suspended_and_may_be_destroyed_so(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
-    for seen in bound_crew.run(_all_sleep, 4, str(via_store_library), str(tmp_path)):
+    for seen in bound_crew.run(_all_are_suspended, 4, str(via_store_library), str(tmp_path)):
         assert seen["stats"] == {True}
         assert seen["world"] == [1, 1, 1, 1], "the default group is not the universe's"
         assert "was destroyed" in seen["use"]
@@ -140,19 +142,19 @@ def _a_backend_refuses(library: str, folder: str) -> dict[str, Any]:
     mesh.universe.suspend(["tp"])
     seen["suspended"] = _outcome_of(lambda: mesh.get_group("tp"))
     mesh.universe.resume()
-    return {**seen, "awake": reached_ranks(mesh) == before}
+    return {**seen, "resumed": reached_ranks(mesh) == before}
 
 
 def test_a_group_that_could_not_be_suspended_is_as_it_was(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
     for seen in bound_crew.run(_a_backend_refuses, 4, str(via_store_library), str(tmp_path)):
-        assert "sleeps already" in seen["suspend"]
-        assert "was used while it sleeps" in seen["use"]
+        assert "is suspended already" in seen["suspend"]
+        assert "was used while it is suspended" in seen["use"]
         assert seen["after"]
         assert seen["known to compile"]
         assert "is suspended, by universe.suspend()" in seen["suspended"]
-        assert seen["awake"]
+        assert seen["resumed"]
 
 
 def _of_gloo() -> tuple[Any, Any, Any]:
@@ -165,14 +167,14 @@ def _of_gloo() -> tuple[Any, Any, Any]:
     )
 
 
-def test_what_cannot_sleep_says_so(bound_crew: Crew) -> None:
+def test_what_cannot_be_suspended_says_so(bound_crew: Crew) -> None:
     for answer, unknown, left in bound_crew.run(_of_gloo, 2):
         assert "suspend() of groups of gloo: none of them can be suspended" in answer
         assert "nowhere" in unknown
         assert left == ([], [1, 1])
 
 
-def _a_part_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
+def _a_suspended_part(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
     splitting.restart(library, folder, is_bound=is_bound)
     job = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     parts = init_mesh_partition(
@@ -189,20 +191,20 @@ def _a_part_sleeps(library: str, folder: str, is_bound: bool) -> dict[str, Any]:
     job.universe.suspend()
     seen["all suspended"] = _outcome_of(mine.get_group)
     mine.universe.resume()
-    seen["part awake"] = reached_by(mine.get_group())
+    seen["part resumed"] = reached_by(mine.get_group())
     job.universe.resume()
     job.universe.destroy()
     return seen
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_a_part_sleeps_and_wakes(
+def test_a_part_is_suspended_and_resumed(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path, is_bound: bool
 ) -> None:
     library, folder = str(via_store_library), str(tmp_path)
-    for rank, seen in enumerate(bound_crew.run(_a_part_sleeps, 4, library, folder, is_bound)):
+    for rank, seen in enumerate(bound_crew.run(_a_suspended_part, 4, library, folder, is_bound)):
         mine = [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]
-        assert seen["reached"] == seen["part awake"] == mine
+        assert seen["reached"] == seen["part resumed"] == mine
         assert seen["after"] == [mine, mine]
         # A bound default group is split by all ranks: a rank that finds a group must not stay away.
         assert seen["shared"] == (not is_bound)

@@ -51,9 +51,9 @@ print(sorted(changed + list(set(after) - set(before))))
 _IMPORT_WITHOUT = """
 import importlib, sys
 assert "meshverse" not in sys.modules
-holder = importlib.import_module({module!r})
-holder = getattr(holder, {owner!r}) if {owner!r} else holder
-delattr(holder, {name!r})
+owner = importlib.import_module({module!r})
+owner = getattr(owner, {owner!r}) if {owner!r} else owner
+delattr(owner, {name!r})
 import meshverse
 """
 
