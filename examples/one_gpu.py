@@ -29,3 +29,7 @@ def why_no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return f"needs a CUDA device: torch {torch.__version__} finds none"
     return None
+
+
+if __name__ == "__main__":
+    print("A module, not a program: the tests and benchmarks of NCCL import it (make gpu).")

@@ -107,3 +107,7 @@ def answers(mesh: DeviceMesh) -> dict[str, Any]:
 def count_process_groups() -> int:
     """Process groups this rank is a member of, the default group included, by c10d's own count."""
     return len(c10d._world.pg_map)
+
+
+if __name__ == "__main__":
+    print("A module, not a program: examples/demo.py and the benchmarks import it.")

@@ -195,3 +195,7 @@ def train(
         losses.append(average.item())
         report(step, losses[-1])
     return losses
+
+
+if __name__ == "__main__":
+    print("A module, not a program: examples/demo.py imports it.")

@@ -126,3 +126,7 @@ def _run_rank(
         function(messages.put, *args)
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    print("A module, not a program: examples/demo.py and the benchmarks import it.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +49,14 @@ def test_files_of_commands_exist() -> None:
 
 def _scripts(command: str) -> list[str]:
     return re.findall(r"(?:examples|benchmarks|tools)/\w+\.py", command)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["one_gpu", "trainer_views", "transformer", "worlds"])
+def test_a_module_among_the_examples_says_that_it_is_one(name: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("A module, not a program: ")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from helpers.worlds import fake_world, groups_created, in_worlds
-from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
+from meshverse import DeviceMesh, Topology, Universe, init_device_mesh, isolate
 from meshverse._core import AxisLayout, RankMap
 from meshverse.pictures import Picture, PicturedGroups
+from meshverse.planner import plan
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -180,6 +181,9 @@ def test_names_of_users_are_only_text(world) -> None:
     svg = _svg_of(mesh.draw())
     assert not [element for element in svg.iter() if element.tag.endswith("script")]
     assert any(text and HOSTILE[0] in text for text in svg.itertext())
+    topology = Topology({HOSTILE[0]: list("aaaabbbb")})
+    planned = plan(["dp=2,tp=4"], topology=topology).to_html()
+    assert "<script" not in planned
     page = mesh.universe.explain().to_html()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page

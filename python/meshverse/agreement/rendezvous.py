@@ -113,7 +113,7 @@ class Rendezvous(WorldState):
                 raise RuntimeError(outcome)
 
     def may_note(self) -> bool:
-        """Whether this rank may note where it waits: while it does, it can join nothing else."""
+        """Return whether this rank may note where it waits: if it can join nothing else then."""
         return self._is_main_thread_only
 
     def remove_from_store(self, store: RunStore, name: str) -> None:

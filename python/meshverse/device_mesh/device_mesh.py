@@ -255,7 +255,7 @@ class DeviceMesh(StockDeviceMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh on process groups that exist already, one an axis.
+        """Create a mesh on process groups that exist already, one an axis.
 
         Args:
             group: the group of a 1-D mesh, or one group for each axis.
@@ -284,7 +284,7 @@ class DeviceMesh(StockDeviceMesh):
     def _made(
         cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> Self:
-        """A new mesh of this class, which the universe does not intern."""
+        """Create a mesh of this class, which the universe does not intern."""
         mesh = object.__new__(cls)
         mesh._fill(universe, description, group_names)
         return mesh
@@ -300,7 +300,7 @@ class DeviceMesh(StockDeviceMesh):
     def _in_universe(
         universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """The one mesh of a universe with this description and these groups (None: without)."""
+        """Return the mesh of a universe with this description and these groups (None: without)."""
         key = description, None if group_names is None else tuple(group_names)
         known = universe.meshes.find(key)
         if known is not None:
@@ -381,7 +381,7 @@ class DeviceMesh(StockDeviceMesh):
     def draw(
         self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
     ) -> Picture:
-        """This mesh as a picture: the ranks by node, coloured by group, mine outlined.
+        """Draw this mesh: the ranks by node, coloured by group, mine outlined.
 
         `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
         and `.to_html()` give it to write to a file. Of a submesh, all groups of its universe along
@@ -420,7 +420,7 @@ class DeviceMesh(StockDeviceMesh):
     # --- slices, and meshes combined of the axes of several: on the groups that are there ---------
 
     def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
-        """The submesh of the named axes; the same object each time.
+        """Return the submesh of the named axes; the same object each time.
 
         Args:
             mesh_dim_names: one name, or several as a tuple or list. Order as in the mesh. On a
@@ -481,7 +481,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @staticmethod
     def concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
-        """One mesh with the axes of several, in the order given, on their process groups.
+        """Return a mesh with the axes of several, in the order given, on their process groups.
 
         Args:
             device_mesh_list: meshes over the same ranks whose axes do not overlap.
@@ -555,7 +555,7 @@ class DeviceMesh(StockDeviceMesh):
         *,
         isolate: str | None = None,
     ) -> DeviceMesh:
-        """A one-axis mesh over all ranks of this one, in the same order.
+        """Return a one-axis mesh over all ranks of this one, in the same order.
 
         Args:
             mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
@@ -636,7 +636,7 @@ class DeviceMesh(StockDeviceMesh):
         *,
         isolate: str | Mapping[int | str, str] | None = None,
     ) -> DeviceMesh:
-        """The same ranks with one axis split into several, the rightmost varying fastest.
+        """Return the mesh with one axis split into several, the rightmost varying fastest.
 
         Args:
             dim: index or name of the axis to split.
@@ -686,7 +686,7 @@ class DeviceMesh(StockDeviceMesh):
     def _derive(
         self, description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """The mesh of my universe with this description and these groups.
+        """Return the mesh of my universe with this description and these groups.
 
         Inside an `isolate` block it is that mesh under the block's tag.
         """
@@ -699,7 +699,7 @@ class DeviceMesh(StockDeviceMesh):
     def _derive_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """The mesh of my universe with this description, but under these isolation tags."""
+        """Return the mesh of my universe with this description, under these isolation tags."""
         group_names = self._group_names_under(tags, description, group_names)
         return self._in_universe(self._universe, description.with_tags(tags), group_names)
 
@@ -720,7 +720,7 @@ class DeviceMesh(StockDeviceMesh):
         return None if isinstance(names, MissingGroups) else tuple(names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
-        """The process group along one axis, mine.
+        """Return this rank's process group along one axis.
 
         Args:
             mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
@@ -831,7 +831,7 @@ class DeviceMesh(StockDeviceMesh):
         call: str,
         first: int = 0,
     ) -> list[str]:
-        """Names of my groups along some axes, made where needed; none outside the rank map.
+        """Return names of my groups along some axes, made where needed; none outside the ranks.
 
         `layout` is that of the mesh they are for, `names` are those of its axes from `first` on.
         Overrides and tags have one entry per axis, or are empty if no axis has one.
@@ -854,7 +854,7 @@ class DeviceMesh(StockDeviceMesh):
     def _group_names_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> list[str] | None:
-        """Names of groups like these, where the axes shall have another tag than they have."""
+        """Return names of groups like these, for axes that shall have another tag."""
         if group_names is None:
             return None
         pairs = enumerate(zip(description.axis_tags, tags, strict=True))
@@ -890,7 +890,7 @@ class DeviceMesh(StockDeviceMesh):
     # --- this rank's coordinate -------------------------------------------------------------------
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """My rank in the process group along one axis. A lazy group is not made for it.
+        """Return my rank in the process group along one axis. It makes no lazy group.
 
         Args:
             mesh_dim: as for `get_group`.
@@ -921,7 +921,7 @@ class DeviceMesh(StockDeviceMesh):
             return rank
 
     def _local_rank_in_parent(self, mesh_dim: int | str | None) -> int | None:
-        """In a fork, such as a data loader's worker: the parent's rank in its group, if known."""
+        """Return the parent's rank in its group in a fork, such as a data loader's worker."""
         name = self._name_without_use(mesh_dim)
         if name is None:
             return None
@@ -929,7 +929,7 @@ class DeviceMesh(StockDeviceMesh):
         return compat.resolve_group(name).rank() if planned is None else planned.request.my_rank()
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
-        """The c10d name of the group along an axis, which this does not make; None if unknown."""
+        """Return the c10d name of the group along an axis, without making it; None if unknown."""
         mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
             mesh_dim = 0
@@ -947,7 +947,7 @@ class DeviceMesh(StockDeviceMesh):
         return list.__getitem__(names, mesh_dim)
 
     def _find_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's coordinate, or None outside of the mesh.
+        """Return this rank's coordinate, or None outside of the mesh.
 
         Raises:
             AttributeError: nobody knows its rank, as of stock's mesh for XLA without a group.
@@ -1164,7 +1164,7 @@ class DeviceMesh(StockDeviceMesh):
         return copied
 
     def _twin(self) -> Self:
-        """This mesh once more, without what a subclass adds; the same object if it is interned."""
+        """Return this mesh without what a subclass adds; the same object if it is interned."""
         if self.decouple_backend_at_save:
             load, arguments, *_ = self._reduced()
             return cast("Self", load(*arguments))
@@ -1257,7 +1257,7 @@ class DeviceMesh(StockDeviceMesh):
             self._take_group_names(list(names))
 
     def _under(self, tags: Sequence[str]) -> DeviceMesh:
-        """This mesh under other isolation tags, to be a root: its groups are made when used."""
+        """Return this mesh under other isolation tags, as a root: its groups are made when used."""
         names = None if self.group_names is None else ()
         mesh = self._made(self._universe, self._description.with_tags(tags), names)
         mesh._take_root(None)
@@ -1304,7 +1304,7 @@ class DeviceMesh(StockDeviceMesh):
 
 
 def _check_coordinates() -> None:
-    """Have meshes that keep no coordinate compute it on each read."""
+    """Make meshes that keep no coordinate compute it on each read."""
     if "_coordinate_on_dim" not in vars(DeviceMesh):
         DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
 

@@ -64,7 +64,7 @@ def init_device_mesh(
     topology: Topology | None = None,
     traffic: Mapping[str, float] | None = None,
 ) -> DeviceMesh:
-    """A mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
+    """Create a mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
 
     Starts the default process group if there is none, as stock does.
 

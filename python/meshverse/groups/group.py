@@ -131,7 +131,7 @@ class Group:
             return True
 
     def suspend(self) -> bool:
-        """Have a live group hold as little device memory as it can; whether it does so now.
+        """Suspend a live group, so that it holds little device memory; return whether it is so now.
 
         Raises:
             RuntimeError: it is not live nor suspended; or whatever the backend raises.
@@ -149,7 +149,7 @@ class Group:
         return True
 
     def resume(self) -> bool:
-        """Have a suspended group ready for use; whether it was suspended.
+        """Make a suspended group ready for use; return whether it was suspended.
 
         Raises:
             RuntimeError: it is not live nor suspended; or whatever the backend raises.
@@ -189,7 +189,7 @@ class Group:
         self._let_go()
 
     def leave_to_parent(self) -> None:
-        """In a forked process: let go of the parent's group, and of threads that are not here."""
+        """Let go of the parent's group, and of its threads, in a forked process."""
         self._making = threading.RLock()
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED

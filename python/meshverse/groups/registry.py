@@ -36,7 +36,7 @@ class GroupRegistry(WorldState):
         self.reference = weakref.ref(self)  # for its groups
 
     def __iter__(self) -> Iterator[Group]:
-        """Every group, in the order in which they were added."""
+        """Iterate over the groups, in the order in which they were added."""
         return iter(list(self._by_name.values()))
 
     def find(self, name: str) -> Group | None:
@@ -142,7 +142,7 @@ class GroupRegistry(WorldState):
             group.note_ended()
 
     def leave_to_parent(self) -> None:
-        """In a forked process: let go of the parent's groups, which live on."""
+        """Let go of the parent's groups, which live on, in a forked process."""
         self._lock = threading.RLock()  # which a thread of the parent may have held
         for group in self:
             group.leave_to_parent()

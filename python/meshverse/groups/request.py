@@ -108,7 +108,7 @@ class RequestBuilder:
         preserve_rank_order: bool,
         first: int = 0,
     ) -> list[GroupRequest]:
-        """One request an axis.
+        """Return one request an axis.
 
         Args:
             layout: of a mesh, over positions.
@@ -139,11 +139,11 @@ class RequestBuilder:
         ]
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
-        """The request of an axis of which nothing is said."""
+        """Return the request of an axis of which nothing is said."""
         return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
 
     def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
-        """The request that stands for a process group that the user made."""
+        """Return the request that stands for a process group that the user made."""
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
 
     def _options(self, override: Override) -> GroupOptions:
@@ -172,7 +172,7 @@ class RequestBuilder:
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
 
     def ascends(self, axis: AxisLayout) -> bool:
-        """Whether the ranks of all groups of an axis ascend. O(ranks) once where no rule says it.
+        """Return whether all groups of an axis ascend. O(ranks) once where no rule says it.
 
         All groups, not only mine: members of one group have to agree on its key.
         """

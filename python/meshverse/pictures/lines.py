@@ -22,7 +22,7 @@ Piece = Sequence[int]
 
 
 def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
-    """Return the ranks of a picture, by node. O(ranks).
+    """Split the ranks of a picture by node. O(ranks).
 
     Args:
         rank_map: position -> global rank.
@@ -51,7 +51,7 @@ def panel_of(
     node_size: int | None,
     pieces: Sequence[Piece],
 ) -> Panel:
-    """Return the groups of one axis, drawn. O(ranks).
+    """Draw the groups of one axis. O(ranks).
 
     Args:
         groups: of the axis.
@@ -148,7 +148,7 @@ class _Drawer:
             last = k
 
     def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
-        """Return the parts of a run to draw: all of a few, else the first, mine and the last."""
+        """Choose the parts of a run to draw: all of a few, else the first, mine and the last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
         starts = range(start, start + run.span, run.part.span)
@@ -235,7 +235,7 @@ def _least_of(part: Part) -> int:
 
 
 def _has(part: Part, add: int, group: int | None) -> bool:
-    """Whether a part, with this number added, has a rank of the group."""
+    """Return whether a part, with this number added, has a rank of the group."""
     if group is None:
         return False
     if isinstance(part, Row):

@@ -73,7 +73,7 @@ def _row(picture: Picture, groups: PicturedGroups) -> Iterator[str]:
     yield from map(_number, (f"{of_ranks.group_size:,}", f"{of_ranks.n_groups:,}", number))
     yield f"<td>{ranks}</td>{_number(n_nodes)}<td>{_users(picture, groups)}</td>"
     yield _number(_held(groups.made, groups)) + _number(_held(groups.stock_copies, groups))
-    yield f"<td>{_list(f'{title}: {_text(text)}' for title, text in groups.facts.items())}</td>"
+    yield f"<td>{_list(_text(f'{title}: {text}') for title, text in groups.facts.items())}</td>"
 
 
 def _users(picture: Picture, groups: PicturedGroups) -> str:

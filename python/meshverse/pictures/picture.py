@@ -52,7 +52,7 @@ class Picture:
             raise ValueError(f"There is nothing to draw yet: {self.title} has no process groups.")
 
     def of_axes(self, *names: str) -> Picture:
-        """Return the same of only those groups that have one of these axis names.
+        """Return the picture of only those groups that have one of these axis names.
 
         Raises:
             KeyError: no groups have one of the names.

@@ -47,7 +47,7 @@ _Same = Callable[[Hashable, Part], Part]
 
 
 def fold(rows: Sequence[Sequence[int]], seams: Sequence[int] = ()) -> Folded:
-    """Return the same rows, folded. O(number of rows).
+    """Fold rows. O(number of rows).
 
     Args:
         rows: of numbers, at least one each.
@@ -76,7 +76,7 @@ def fold(rows: Sequence[Sequence[int]], seams: Sequence[int] = ()) -> Folded:
 
 
 def _runs(items: Folded, same: _Same, seam: int) -> Iterator[tuple[Part, int]]:
-    """Yield the same with runs, none of which crosses a multiple of `seam` rows."""
+    """Join items into runs, none of which crosses a multiple of `seam` rows."""
     start = row = 0
     while start < len(items):
         part, first = items[start]
@@ -101,7 +101,7 @@ def _runs(items: Folded, same: _Same, seam: int) -> Iterator[tuple[Part, int]]:
 
 
 def _blocks(items: Folded, same: _Same) -> Folded:
-    """Return the same with blocks, if all of it but an end is one block again and again."""
+    """Join items into blocks, if all of it but an end is one block again and again."""
     for period in range(2, min(_LONGEST_PERIOD, len(items) // 2) + 1):
         whole = len(items) // period * period
         starts = range(0, whole, period)

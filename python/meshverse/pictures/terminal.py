@@ -20,7 +20,7 @@ def as_text(panels: Sequence[Panel], legend: str) -> str:
 
 
 def as_rich(panels: Sequence[Panel], legend: str) -> Text:
-    """Return the same text in the colours of the groups."""
+    """Return the text in the colours of the groups."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ignore")

@@ -190,7 +190,7 @@ def explain(
     topology: Topology | None = None,
     parts: Sequence[Portion] = (),
 ) -> Explanation:
-    """Return the report on the groups of a universe; see `Universe.explain`.
+    """Explain the groups of a universe; see `Universe.explain`.
 
     Args:
         rank_map: of the universe.
@@ -224,7 +224,7 @@ def explain(
 def _with_parts(
     whole: Portion, parts: Sequence[Portion]
 ) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
-    """Yield the groups of a universe, then those of its parts, each once, with its portions."""
+    """List the groups of a universe and its parts, each once, and the portions that have it."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
         return
@@ -244,7 +244,7 @@ def _with_parts(
 
 
 def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
-    """Combine the uses that two universes make of one group."""
+    """Join what two universes know of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)

@@ -86,7 +86,7 @@ def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
 
 
 def _view(view: ExplainedView, groups: Sequence[GroupUse]) -> PicturedView:
-    """Return the axes of a mesh whose groups are known, and of what was flattened from it."""
+    """Return the view with the axes of a mesh, and of what was flattened from it."""
     layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
     names = dict(zip(layouts, view.group_names or (), strict=False))
     found = []

@@ -160,7 +160,7 @@ class UniverseGroups:
     # --- looking at them ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GroupUse]:
-        """Every group, in the order in which they were first requested."""
+        """Iterate over the groups, in the order in which they were first requested."""
         return iter(list(self._uses))
 
     def __len__(self) -> int:
@@ -634,7 +634,7 @@ class UniverseGroups:
 
 
 def share_world_wide(share: bool) -> None:
-    """Have universes made from now on share groups across the whole process, or not."""
+    """Set whether universes made from now on share groups across the whole process."""
     global _shares_world_wide
     _shares_world_wide = share
 

@@ -52,7 +52,7 @@ class UniverseMeshes:
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
 
     def __iter__(self) -> Iterator[DeviceMesh]:
-        """Every interned mesh, in the order in which they were made."""
+        """Iterate over the interned meshes, in the order in which they were made."""
         return iter(list(self._interned.values()))
 
     def __len__(self) -> int:
@@ -97,14 +97,14 @@ class UniverseMeshes:
             del self._interned[key]
 
     def set_plain_names(self, is_plain: bool) -> None:
-        """Have meshes give torch plain lists of names of groups, or lists that look at each use."""
+        """Set whether meshes give torch plain lists of names, or lists that look at each use."""
         if is_plain or self.has_plain_names:
             self.has_plain_names = is_plain
             for mesh in (*self, *self._others.alive()):
                 mesh._renew_group_names()
 
     def forget_coordinates(self) -> None:
-        """Have the meshes find the coordinate at each read, and raise if this is another rank."""
+        """Make the meshes find the coordinate at each read, and raise if this is another rank."""
         self.keeps_coordinates = False
         for mesh in (*self, *self._others.alive()):
             mesh._forget_coordinate()
@@ -112,7 +112,7 @@ class UniverseMeshes:
     # --- roots ----------------------------------------------------------------------------------
 
     def _root_of(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The root of a mesh of this universe. The first mesh that comes is the first root."""
+        """Return the root of a mesh of this universe. The first mesh to come is the first root."""
         first = self.root
         if first is None:
             self.root = mesh
@@ -130,7 +130,7 @@ class UniverseMeshes:
 
     @staticmethod
     def _tags_of_root(first: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:
-        """The tags of a mesh's root, one for each axis of the first mesh.
+        """Return the tags of a mesh's root, one for each axis of the first mesh.
 
         An axis that the mesh has too keeps its tag. Every other axis gets all tags of the mesh,
         merged into one.
@@ -187,7 +187,7 @@ class UniverseMeshes:
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.root)
 
     def flattened(self, name: str, tag: str) -> DeviceMesh | None:
-        """The flattened mesh of this name under this tag, if there is one."""
+        """Return the flattened mesh of this name under this tag, or None."""
         return self._flattened.get((name, tag))
 
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:

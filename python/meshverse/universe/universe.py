@@ -150,7 +150,7 @@ class Universe:
         return self._own_serial
 
     def stand_for(self, serial: int) -> None:
-        """Be saved as the universe of this serial, of which a mesh was loaded."""
+        """Set the serial as which this universe is saved: that of which a mesh was loaded."""
         self._own_serial = serial
 
     # --- ranks ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Universe:
         return self._explain(communicator_bytes, node_size_here())
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
-        """The process groups as a picture: the ranks by node, coloured by group, mine outlined.
+        """Draw the process groups: the ranks by node, coloured by group, mine outlined.
 
         `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
         and `.to_html()` give it to write to a file. O(ranks), when it is shown.
@@ -202,7 +202,7 @@ class Universe:
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
-        """The groups here, and those of the parts."""
+        """Return the groups here, and those of the parts."""
         all_groups = [self.groups, *(part.groups for part in self._all_parts())]
         for groups in all_groups:
             groups.check_usable()
@@ -211,7 +211,7 @@ class Universe:
     # --- memory ---------------------------------------------------------------------------------
 
     def suspend(self, axis_names: Collection[str] | None = None) -> None:
-        """Have process groups hold as little device memory as they can, until `resume`.
+        """Suspend process groups: they hold as little device memory as they can, until `resume`.
 
         All ranks of the universe call this with the same names, when nothing is going on in the
         groups. Use of a suspended group through a mesh raises RuntimeError. What holds the group
@@ -230,7 +230,7 @@ class Universe:
         suspend(self._all_groups(), axis_names)
 
     def resume(self, axis_names: Collection[str] | None = None) -> None:
-        """Have suspended process groups ready for use again. Arguments and ranks as for `suspend`.
+        """Make suspended process groups ready for use. Arguments and ranks as for `suspend`.
 
         Groups that are not suspended stay as they are.
         """
@@ -259,7 +259,7 @@ class Universe:
         self._end("destroyed")
 
     def abort(self) -> None:
-        """As `destroy`, but ending what is going on in the groups where the backend can (NCCL).
+        """Free the process groups as `destroy` does, ending what is going on in them (NCCL).
 
         For ranks that are left waiting when another one has died; they need not all call it. Where
         an axis is on the default group, that ends too, and with it all groups of this process.
@@ -358,7 +358,7 @@ class Universe:
     # --- parts ----------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[Universe]:
-        """The live parts, each with its own parts after it."""
+        """Iterate over the live parts, each with its own parts after it."""
         for part in self.parts:
             yield part
             yield from part._all_parts()
@@ -378,7 +378,7 @@ class Universe:
         check_consistency: bool | None = None,
         rank: int | None = None,
     ) -> Universe:
-        """The universe over some of these ranks that shares process groups with this one.
+        """Return the universe over some of these ranks that shares process groups with this one.
 
         It has meshes, a root and flattened axes of its own. A group that this universe or another
         of its parts has, over the same ranks with the same options, is not made again. Methods of
@@ -424,7 +424,7 @@ class Universe:
         return known
 
     def known_part(self, ranks: RankMap) -> Universe | None:
-        """This universe or its part over these ranks, in this order; None if there is none yet.
+        """Return this universe, its part over these ranks in this order, or None.
 
         Raises:
             ValueError: a rank outside this universe.
@@ -450,7 +450,7 @@ class Universe:
             )
 
     def __dir__(self) -> list[str]:
-        """Names for users, as completion at a prompt shows them; the rest serves this package."""
+        """Return the names for users, as completion at a prompt shows them."""
         return [*_FOR_USERS, *(name for name in super().__dir__() if name.startswith("__"))]
 
     def _repr_html_(self) -> str:  # in a notebook

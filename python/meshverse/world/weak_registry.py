@@ -31,7 +31,7 @@ class WeakRegistry(Generic[_T]):
         return len(self._references)
 
     def alive(self) -> list[_T]:
-        """The objects that are noted and alive now, oldest first."""
+        """Return the objects that are noted and alive now, oldest first."""
         # A list of a dict's values is made in one go, with and without the interpreter's lock.
         entries = (reference() for reference in list(self._references.values()))
         return [entry for entry in entries if entry is not None]

@@ -70,7 +70,7 @@ class World:
 
     @staticmethod
     def current() -> World | None:
-        """The world of this thread, or None before `init_process_group`."""
+        """Return the world of this thread, or None before `init_process_group`."""
         default_group = compat.current_default_group()
         if default_group is None:
             return None
@@ -81,7 +81,7 @@ class World:
             return world
 
     def state(self, kind: type[_State]) -> _State:
-        """What a room keeps for this world: one object of this class, made when first asked for."""
+        """Return the object of this class that a room keeps for this world, made at first use."""
         state: _State | None = self._states.get(kind)
         return self._states.setdefault(kind, kind()) if state is None else state
 
@@ -170,7 +170,7 @@ class World:
         return clone
 
     def is_main_thread(self) -> bool:
-        """Whether this thread is the main one, or the one that is this rank."""
+        """Return whether this thread is the main one, or the one that is this rank."""
         thread = threading.current_thread()
         return thread is threading.main_thread() or thread.ident == self.thread_id
 
@@ -186,7 +186,7 @@ class World:
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
     def can_split(self, backend: str) -> bool:
-        """Whether groups of this backend are split off the default group. Decided once."""
+        """Return whether groups of this backend are split off the default group. Decided once."""
         if backend not in self._can_split:
             self._can_split[backend] = compat.can_split(self.default_group, backend)
         return self._can_split[backend]
@@ -198,7 +198,7 @@ class World:
         return self._why_all_ranks[backend]
 
     def creation_blocks(self, backend: str) -> bool:
-        """Whether creating a group of this backend waits for its members. Decided once."""
+        """Return whether creating a group of this backend waits for its members. Decided once."""
         if backend not in self._blocks:
             self._blocks[backend] = compat.creation_blocks(backend)
         return self._blocks[backend]
