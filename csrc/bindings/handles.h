@@ -2,8 +2,8 @@
 // to itself.
 //
 // Copies of a key share one reference to each handle. The collector must learn of a reference
-// once, from its owner, or it takes live objects for garbage. So whatever Python can reach and keeps
-// a key, an OptionsKey object or a cache, has references of its own.
+// once, from its owner, or it takes live objects for garbage. So whatever Python can reach and
+// keeps a key, an OptionsKey object or a cache, has references of its own.
 #pragma once
 
 #include <memory>

@@ -57,7 +57,7 @@ class SplittingBackend : public store_backend::StoreBackend {
     return make(store, static_cast<int>(place - ranks.begin()), ranks.size(), options);
   }
 
-  // What c10d calls on ranks that are in none of the new groups, where it splits by itself.
+  // c10d calls this on ranks that are in none of the new groups, where it splits by itself.
   void perform_nocolor_split(const at::Device&) {
     agree("split", "", {});
     ++memberless_splits_;
