@@ -37,7 +37,7 @@ __all__ = [
 
 STOCK, OURS = "stock", "Meshverse"
 
-# What may be repeated is, for about this long: well above the clock's resolution.
+# Operations that may be repeated are, for about this long: well above the clock's resolution.
 _BATCH_NS = 1_000_000
 _MOST_LOOPS = 20_000
 

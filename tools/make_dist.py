@@ -24,7 +24,7 @@ WORK = TOP / "build" / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.14t")
 NEWEST_GLIBC = (2, 28)  # torch's own wheels need it too
 
-# What builds the package and runs its tests: of the files in git, these and no others.
+# Files that build the package and run its tests: of the files in git, these and no others.
 IN_SDIST = (
     "CHANGELOG.md",
     "CMakeLists.txt",

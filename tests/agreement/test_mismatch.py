@@ -120,7 +120,7 @@ def _part(shape: tuple[int, ...], names: tuple[str, ...], ranks: Any = (0, 2, 3)
 
 
 def _build(difference: str, odd_one_first: bool) -> tuple[Ending, Ending]:
-    """How the call ended in which the ranks differ, and how the next call ended."""
+    """Return how a call ended in which ranks disagree, and how the next call ended."""
     usual, odd = _ALL[difference]
     is_odd = dist.get_rank() == ODD_RANK
     time.sleep(0.5 if is_odd != odd_one_first else 0)

@@ -12,7 +12,7 @@ from meshverse._core import OptionsKey
 
 __all__ = ["C10D_FIELDS", "changed_nccl_options", "needs_nccl", "shown_fields"]
 
-# What c10d fills in for each group, or takes beside the options.
+# Fields that c10d fills in for each group, or takes beside the options.
 C10D_FIELDS = ("backend", "_timeout", "group_name", "global_ranks_in_group", "split_from")
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")

@@ -248,7 +248,7 @@ class GroupOptions:
         return self._separate(self.tag, keeps_order=True)
 
     def _separate(self, tag: str, keeps_order: bool) -> GroupOptions:
-        # What separates groups beside their options is one text in the key.
+        # Beside the options, one text in the key separates groups.
         text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
         return replace(self, key=self.key.with_tag(text), tag=tag, keeps_order=keeps_order)
 

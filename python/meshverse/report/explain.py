@@ -208,7 +208,7 @@ def explain(
         _explain_group(group, over, figures, topology)
         for group, over in _with_parts(Portion(str(rank_map), groups), parts)
     )
-    told = Explanation(
+    explanation = Explanation(
         rank_map=str(rank_map),
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
@@ -217,8 +217,8 @@ def explain(
         parts=tuple(part.ranks for part in parts),
     )
     pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
-    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{told._in_numbers()}.")
-    return replace(told, picture=picture)
+    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")
+    return replace(explanation, picture=picture)
 
 
 def _with_parts(
