@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from helpers.all_reduce import reached_by, reached_ranks
-from helpers.at_places import at
-from helpers.places import World, world_at
+from helpers.at_platforms import at
+from helpers.platforms import World, world_at
 from helpers.worlds import live_groups
 from meshverse import init_device_mesh, isolate
 
@@ -33,15 +33,15 @@ def _outcome_of(call: Callable[[], object]) -> str:
 
 
 def _isolated(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         with isolate("apart"):
             apart = mesh["dp", "tp"]
         groups = [m.get_group(axis) for m in (mesh, apart) for axis in _AXES]
         return {
             "distinct": len({group.group_name for group in groups}),
-            "reached": [reached_ranks(m, place.device) for m in (mesh, apart)],
-            "both at once": _both_at_once(groups[1], groups[3], place.device),
+            "reached": [reached_ranks(m, platform.device) for m in (mesh, apart)],
+            "both at once": _both_at_once(groups[1], groups[3], platform.device),
         }
 
 
@@ -66,18 +66,18 @@ def test_isolated_groups_are_communicators_of_their_own(
 
 
 def _destroyed(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        before = reached_ranks(mesh, place.device)
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        before = reached_ranks(mesh, platform.device)
         had = len(live_groups())
-        reached_by(dist.group.WORLD, place.device)  # gloo's peers are done
+        reached_by(dist.group.WORLD, platform.device)  # gloo's peers are done
         mesh.universe.destroy()
         left = len(live_groups())
-        again = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+        again = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         return {
             "groups": (had, left),
-            "reached": [before, reached_ranks(again, place.device)],
-            "world": reached_by(dist.group.WORLD, place.device),
+            "reached": [before, reached_ranks(again, platform.device)],
+            "world": reached_by(dist.group.WORLD, platform.device),
             "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
@@ -94,22 +94,22 @@ def test_a_destroyed_universe_leaves_the_default_group(
 
 
 def _aborted_while_stuck(wanted: World) -> dict[str, Any]:
-    with world_at(wanted._replace(survives=True)) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        before = reached_ranks(mesh, place.device)
+    with world_at(wanted._replace(survives=True)) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        before = reached_ranks(mesh, platform.device)
         stuck = None
         if dist.get_rank() == 1:  # its peer, rank 0, never comes
-            total = torch.ones(2, device=place.device)
+            total = torch.ones(2, device=platform.device)
             stuck = dist.all_reduce(total, group=mesh.get_group("tp"), async_op=True)
         mesh.universe.abort()
         ended = "" if stuck is None else _outcome_of(stuck.wait)
-        if place.device == "cuda":
+        if platform.device == "cuda":
             torch.cuda.synchronize()  # returns, as the kernel that waited was ended
-        again = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+        again = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         return {
             "ended": ended,
-            "reached": [before, reached_ranks(again, place.device)],
-            "world": reached_by(dist.group.WORLD, place.device),
+            "reached": [before, reached_ranks(again, platform.device)],
+            "world": reached_by(dist.group.WORLD, platform.device),
             "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
@@ -125,9 +125,9 @@ def test_abort_ends_a_stuck_collective_and_nothing_else(
 
 
 def _suspended(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        universe, before = mesh.universe, reached_ranks(mesh, place.device)
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        universe, before = mesh.universe, reached_ranks(mesh, platform.device)
         active = universe.memory_stats(["tp"])
         if not active:
             return {}
@@ -135,10 +135,10 @@ def _suspended(wanted: World) -> dict[str, Any]:
         seen = {
             "use": _outcome_of(lambda: mesh.get_group("tp")),
             "stats": [one.suspended for one in (*active, *universe.memory_stats(["tp"]))],
-            "other": reached_by(mesh.get_group("dp"), place.device),
+            "other": reached_by(mesh.get_group("dp"), platform.device),
         }
         universe.resume()
-        return {**seen, "reached": [before, reached_ranks(mesh, place.device)]}
+        return {**seen, "reached": [before, reached_ranks(mesh, platform.device)]}
 
 
 @pytest.mark.skipif(
@@ -150,7 +150,7 @@ def test_a_suspended_axis_resumes_with_the_right_sums(
     world: World, run: Callable[..., list[Any]]
 ) -> None:
     answers = run(_suspended, 4, world)
-    if world.place == "nccl" and not any(answers):
+    if world.platform == "nccl" and not any(answers):
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} cannot suspend a communicator")
     for rank, seen in enumerate(answers):
         assert "is suspended" in seen["use"]
