@@ -49,7 +49,7 @@ coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the
 	$(VENV)/bin/python -m coverage report
 
 families: export MESHVERSE_WRITE_TABLES := 1
-families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface.md
+families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface_families.md
 	$(VENV)/bin/python -m pytest -m sweep $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.

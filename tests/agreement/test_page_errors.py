@@ -1,4 +1,4 @@
-"""The errors that docs/universe.md shows are those that are printed."""
+"""The errors that docs/mismatches.md shows are those that are printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.crew import Crew
 from meshverse import init_device_mesh
 from meshverse.world.run_store import RunStore
 
-_PAGE = Path(__file__).parents[2] / "docs" / "universe.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "mismatches.md"
 _BEGIN = "\n" * 11  # the call is in line 12
 _DIFFERENT = _BEGIN + "init_device_mesh('cpu', shape, mesh_dim_names=('dp', 'tp'))"
 _OTHER_RANKS = _BEGIN + "init_device_mesh('cpu', (3,), mesh_dim_names=('dp',), ranks=ranks)"

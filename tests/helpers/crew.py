@@ -64,7 +64,7 @@ class Crew:
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((program, arguments, rank, world_size, folder, timeout))
-            answers = self._collect(world_size, timeout)
+            answers = self._collect(world_size, timeout, folder)
             failures = {rank: text for rank, (text, _) in answers.items() if text is not None}
             if failures or len(answers) < world_size:
                 self._kill()
@@ -73,7 +73,9 @@ class Crew:
                 raise RankError(_report(failures))
         return [answers[rank][1] for rank in range(world_size)]
 
-    def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str | None, Any]]:
+    def _collect(
+        self, world_size: int, timeout: float, folder: str
+    ) -> dict[int, tuple[str | None, Any]]:
         deadline = monotonic() + timeout
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, tuple[str | None, Any]] = {}
@@ -83,7 +85,8 @@ class Crew:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    answers[rank] = (f"died with exit code {self._exit_code(rank)}", None)
+                    code = self._exit_code(rank)
+                    answers[rank] = (f"died with exit code {code}\n{_stack(folder, rank)}", None)
                 if answers[rank][0] is not None:
                     deadline = min(deadline, monotonic() + _GRACE_SECONDS)
         return answers
@@ -139,7 +142,8 @@ def _work(pipe: Connection) -> None:
         except EOFError:
             return
         with _stack_file(folder, rank).open("w") as stack:
-            # So that a hang tells where it hangs.
+            # So that a crash shows where it crashed, and a hang where it hangs.
+            faulthandler.enable(file=stack)
             faulthandler.dump_traceback_later(max(0.5, timeout - 1), file=stack)
             try:
                 value = _run_in_world(program, arguments, rank, world_size, folder)
@@ -148,6 +152,7 @@ def _work(pipe: Connection) -> None:
                 answer = (traceback.format_exc(), None)
             finally:
                 faulthandler.cancel_dump_traceback_later()
+                faulthandler.disable()  # the file closes
         pipe.send(answer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,10 @@ def _die() -> None:
     os._exit(3)
 
 
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def _hold_a_lock() -> str:
     lock = multiprocessing.Lock()  # as progress bars do
     _LOCKS.append(lock)
@@ -61,6 +66,8 @@ def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
         crew.run(_hang_on, 2, 0, timeout=6)
     with pytest.raises(RankError, match="rank 0: died with exit code 3"):
         crew.run(_die, 1)
+    with pytest.raises(RankError, match=r"exit code -11\n[^$]*Segmentation fault[^$]* in _crash"):
+        crew.run(_crash, 1)
     assert len(crew.run(_rank_and_process, 2)) == 2
     crew.stop()
 

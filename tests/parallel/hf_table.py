@@ -1,4 +1,4 @@
-"""Tables of families in docs/huggingface.md: three for each version of transformers."""
+"""Tables of families in docs/huggingface_families.md: three for each version of transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_table(document: Path, name: str, table: str) -> None:
         before, _, rest = text.partition(_begin(name))
         text = before + section + rest.partition(_end(name))[2]
     else:
-        text = f"{text.rstrip()}\n\n### {name}\n\n{section}\n"
+        text = f"{text.rstrip()}\n\n## {name}\n\n{section}\n"
     document.write_text(text)
 
 

@@ -2,7 +2,7 @@
 
 Families are trained on a share of a batch for each rank, and compared with one process that has
 all of it. `make test` compares a few, `make test-all` one for each form of experts, and
-`make families` all of them on every mesh, which writes the table in docs/huggingface.md.
+`make families` all of them on every mesh, which writes the table in docs/huggingface_families.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_families import BOUND, Outcome, families, model_class, tiny_model  # noq
 from hf_table import read_table, render_table, write_table  # noqa: E402
 
 _HEAD = ["| family | model | parameters of experts |", "| --- | --- | --- |"]
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface_families.md"
 _TABLE = f"transformers {transformers.__version__}, experts handed out"
 _IS_OLD = transformers.__version__.startswith("4.")
 _NOT_OLD = ("llama4", "llama4_text")  # of version 4, those with experts as version 5 has them
@@ -163,7 +163,7 @@ def test_table_says_what_was_seen(compared: Callable[[str], Compared], mesh: str
         check(family, ranks)
     committed = read_table(_DOCUMENT, _TABLE)
     if committed is None:
-        pytest.skip(f"docs/huggingface.md has no table for {_TABLE}")
+        pytest.skip(f"docs/huggingface_families.md has no table for {_TABLE}")
     assert {family: committed.get(family) for family in untied} == untied
     assert not is_complete or committed == untied
 

@@ -1,7 +1,8 @@
 """Pipeline stages of Hugging Face families: equal to the whole model, or refused by name.
 
 `make test` compares one, `make test-all` one for each way in which models call their layers, and
-`make families` all of them; it writes the table of those that are refused in docs/huggingface.md.
+`make families` all of them; it writes the table of those that are refused in
+docs/huggingface_families.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hf_families import (  # noqa: E402  (imports transformers)
 )
 from hf_table import read_table, render_table, write_table  # noqa: E402
 
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface_families.md"
 _TABLE = f"transformers {transformers.__version__}, pipeline stages"
 
 _SHORT = ("gemma3_text", "gemma3n_text", "gpt_neox")
@@ -143,5 +144,5 @@ def test_table_says_which_are_refused(compared: Callable[[str], Compared]) -> No
     assert len(refused) < len(outcomes) / 2
     committed = read_table(_DOCUMENT, _TABLE)
     if committed is None:
-        pytest.skip(f"docs/huggingface.md has no table for {_TABLE}")
+        pytest.skip(f"docs/huggingface_families.md has no table for {_TABLE}")
     assert committed == refused

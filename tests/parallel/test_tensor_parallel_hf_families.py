@@ -1,8 +1,7 @@
 """Tensor parallelism of Hugging Face families with a plan, against one process.
 
 `make test` compares a few, `make test-all` one for each form of plans and of attention, and
-`make families` all of them. The table in docs/huggingface.md says what was seen; `make families`
-writes it.
+`make families` all of them, and writes the table in docs/huggingface_families.md of what was seen.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hf_families import (  # noqa: E402  (imports transformers)
 from hf_table import read_table, render_table, write_table  # noqa: E402
 
 _HEAD = ["| family | model | split parameters, untied | tied |", "| --- | --- | --- | --- |"]
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface_families.md"
 _TABLE = f"transformers {transformers.__version__}"
 _SECONDS = 600  # for a family, on a busy machine
 
@@ -108,5 +107,5 @@ def test_table_says_what_was_seen(compared: Callable[[str], Compared]) -> None:
     assert len([ranks for ranks in outcomes.values() if ranks[0][1].tied]) > 30
     committed = read_table(_DOCUMENT, _TABLE)
     if committed is None:
-        pytest.skip(f"docs/huggingface.md has no table for {_TABLE}")
+        pytest.skip(f"docs/huggingface_families.md has no table for {_TABLE}")
     assert committed == rows(outcomes)
