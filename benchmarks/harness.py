@@ -137,7 +137,7 @@ _other_data = torch.zeros(64_000_000, dtype=torch.uint8)
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection until the end; there, of what was made inside."""
+    """Put off garbage collection to the end of the block, of what was made inside."""
     gc.collect()
     gc.freeze()  # what was there before is not walked through again
     gc.disable()
@@ -208,7 +208,7 @@ class Measurement:
 
 
 def ratio_of(over: Sequence[float], under: Sequence[float]) -> float:
-    """How many times `under` is `over`: the median of the ratios of the repetitions.
+    """Return how many times `under` is `over`: the median of the ratios of the repetitions.
 
     What slows the machine for a while slows both sides of a repetition.
     """
@@ -288,7 +288,7 @@ def same_answers(answers: dict[str, dict[str, Any]]) -> None:
 
 @dataclass
 class Run:
-    """How a suite is to run, and whom it tells how far it is.
+    """Settings of a suite's run, and a callback for its progress.
 
     Attributes:
         quick: small scales and few repetitions, to see that everything works.

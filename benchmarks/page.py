@@ -221,7 +221,7 @@ def _caption(suite: str) -> str:
 
 
 def _floors(reports: _Reports, prefix: str) -> str:
-    """How far every operation is from the least it needs, at 10,240 ranks."""
+    """Return the table of every operation beside the least it needs, at 10,240 ranks."""
     rows = []
     for operation, what in WHAT.items():
         samples = _samples(reports, "operations", operation, 10_240)
@@ -238,7 +238,7 @@ def _floors(reports: _Reports, prefix: str) -> str:
 
 
 def _reached(reports: _Reports, prefix: str) -> str:
-    """How many figures of each suite were reached, and which were not."""
+    """Return how many figures of each suite were reached, and which were not."""
     rows, missed = [], []
     for name, report in reports.items():
         if not report["measurements"]:  # skipped, for want of a GPU

@@ -182,7 +182,7 @@ def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
 
 
 def _index(side: str, sides: list[str]) -> int:
-    """Of a side's colour and marker."""
+    """Return the index of a side's colour and marker."""
     order = [*_KNOWN_SIDES, *(one for one in sides if one not in _KNOWN_SIDES)]
     return order.index(side)
 

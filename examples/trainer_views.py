@@ -23,7 +23,7 @@ InitDeviceMesh = Callable[..., DeviceMesh]
 
 @dataclass(frozen=True)
 class Degrees:
-    """How often each kind of parallelism splits the world; by default 10,240 ranks.
+    """Degrees of parallelism that split the world; by default 10,240 ranks.
 
     Attributes:
         pp: pipeline stages.

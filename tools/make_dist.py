@@ -160,7 +160,7 @@ def _build_wheel(version: str, python: Path, source: Path, name: str) -> Path:
 
 
 def _compiler() -> dict[str, str]:
-    """On Linux zig, unless CXX says otherwise: it links for an older glibc than this machine's."""
+    """Return zig on Linux, without CXX: it links for an older glibc than this machine's."""
     if sys.platform != "linux" or "CXX" in os.environ:
         return {}
     compiler = WORK / "zig-c++"

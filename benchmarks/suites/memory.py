@@ -99,7 +99,7 @@ def _hold(
 
 
 def _copies(side: str, size: int) -> int:
-    """How many of the views to hold: resident memory grows in pages, and stock takes its time."""
+    """Return how many views to hold: resident memory grows in pages, and stock takes its time."""
     return 16 if side == OURS else max(1, min(8, 20_480 // size))
 
 

@@ -183,7 +183,7 @@ def _checks(outcome: Outcome, sizes: list[int]) -> list[Check]:
 
 
 def _growth(outcome: Outcome, operation: str) -> Check:
-    """How much more an operation takes in the larger world.
+    """Return the check of how much more an operation takes in the larger world.
 
     What makes groups is judged beside its floor: the groups themselves have more ranks there.
     """

@@ -50,7 +50,7 @@ class _Shape(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the dense mesh, by name."""
+        """Sizes of the axes of the dense mesh, by name."""
         return {name: size for name, size in self._asdict().items() if name != "ep"}
 
     @property

@@ -87,7 +87,7 @@ class Job:
             }
 
     def placements(self, name: str) -> list[Placement]:
-        """How the generator lays a parameter out."""
+        """Return the generator's layout of a parameter."""
         over_tp = _over_tp(name)
         is_expert = self.case.has_experts and ".experts." in name
         return [Shard(0) if is_expert else Replicate(), over_tp]
@@ -111,7 +111,7 @@ class Job:
 
     @property
     def wanted_bytes(self) -> int:
-        """Of this rank's targets."""
+        """Bytes of this rank's targets."""
         return sum(tensor.to_local().nbytes for tensor in (self.target or {}).values())
 
 

@@ -231,7 +231,7 @@ def steady_memory() -> None:
 
 
 def memory_peak(call: Callable[[], None]) -> int:
-    """How much the resident memory of this process grows during a call, at most: bytes."""
+    """Measure the largest growth of this process's resident memory during a call, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = _status("VmRSS:")
     call()

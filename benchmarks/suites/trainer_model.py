@@ -62,7 +62,7 @@ Player = tuple[str, int]
 """One process of a game: its side, and the ranks of its world."""
 
 _Measured = tuple[list[Any], dict[str, list[float]]]
-"""Where the parameters lie, which is the same for any right mesh; nanoseconds by operation."""
+"""Placement of the parameters, the same for any right mesh; nanoseconds by operation."""
 
 
 def play_small_model(rank: int, store: dist.Store, players: list[Player], rounds: int) -> _Measured:

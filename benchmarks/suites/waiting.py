@@ -50,7 +50,7 @@ class _Counting:
 
 
 class _MainThread(Rendezvous):
-    """Of a rank that waits in its main thread, as each of these threads stands for."""
+    """The rendezvous of a rank that waits in its main thread: each of these threads is one."""
 
     def may_note(self) -> bool:
         return True

@@ -253,7 +253,7 @@ def _collective(cube: DeviceMesh) -> MeshCollective:
 
 
 def places(collective: MeshCollective) -> list[Any]:
-    """Where this process stands in a collective, its node's and its tensor-parallel group's."""
+    """Return this process's ranks in a collective, its node's and its tensor-parallel group's."""
     limited = (collective, collective.local, collective.tp_world, collective.tp_world.local)
     return [
         (each.rank, each.world_size, each.dp_rank, each.tp_rank, each.is_master) for each in limited

@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=1.5)  # of what ranks that agree wait for the odd on
 
 
 class Ending(NamedTuple):
-    """How a rank's mesh ended: its error, and after how many seconds."""
+    """The end of a rank's call: its error, and after how many seconds."""
 
     message: str
     seconds: float
@@ -30,7 +30,7 @@ def small_mesh(shape: tuple[int, ...] = (2, 2), **changed: Any) -> DeviceMesh:
 
 
 def ending_of(build: Callable[[], Any]) -> Ending:
-    """How a call ends that builds meshes."""
+    """Return the end of a call that builds meshes."""
     start, message = time.monotonic(), "no error"
     try:
         build()

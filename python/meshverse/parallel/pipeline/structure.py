@@ -1,4 +1,4 @@
-"""How a transformers model runs its layers: found by running it once with empty layers."""
+"""Order in which a transformers model runs its layers, found by running it with empty layers."""
 
 from __future__ import annotations
 
