@@ -37,7 +37,7 @@ __all__ = [
 
 STOCK, OURS = "stock", "Meshverse"
 
-# What may be repeated is, for about this long: well above the clock's resolution.
+# Operations that may be repeated are, for about this long: well above the clock's resolution.
 _BATCH_NS = 1_000_000
 _MOST_LOOPS = 20_000
 
@@ -71,7 +71,7 @@ Scenario = Generator[Action, Any, None]
 
 @dataclass
 class Played:
-    """What scenarios played side by side gave, by operation.
+    """Samples of scenarios played side by side, by operation.
 
     Attributes:
         times_ns: nanoseconds an operation; also of "..., cold", where that was timed.
@@ -118,7 +118,7 @@ def play(*scenarios: Scenario, with_answers: bool, with_cold: bool = False) -> P
 
 
 def cold(operation: str) -> str:
-    """The name of an operation that is timed with cold caches."""
+    """Return the name of an operation that is timed with cold caches."""
     return f"{operation}, cold"
 
 
@@ -137,7 +137,7 @@ _other_data = torch.zeros(64_000_000, dtype=torch.uint8)
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage collection until the end; there, of what was made inside."""
+    """Put off garbage collection to the end of the block, of what was made inside."""
     gc.collect()
     gc.freeze()  # what was there before is not walked through again
     gc.disable()
@@ -208,7 +208,7 @@ class Measurement:
 
 
 def ratio_of(over: Sequence[float], under: Sequence[float]) -> float:
-    """How many times `under` is `over`: the median of the ratios of the repetitions.
+    """Return how many times `under` is `over`: the median of the ratios of the repetitions.
 
     What slows the machine for a while slows both sides of a repetition.
     """
@@ -251,7 +251,7 @@ class Check:
 
 @dataclass
 class Outcome:
-    """What a suite measured.
+    """The measurements of a suite.
 
     Attributes:
         measurements: in the order of the tables.
@@ -264,7 +264,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def of(self, operation: str, scale: int) -> Measurement:
-        """The measurement of this name and scale; made if new."""
+        """Return the measurement of this name and scale; made if new."""
         for one in self.measurements:
             if (one.operation, one.scale) == (operation, scale):
                 return one
@@ -288,7 +288,7 @@ def same_answers(answers: dict[str, dict[str, Any]]) -> None:
 
 @dataclass
 class Run:
-    """How a suite is to run, and whom it tells how far it is.
+    """Settings of a suite's run, and a callback for its progress.
 
     Attributes:
         quick: small scales and few repetitions, to see that everything works.

@@ -15,7 +15,7 @@ __all__ = ["circumstances"]
 
 
 def circumstances(command: str) -> dict[str, str]:
-    """What every report states beside its figures."""
+    """Return the circumstances that every report states beside its figures."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"`{command}`",

@@ -133,7 +133,7 @@ _SUMMARY_ROWS = [
 
 
 def _summary(reports: _Reports, prefix: str) -> str:
-    """The README's table: stock and Meshverse at 10,240 ranks."""
+    """Return README's table: stock and Meshverse at 10,240 ranks."""
     rows = []
     for suite, operation in _SUMMARY_ROWS:
         samples = _samples(reports, suite, operation, 10_240)
@@ -164,7 +164,7 @@ def _where(reports: _Reports, suites: Iterable[str]) -> str:
 def _side_by_side(
     reports: _Reports, rows: list[tuple[str, str]], scales: Iterable[int], scale: str
 ) -> str:
-    """A column for each scale that was measured: stock's median, then ours."""
+    """Return a column for each scale that was measured: stock's median, then ours."""
     cells = {
         scale: [_pair(reports, suite, operation, scale) for suite, operation in rows]
         for scale in scales
@@ -191,24 +191,24 @@ def _glance(reports: _Reports, prefix: str) -> str:
     rows = _side_by_side(reports, list(_AT_A_GLANCE), _SCALES, "ranks")
     for (_, operation), words in _AT_A_GLANCE.items():
         rows = rows.replace(f"| {operation} |", f"| {words} |")
-    told = [
+    pairs = [
         f"{words} {pair}"
         for words, operation in (("set-up", "set up five views"), ("threads", "threads"))
         if (pair := _pair(reports, "processes", operation, 8))
     ]
-    real = [f"On 8 real gloo processes, the same five views: {', '.join(told)}."] if told else []
+    real = [f"On 8 real gloo processes, the same five views: {', '.join(pairs)}."] if pairs else []
     where = _where(reports, dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"]))
     return "\n\n".join([rows, *real, where])
 
 
 def _sizes(reports: _Reports, prefix: str) -> str:
-    """The same with more rows."""
+    """Return the same with more rows."""
     rows = _side_by_side(reports, _AT_EACH_SIZE, _SCALES, "ranks")
     return f"{_caption('trainer')}\n\n{rows}\n\n{_where(reports, dict(_AT_EACH_SIZE))}"
 
 
 def _processes(reports: _Reports, prefix: str) -> str:
-    """What real gloo processes take and hold."""
+    """Return the tables of real gloo processes: time and resources."""
     rows = [("processes", operation) for operation in _OF_PROCESSES]
     figures = _side_by_side(reports, rows, (4, 8, 16, 32), "ranks")
     return f"{_caption('processes')}\n\n{figures}\n\n{_where(reports, ['processes'])}"
@@ -220,7 +220,7 @@ def _caption(suite: str) -> str:
 
 
 def _floors(reports: _Reports, prefix: str) -> str:
-    """How far every operation is from the least it needs, at 10,240 ranks."""
+    """Return the table of every operation beside the least it needs, at 10,240 ranks."""
     rows = []
     for operation, what in WHAT.items():
         samples = _samples(reports, "operations", operation, 10_240)
@@ -237,7 +237,7 @@ def _floors(reports: _Reports, prefix: str) -> str:
 
 
 def _reached(reports: _Reports, prefix: str) -> str:
-    """How many figures of each suite were reached, and which were not."""
+    """Return how many figures of each suite were reached, and which were not."""
     rows, missed = [], []
     for name, report in reports.items():
         if not report["measurements"]:  # skipped, for want of a GPU
@@ -262,7 +262,7 @@ def _missed(check: dict[str, Any]) -> str:
 
 
 def _plots(reports: _Reports, prefix: str) -> str:
-    """Every plot."""
+    """Return every plot."""
     parts = []
     for name, report in reports.items():
         drawn = [one for one in report["measurements"] if one["figure"] and one["samples"]]

@@ -95,7 +95,7 @@ def _style() -> dict[str, Any]:
 
 
 def _panels(measurements: list[dict[str, Any]], scale: str) -> Any:
-    """A panel for each operation, with a line for each side."""
+    """Return a panel for each operation, with a line for each side."""
     operations = list(dict.fromkeys(one["operation"] for one in measurements))
     sides = list(dict.fromkeys(side for one in measurements for side in one["samples"]))
     columns = min(3, len(operations)) if len(operations) != 4 else 2
@@ -182,7 +182,7 @@ def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
 
 
 def _index(side: str, sides: list[str]) -> int:
-    """Of a side's colour and marker."""
+    """Return the index of a side's colour and marker."""
     order = [*_KNOWN_SIDES, *(one for one in sides if one not in _KNOWN_SIDES)]
     return order.index(side)
 

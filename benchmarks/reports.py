@@ -1,4 +1,4 @@
-"""What a suite measured, as Markdown to read and JSON to keep."""
+"""Reports of a suite's measurements, as Markdown to read and JSON to keep."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Report:
         (folder / f"{self.name}.json").write_text(json.dumps(self.data(), indent=1) + "\n")
 
     def markdown(self) -> str:
-        """All tables."""
+        """Return all tables."""
         parts = [f"# {self.title}"]
         if self.outcome.measurements:
             parts.append(figures_table(self.outcome.measurements, self.scale))
@@ -103,7 +103,7 @@ def figures_table(measurements: Sequence[Measurement], scale: str) -> str:
 
 
 def checks_table(checks: Sequence[Check]) -> str:
-    """What was claimed, measured and met."""
+    """Return the table of limits: measured, and whether each was met."""
     rows = [
         [
             one.claim,
@@ -117,7 +117,7 @@ def checks_table(checks: Sequence[Check]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are aligned right."""
+    """Return a Markdown table; all columns but the first are aligned right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -131,7 +131,7 @@ def _ratio(ratio: float) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """A value with a unit that suits its size."""
+    """Return a value with a unit that suits its size."""
     if unit == "ns":
         return _scaled(value, [(1e9, "s"), (1e6, "ms"), (1e3, "µs")], "ns")
     if unit == "bytes":

@@ -35,8 +35,8 @@ struct GroupKeyHash {
 };
 
 // Nothing is ever evicted: making a group is collective, so a rank that forgot one by itself would
-// make it again alone and hang. Entries go only when they are told to (`remove`, `clear`). Nothing
-// is kept of a failure, for the same reason.
+// make it again alone and hang. Entries go only by `remove` and `clear`. A failure is
+// never cached, for the same reason.
 //
 // `Entry` is a handle that copies cheaply, without calling back. `WhileWaiting` lives as long as a
 // wait for another thread, and is destroyed after the cache's lock is released: it is the place to

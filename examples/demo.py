@@ -1,4 +1,4 @@
-"""What Meshverse does, in two parts.
+"""Demonstration of Meshverse, in two parts.
 
 1. In a fake world of 10,240 ranks, build a trainer's five views of one world with stock torch and
    with Meshverse, and compare time and process groups.
@@ -51,7 +51,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class BuiltViews:
-    """What building the views came to on one rank.
+    """The cost of building the views on one rank.
 
     Attributes:
         seconds: it took.

@@ -13,7 +13,7 @@ __all__ = ["one_gpu_environment", "why_no_gpu"]
 
 
 def one_gpu_environment(rank: int) -> dict[str, str]:
-    """What lets NCCL have several ranks on one GPU; set before its first communicator."""
+    """Return variables that let NCCL have several ranks on one GPU; set before a communicator."""
     return {
         "NCCL_HOSTID": f"meshverse-{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -23,7 +23,7 @@ def one_gpu_environment(rank: int) -> dict[str, str]:
 
 
 def why_no_gpu() -> str | None:
-    """Why there can be no such world here; None if there can."""
+    """Return why there can be no such world here; None if there can."""
     if not dist.is_nccl_available():
         return f"needs a torch with NCCL: torch {torch.__version__} has none"
     if not torch.cuda.is_available():

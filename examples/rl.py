@@ -56,7 +56,7 @@ def generate(model, prompts, n_new, seed):
 
 
 def reward_of(tokens, n_new):
-    """The share of even tokens among the new ones, less the mean. Put your reward here."""
+    """Return the share of even tokens among the new ones, less the mean. Put your reward here."""
     reward = (tokens[:, -n_new:] % 2 == 0).float().mean(1)
     return reward, reward - reward.mean()
 

@@ -50,7 +50,7 @@ def read_options():
 
 
 class Training:
-    """What a checkpoint holds: torch.distributed.checkpoint asks for it, and gives it back."""
+    """The state in a checkpoint: torch.distributed.checkpoint reads it, and gives it back."""
 
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -81,7 +81,7 @@ def loss_of(logits, targets):
 
 
 def newest(folder):
-    """The last checkpoint that was finished: its metadata are written at the very end."""
+    """Return the last checkpoint that was finished: its metadata are written at the very end."""
     finished = [path.parent for path in folder.glob("step-*/.metadata")] if folder else []
     return max(finished, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 

@@ -23,7 +23,7 @@ InitDeviceMesh = Callable[..., DeviceMesh]
 
 @dataclass(frozen=True)
 class Degrees:
-    """How often each kind of parallelism splits the world; by default 10,240 ranks.
+    """Degrees of parallelism that split the world; by default 10,240 ranks.
 
     Attributes:
         pp: pipeline stages.
@@ -69,7 +69,7 @@ class Degrees:
 
 
 def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, DeviceMesh]:
-    """The five views of a world, and the flattened axis that losses are averaged over.
+    """Return the five views of a world, and the flattened axis that losses are averaged over.
 
     Args:
         init_device_mesh: whose meshes to make.
@@ -94,7 +94,7 @@ def five_views(init_device_mesh: InitDeviceMesh, degrees: Degrees) -> dict[str, 
 
 
 def answers(mesh: DeviceMesh) -> dict[str, Any]:
-    """What a mesh says, as plain data: equal for two meshes that are the same. O(world)."""
+    """Describe a mesh as plain data: equal for two meshes that are the same. O(world)."""
     return {
         "axes": mesh.mesh_dim_names,
         "shape": tuple(mesh.shape),

@@ -29,7 +29,7 @@ __all__ = ["Recipe", "Transformer", "parallelize", "train"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how long. Sizes divide by the degrees of the mesh.
+    """Settings of the training: the model and its length. Sizes divide by the mesh's degrees.
 
     Attributes:
         batch: sequences in a global batch.
@@ -59,7 +59,7 @@ class Recipe:
         return torch.stack(tokens, dim=1)
 
     def make_model(self) -> Transformer:
-        """The model with its first weights, the same each time."""
+        """Return the model with its first weights, the same each time."""
         torch.manual_seed(self.seed)
         return Transformer(self)
 

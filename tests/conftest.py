@@ -1,4 +1,4 @@
-"""What every tier of tests shares: fake worlds, real processes, Hypothesis's settings."""
+"""Fixtures of every tier of tests: fake worlds, real processes, Hypothesis's settings."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def _pybind11_headers() -> Path | None:
-    """The folder that `pybind11/` is in: torch's own copy, whose import would take seconds."""
+    """Return the folder of `pybind11/`: torch's own copy, whose import would take seconds."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return None

@@ -24,7 +24,7 @@ WORK = TOP / "build" / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.14t")
 NEWEST_GLIBC = (2, 28)  # torch's own wheels need it too
 
-# What builds the package and runs its tests: of the files in git, these and no others.
+# Files that build the package and run its tests: of the files in git, these and no others.
 IN_SDIST = (
     "CHANGELOG.md",
     "CMakeLists.txt",
@@ -41,7 +41,7 @@ NOT_IN_SDIST = ("tests/gpu/*", "tests/tools/*")  # of benchmarks/ and tools/, an
 
 
 class DistError(Exception):
-    """What was built is not fit to be published."""
+    """An archive that was built is not fit to be published."""
 
 
 def main() -> int:
@@ -132,7 +132,7 @@ def _build_sdist() -> Path:
 
 
 def _find(version: str) -> Path | None:
-    """A Python of this version: on the path, or among those that pyenv has installed."""
+    """Return a Python of this version: on the path, or among those that pyenv has installed."""
     installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     pattern = f"{version.rstrip('t')}.*{'t' if version.endswith('t') else '[0-9]'}"
     places = [*sorted(installed.glob(f"{pattern}/bin/python{version}")), f"python{version}"]
@@ -144,7 +144,7 @@ def _find(version: str) -> Path | None:
 
 
 def _build_wheel(version: str, python: Path, source: Path, name: str) -> Path:
-    """The wheel that this Python builds in an environment of its own, not yet repaired."""
+    """Return the wheel that this Python builds in an environment of its own, not yet repaired."""
     home = WORK / version
     if not home.exists():
         _run(str(python), "-m", "venv", str(home / "venv"))
@@ -160,7 +160,7 @@ def _build_wheel(version: str, python: Path, source: Path, name: str) -> Path:
 
 
 def _compiler() -> dict[str, str]:
-    """On Linux zig, unless CXX says otherwise: it links for an older glibc than this machine's."""
+    """Return zig on Linux, without CXX: it links for an older glibc than this machine's."""
     if sys.platform != "linux" or "CXX" in os.environ:
         return {}
     compiler = WORK / "zig-c++"

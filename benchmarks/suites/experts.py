@@ -47,22 +47,22 @@ def run(run: Run) -> Outcome:
     expected: list[list[float]] = []
     for step, (_, side) in enumerate(cases):
         run.tell(step, len(cases), side)
-        told, _ = in_crew(2, _measure, side, counts, limit_s=_LIMIT_S)
-        expected = expected or told.answers
-        torch.testing.assert_close(torch.tensor(told.answers), torch.tensor(expected))
-        for (operation, tokens), ns in told.times.items():
+        result, _ = in_crew(2, _measure, side, counts, limit_s=_LIMIT_S)
+        expected = expected or result.answers
+        torch.testing.assert_close(torch.tensor(result.answers), torch.tensor(expected))
+        for (operation, tokens), ns in result.times.items():
             outcome.of(operation, tokens).add(side, ns)
     outcome.checks = _checks(outcome)
     return outcome
 
 
-class _Told(NamedTuple):
+class _Measured(NamedTuple):
     times: dict[tuple[str, int], float]  # by operation and number of tokens
     answers: list[list[float]]
 
 
 class _Layer(nn.Module):
-    """What is around the experts of a layer, as far as it takes time of the host."""
+    """The part of a layer around its experts that takes time of the host."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Layer(nn.Module):
         return hidden + self.experts(self.norm(hidden), chosen, weights)
 
 
-def _measure(rank: int, store: Any, side: str, counts: list[int]) -> _Told:
+def _measure(rank: int, store: Any, side: str, counts: list[int]) -> _Measured:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = meshverse.init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "ep"))
@@ -88,16 +88,16 @@ def _measure(rank: int, store: Any, side: str, counts: list[int]) -> _Told:
         plan = {f"experts.{name}": "grouped_gemm" for name in names}
         plan["experts"] = "ep_dispatch_experts"
         apply_expert_parallelism(layer, mesh["ep"], mesh["tp"], plan)
-    told = _Told({}, [])
+    result = _Measured({}, [])
     for tokens in counts:
         batch, loops = _batch(rank, tokens), max(3, 4_000 // tokens)
         for mode in _MODES:
             torch.compiler.reset()  # or the second number of tokens would be compiled otherwise
             forward = partial(torch.compile(layer) if mode == "compiled" else layer, *batch)
-            told.answers.append(forward().detach().sum(-1)[:16].tolist())
-            told.times[f"forward, {mode}", tokens] = _timed(forward, loops)
-            told.times[f"step, {mode}", tokens] = _timed(partial(_step, forward), loops)
-    return told
+            result.answers.append(forward().detach().sum(-1)[:16].tolist())
+            result.times[f"forward, {mode}", tokens] = _timed(forward, loops)
+            result.times[f"step, {mode}", tokens] = _timed(partial(_step, forward), loops)
+    return result
 
 
 def _step(forward: Callable[[], Tensor]) -> None:

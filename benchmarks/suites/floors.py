@@ -49,7 +49,7 @@ WHAT = {
     "pickle a slice": "pickling a tuple of a mesh's numbers and names",
     "unpickle a slice": "unpickling that tuple",
 }
-"""What the floor of each operation is."""
+"""The floor of each operation, in words."""
 
 _serials = itertools.count()  # of process groups, whose names must differ
 
@@ -124,7 +124,7 @@ class _Known:
 
 
 def floor_of(axes: Axes, mesh_ranks: list[list[int]], flat_ranks: list[int]) -> Scenario:
-    """The floor of each operation, with the answer of those that make groups.
+    """Return the floor of each operation, with the answer of those that make groups.
 
     Args:
         axes: of the 4-D mesh.

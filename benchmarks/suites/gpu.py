@@ -72,7 +72,7 @@ def run(run: Run) -> Outcome:
 def set_up(
     rank: int, store: dist.Store, side: str, size: int, device: str, is_bound: bool
 ) -> dict[str, float]:
-    """What the five views take more than the default group took.
+    """Return what the five views take on top of the default group.
 
     Args:
         rank: of this process.

@@ -135,7 +135,7 @@ def _with_torch(size: int) -> Scenario:
         "size": size,
     }
     yield Action("coalesce", "axis_layout(shape, strides)", names, _torch_modes, repeatable=True)
-    # What `_unflatten` of a mesh does, with the layout of the new axes at hand.
+    # The same as `_unflatten` of a mesh, with the layout of the new axes at hand.
     yield Action(
         "unflatten",
         "world.splice(0, 1, world[0].composition(inner))",

@@ -1,4 +1,4 @@
-"""What meshes hold: one mesh object, and everything that a trainer's five views keep.
+"""Memory of meshes: one mesh object, and everything that a trainer's five views keep.
 
 Python's share is what tracemalloc counts. All of it, with C++'s and torch's share, is how much
 larger the process becomes, without tracemalloc, which takes memory itself. Every figure is taken
@@ -99,7 +99,7 @@ def _hold(
 
 
 def _copies(side: str, size: int) -> int:
-    """How many of the views to hold: resident memory grows in pages, and stock takes its time."""
+    """Return how many views to hold: resident memory grows in pages, and stock takes its time."""
     return 16 if side == OURS else max(1, min(8, 20_480 // size))
 
 

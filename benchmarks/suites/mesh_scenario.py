@@ -49,7 +49,7 @@ _TURNS = 2000  # more than a batch has
 
 
 def mesh_operations(init: InitDeviceMesh, axes: Axes) -> Scenario:
-    """The operations on new meshes of one shape, in the default group's world.
+    """Return the operations on new meshes of one shape, in the default group's world.
 
     Args:
         init: stock's `init_device_mesh` or Meshverse's.

@@ -48,9 +48,9 @@ def run(run: Run) -> Outcome:
     seen: dict[int, list[float]] = {}
     for step, (_, size, side) in enumerate(cases):
         run.tell(step, len(cases), f"{size:,} ranks, {side}")
-        [told] = in_crew(1, _measure, side, size, limit_s=_LIMIT_S)
-        assert seen.setdefault(size, told.output) == told.output, "the sides' shards differ"
-        for operation, (amount, unit) in told.amounts.items():
+        [result] = in_crew(1, _measure, side, size, limit_s=_LIMIT_S)
+        assert seen.setdefault(size, result.output) == result.output, "the sides' shards differ"
+        for operation, (amount, unit) in result.amounts.items():
             measurement = outcome.of(operation, size)
             measurement.unit = unit
             measurement.figure = "steps" if operation == "step" else ""
@@ -59,12 +59,12 @@ def run(run: Run) -> Outcome:
     return outcome
 
 
-class _Told(NamedTuple):
+class _Measured(NamedTuple):
     amounts: dict[str, tuple[float, str]]  # each with its unit
     output: list[float]
 
 
-def _measure(_rank: int, _store: Any, side: str, size: int) -> _Told:
+def _measure(_rank: int, _store: Any, side: str, size: int) -> _Measured:
     torch.set_num_threads(1)
     init = stock.init_device_mesh if side == STOCK else meshverse.init_device_mesh
     with fake_world(size, 777 % size), _config().patch(compile_on_one_rank=side != _FLOOR):
@@ -85,7 +85,7 @@ def _measure(_rank: int, _store: Any, side: str, size: int) -> _Told:
             }
         if side != _FLOOR:
             amounts["one coordinate"] = (_timed(_coordinate(mesh), _STEPS), "ns")
-        return _Told(amounts, compiled(*inputs).flatten().tolist())
+        return _Measured(amounts, compiled(*inputs).flatten().tolist())
 
 
 def _config() -> Any:
@@ -105,7 +105,7 @@ def _program(one: DTensor, other: DTensor) -> Tensor:
 
 
 def _coordinate(mesh: stock.DeviceMesh) -> Callable[[], Any]:
-    """What a graph calls for one coordinate; stock's copies the constant, as its graph does."""
+    """Return a graph's call for one coordinate; stock's copies the constant, as its graph does."""
     if isinstance(mesh, meshverse.DeviceMesh):
         ours, size = torch.ops.meshverse.coordinate.default, mesh.universe.size
         return lambda: ours([8, 1], [size, 1], 0)

@@ -140,7 +140,7 @@ def _scenario(side: str, size: int) -> Scenario:
 
 
 def _ranks_along(axes: Axes, rank: int) -> tuple[list[list[int]], list[int]]:
-    """A rank's group along each axis, and along dp and cp together, by division."""
+    """Return a rank's group along each axis, and along dp and cp together, by division."""
     strides, stride = {}, 1
     for name in reversed(axes):
         strides[name], stride = stride, stride * axes[name]
@@ -183,7 +183,7 @@ def _checks(outcome: Outcome, sizes: list[int]) -> list[Check]:
 
 
 def _growth(outcome: Outcome, operation: str) -> Check:
-    """How much more an operation takes in the larger world.
+    """Return the check of how much more an operation takes in the larger world.
 
     What makes groups is judged beside its floor: the groups themselves have more ranks there.
     """

@@ -50,7 +50,7 @@ class _Shape(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the dense mesh, by name."""
+        """Sizes of the axes of the dense mesh, by name."""
         return {name: size for name, size in self._asdict().items() if name != "ep"}
 
     @property
@@ -72,7 +72,7 @@ _STOCK_REPETITIONS = {102_400: 2}  # some four seconds each
 
 
 class _Built(NamedTuple):
-    """What either side builds: the root, the experts' mesh and the flattened axes by name."""
+    """The meshes of one side: the root, the experts' mesh and the flattened axes by name."""
 
     root: Any
     experts: Any

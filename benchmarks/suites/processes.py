@@ -54,7 +54,7 @@ _HELD = {
     "resident memory": "bytes",
     "store operations": "operations",
 }
-"""What a rank holds or has used, with its unit."""
+"""Resources that a rank holds or has used, with their units."""
 
 
 def run(run: Run) -> Outcome:
@@ -114,7 +114,7 @@ def _set_up(rank: int, size: int, store: dist.Store, side: str) -> float:
 
 
 def _count_held(rank: int, store: dist.Store, size: int, side: str) -> dict[str, float]:
-    """What this rank holds and has used more after the set-up than before."""
+    """Return the resources that this rank holds or has used for the set-up."""
     counting = CountingStore(store)
     with _world(rank, size, counting):
         dist.barrier()
@@ -149,7 +149,7 @@ def _world(rank: int, size: int, store: dist.Store) -> Iterator[None]:
 
 
 def _check_groups(views: dict[str, Any]) -> None:
-    """Every group of every view reaches its ranks, and them only."""
+    """Check that every group of every view reaches its ranks, and them only."""
     for view in views.values():
         for group in view.get_all_groups():
             total = torch.tensor([float(dist.get_rank())])

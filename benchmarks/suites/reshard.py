@@ -78,7 +78,7 @@ def _cases(run: Run) -> list[Case]:
 
 
 class _Cost(NamedTuple):
-    """What one rank saw of one side: samples by operation."""
+    """Samples of one rank on one side, by operation."""
 
     times: dict[str, list[float]]
     received: int
@@ -118,7 +118,7 @@ def _add(outcome: Outcome, case: Case, side: str, ranks: list[_Cost]) -> None:
 def _measure(
     rank: int, store: dist.Store, case: Case, turns: int, runs: int
 ) -> tuple[dict[str, _Cost], int]:
-    """What this rank saw of every side, and what it has to receive whoever sends it."""
+    """Return this rank's samples of every side, and the bytes that it has to receive."""
     limit = timedelta(seconds=_LIMIT_S)
     dist.init_process_group("gloo", rank=rank, world_size=_WORLD, store=store, timeout=limit)
     steady_memory()

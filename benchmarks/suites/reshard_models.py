@@ -30,7 +30,7 @@ _EXPERTS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What moves, and between which ranks.
+    """A model to reshard, and between which ranks.
 
     Attributes:
         name: in tables.
@@ -87,13 +87,13 @@ class Job:
             }
 
     def placements(self, name: str) -> list[Placement]:
-        """How the generator lays a parameter out."""
+        """Return the generator's layout of a parameter."""
         over_tp = _over_tp(name)
         is_expert = self.case.has_experts and ".experts." in name
         return [Shard(0) if is_expert else Replicate(), over_tp]
 
     def own_part(self, whole: Tensor, name: str, rank: int) -> Tensor:
-        """What a generator's rank wants of a whole parameter, as a view."""
+        """Return a generator rank's part of a whole parameter, as a view."""
         index = self.case.generators.index(rank)
         coordinate = (index // _TP, index % _TP)
         return own_part(whole, tuple(self.generator.shape), self.placements(name), coordinate)
@@ -111,7 +111,7 @@ class Job:
 
     @property
     def wanted_bytes(self) -> int:
-        """Of this rank's targets."""
+        """Bytes of this rank's targets."""
         return sum(tensor.to_local().nbytes for tensor in (self.target or {}).values())
 
 

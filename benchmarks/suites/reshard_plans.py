@@ -47,7 +47,7 @@ def measure_plans(run: Run, outcome: Outcome) -> None:
 
 
 def check_plans(outcome: Outcome) -> None:
-    """Every plan in a second; that of a receiver does not grow with the senders' replicas."""
+    """Check that plans take a second at most, and that more senders do not slow a receiver's."""
     for operation in (_RECEIVING, _SENDING):
         found = [one for one in outcome.measurements if one.operation == operation]
         for one in found:
@@ -78,7 +78,7 @@ def _large_job(replicas: int) -> _LargeJob:
 
 
 def _check(job: _LargeJob, rank: int, operation: str) -> None:
-    """A generator receives its share of every tensor, and a trainer nothing."""
+    """Check that a generator receives its share of every tensor, and a trainer nothing."""
     plan = plan_of(job.transfers, rank, job.world, _BUFFER_BYTES, _NODE)
     received = sum(step.received.n_bytes for step in plan.steps if step.received)
     sent = sum(step.sent.n_bytes for step in plan.steps if step.sent)

@@ -113,7 +113,7 @@ class _OneRank:
             self._scatter(name, whole)
 
     def _gathered(self, name: str) -> Tensor | None:
-        """The whole tensor, on the first rank."""
+        """Return the whole tensor, on the first rank."""
         job = self._job
         if job.source is None:
             return None
@@ -231,7 +231,7 @@ def steady_memory() -> None:
 
 
 def memory_peak(call: Callable[[], None]) -> int:
-    """How much the resident memory of this process grows during a call, at most: bytes."""
+    """Measure the largest growth of this process's resident memory during a call, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = _status("VmRSS:")
     call()

@@ -1,4 +1,4 @@
-"""What a whole job asks of its store at set-up: recorded from one rank, replayed for all.
+"""Operations of a whole job on its store at set-up: recorded from one rank, replayed for all.
 
 What a rank's set-up of the five views asks for is recorded in a fake world, by a store that notes
 every operation. What NCCL asks for is added by its rule: of each communicator, the first rank sets
@@ -63,12 +63,12 @@ class _Communicator(NamedTuple):
     stride: int
 
     def first_rank(self, rank: int) -> int:
-        """The first rank of this rank's group."""
+        """Return the first rank of this rank's group."""
         return rank - rank // self.stride % self.size * self.stride
 
 
 class _Recorded(NamedTuple):
-    """What one rank asks for: of Python, the operations; of NCCL, the communicators."""
+    """Requests of one rank: of Python, the operations; of NCCL, the communicators."""
 
     rank: int
     operations: list[tuple[str, tuple[Any, ...]]]
@@ -99,7 +99,7 @@ def run(run: Run) -> Outcome:
 
 
 def _record_all(size: int) -> dict[str, _Recorded]:
-    """What a rank asks for on each side, once its views were seen to be the same."""
+    """Return a rank's requests on each side, once its views were seen to be the same."""
     recorded, seen = {}, []
     for side in _SIDES:
         several = [_record(side, size, rank) for rank in (0, 777 % size, size - 1)]
@@ -177,7 +177,7 @@ def _play_ranks(
 
 
 def _as_rank(rank: int, recorded: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of another rank: what a rank writes begins with its number."""
+    """Return the arguments of another rank: what a rank writes begins with its number."""
     *others, last = arguments
     mine = f"{recorded} ".encode()
     if isinstance(last, bytes) and last.startswith(mine):

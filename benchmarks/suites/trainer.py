@@ -1,4 +1,4 @@
-"""What meshes cost a training job: the five views, wrapping a model, its steps.
+"""Costs of meshes in a training job: the five views, wrapping a model, its steps.
 
 The models have tensor parallelism (8 ranks) and hybrid sharding (8 ranks, replicated over the rest
 of the world), on one rank with a backend that does nothing: what is timed is the work of the host.

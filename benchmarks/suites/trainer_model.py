@@ -62,11 +62,11 @@ Player = tuple[str, int]
 """One process of a game: its side, and the ranks of its world."""
 
 _Measured = tuple[list[Any], dict[str, list[float]]]
-"""Where the parameters lie, which is the same for any right mesh; nanoseconds by operation."""
+"""Placement of the parameters, the same for any right mesh; nanoseconds by operation."""
 
 
 def play_small_model(rank: int, store: dist.Store, players: list[Player], rounds: int) -> _Measured:
-    """A model of 16 blocks: wrapped, and trained for some steps; of all players in turn."""
+    """Return a model of 16 blocks: wrapped, and trained for some steps; of all players in turn."""
     side, world_size = players[rank]
     with fake_world(world_size, _RANK):
         mesh = _make_mesh(side, world_size)
@@ -86,7 +86,7 @@ def play_small_model(rank: int, store: dist.Store, players: list[Player], rounds
 
 
 def play_large_model(rank: int, store: dist.Store, players: list[Player], rounds: int) -> _Measured:
-    """A model of 80 layers, without memory for its parameters: wrapped; of all players in turn."""
+    """Return a model of 80 layers, without memory for parameters, wrapped by all in turn."""
     side, world_size = players[rank]
     with fake_world(world_size, _RANK):
         mesh = _make_mesh(side, world_size)

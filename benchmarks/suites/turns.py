@@ -20,7 +20,7 @@ _MOST_SECONDS = 8.0  # of one process and operation; then it lets the others go 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed.
+    """A timed action.
 
     Attributes:
         name: the same in all processes.

@@ -1,4 +1,4 @@
-"""What ranks ask of the store while they wait for a rank that is late.
+"""Operations on the store by ranks that wait for a rank that is late.
 
 Some waiting ranks are played by threads of this process, each with the pauses of a rank of a world
 of that size. What one of them asks for in a second is taken times all ranks of the world: the worst
@@ -50,14 +50,14 @@ class _Counting:
 
 
 class _MainThread(Rendezvous):
-    """Of a rank that waits in its main thread, as each of these threads stands for."""
+    """The rendezvous of a rank that waits in its main thread: each of these threads is one."""
 
     def may_note(self) -> bool:
         return True
 
 
 class _World(NamedTuple):
-    """What a rendezvous asks of a world."""
+    """A world, as far as a rendezvous needs one."""
 
     run_store: RunStore
     rank: int
@@ -72,7 +72,7 @@ def run(run: Run) -> Outcome:
     outcome = Outcome()
     for step, size in enumerate(sizes):
         run.tell(step, len(sizes), f"{size:,} ranks")
-        by_second, told = _wait(size, seconds)
+        by_second, seconds_to_end = _wait(size, seconds)
         waiting = _GROUPS * (_SIZE - 1)
         asked = [by_second[second] / waiting * size for second in range(seconds)]
         first = outcome.of("operations in the first second", size)
@@ -81,7 +81,7 @@ def run(run: Run) -> Outcome:
         busiest.add(OURS, max(asked[1:]))
         for one in (first, busiest):
             one.unit = "operations"
-        outcome.of("until all know that the last one came", size).add(OURS, told * 1e9)
+        outcome.of("until all know that the last one came", size).add(OURS, seconds_to_end * 1e9)
         claim = f"busiest second, {size:,} ranks: operations"
         outcome.checks.append(
             Check(claim, busiest.median(OURS), _MOST, at_least=False, unit="operations")
@@ -115,12 +115,12 @@ def _wait(size: int, seconds: int) -> tuple[Counter[int], float]:
         if thread not in late:
             thread.start()
     time.sleep(seconds)
-    came = time.monotonic()
+    late_start = time.monotonic()
     for thread in late:
         thread.start()
     for thread in threads:
         thread.join(60)
-    told = time.monotonic() - came
+    seconds_to_end = time.monotonic() - late_start
     assert not failed, failed
     assert not any(thread.is_alive() for thread in threads), "some ranks still wait"
-    return store.by_second, told
+    return store.by_second, seconds_to_end

@@ -208,7 +208,7 @@ The same key of a group whose timeout does not count.)"),
   // Pickle calls the class with what `__reduce__` gave, and nobody else does.
   return ValueType<OptionsKey>::create<&key_of_state>(
       "meshverse._core.OptionsKey",
-      R"(What a process group was asked to be: backend, options and isolation tag.
+      R"(The settings that a process group was requested with: backend, options, isolation tag.
 
 An immutable snapshot: changing the options later does not change the key. Made by ``of``.
 

@@ -91,7 +91,7 @@ RankMap::Ptr from_ranks(const py::object& ranks) {
 constexpr char kHowToMakeRankMap[] =
     "a RankMap is made by RankMap.identity(n) or RankMap.from_ranks(ranks)";
 
-// What pickle calls: the size of an identity, or the ranks.
+// Constructor for pickle, from the size of an identity or from the ranks.
 RankMap::Ptr new_rank_map(const py::object&, const py::object& size_or_ranks) {
   if (size_or_ranks.is_none()) throw py::type_error(kHowToMakeRankMap);
   if (py::isinstance<py::int_>(size_or_ranks)) {

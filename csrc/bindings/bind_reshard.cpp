@@ -104,7 +104,7 @@ Raises:
       },
       "holders"_a, "moves"_a, "rank"_a, "world_size"_a, "round_bytes"_a, "node_size"_a = 1,
       "node_of_rank"_a = py::none(),
-      R"(What one rank sends, receives and keeps when tensors move to other shards.
+      R"(Plan the transfers of one rank when tensors are resharded: what it sends, receives, keeps.
 
 Every element of a target is received once, and not at all where the rank holds it. Costs what this
 rank has to do with: its shards, and the ranks it exchanges some with.

@@ -1,4 +1,4 @@
-// What the topics of the bindings share.
+// Declarations that all topics of the bindings share.
 #pragma once
 
 #include <cstdint>

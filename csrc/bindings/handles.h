@@ -1,9 +1,9 @@
 // The handles of options keys as Python's garbage collector sees them: references that an owner has
 // to itself.
 //
-// Copies of a key share one reference to each handle. The collector must be told of a reference
-// once, by its owner, or it takes live objects for garbage. So whatever Python can reach and keeps
-// a key, an OptionsKey object or a cache, has references of its own.
+// Copies of a key share one reference to each handle. The collector must learn of a reference
+// once, from its owner, or it takes live objects for garbage. So whatever Python can reach and
+// keeps a key, an OptionsKey object or a cache, has references of its own.
 #pragma once
 
 #include <memory>

@@ -20,7 +20,7 @@ namespace {
 // Deep enough for any options; an object that refers to itself through ever new ones ends here.
 constexpr std::size_t kMaxDepth = 8;
 
-// Types of the standard library that values are told apart by.
+// Types of the standard library by which kinds of values are distinguished.
 struct PythonTypes {
   py::object enum_type = py::module_::import("enum").attr("Enum");
   py::object timedelta = py::module_::import("datetime").attr("timedelta");
@@ -210,7 +210,7 @@ class Reader {
     return !names.empty();
   }
 
-  // What was read. A name that is taken gets a mark, so that no value is lost.
+  // The fields that were read. A name that is taken gets a mark, so that no value is lost.
   OptionFields fields() {
     OptionFields fields;
     for (auto& [name, value] : fields_) {
@@ -219,7 +219,7 @@ class Reader {
     return fields;
   }
 
-  // What was looked into.
+  // The objects that were looked into.
   const std::vector<py::object>& data() const { return data_; }
 
  private:
@@ -373,9 +373,8 @@ class Reader {
 
   using Counts = std::map<std::string, int>;  // by type
 
-  // What a dict's key or a set's item is called. What is no scalar counts by identity, and is
-  // called by its type and number: its repr may tell an address, which every process has its own
-  // of.
+  // Name of a dict's key or a set's item. Anything but a scalar counts by identity, and is named
+  // by its type and number: its repr may contain an address, which differs between processes.
   std::string label(py::handle value, const std::string& container, Counts& seen) {
     if (is_known_by_repr(value)) return py::repr(value);
     const std::string type = type_name_of(value);

@@ -10,7 +10,7 @@
 //   the options;
 // - objects that consist of their fields, as pickle finds them, none of which is or holds a handle.
 //   So what holds a lock or a connection is a handle as a whole.
-// What does something when it ends (`__del__`) is a handle, as it must not end twice.
+// An object with a destructor (`__del__`) is a handle, as it must not be destroyed twice.
 #pragma once
 
 #include <cstdint>

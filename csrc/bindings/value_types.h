@@ -22,7 +22,7 @@
 
 namespace meshverse::bindings {
 
-// What body() gives, as a new reference; null, with Python's error set, where it throws.
+// Returns the result of body() as a new reference; null, with Python's error set, where it throws.
 template <class Body>
 PyObject* or_error(Body&& body) {
   try {
@@ -57,7 +57,7 @@ void* untyped(Function* function) {
 template <class Value>
 class ValueType {
  public:
-  // What `Type(...)` gives, from its positional and keyword arguments.
+  // Makes the value of `Type(...)` from its positional and keyword arguments.
   using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
 
   // Makes the type, of the name `module.Type`. The tables end with {}; the type refers to them.

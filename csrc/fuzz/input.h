@@ -1,4 +1,4 @@
-// What every fuzz target reads its input with, and says that a law is broken with.
+// Input of every fuzz target, and how it reports a broken law.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
     }                                                                                    \
   } while (false)
 
-// What a fuzzer calls: `check` with an Input of its bytes.
+// Entry point of a fuzzer: calls `check` with an Input of its bytes.
 #define FUZZ(check)                                                                   \
   extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) { \
     meshverse::Input input(data, size);                                               \

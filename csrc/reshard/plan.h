@@ -1,4 +1,4 @@
-// What one rank sends, receives and keeps when tensors move from one set of shards to another.
+// Plan of one rank's transfers when tensors are resharded: what it sends, receives and keeps.
 #pragma once
 
 #include <cstdint>

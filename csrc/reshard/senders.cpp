@@ -31,7 +31,7 @@ struct Rest {
     senders = std::min(n_senders, n * shares);
   }
 
-  // What sender number `index` of these gives receiver number `first + receiver`.
+  // The share that sender number `index` of these sends to receiver number `first + receiver`.
   Share share(std::int64_t receiver, std::int64_t index) const {
     const std::int64_t start = receiver * senders, stop = start + senders;
     return {std::max(index * n, start) - start, std::min((index + 1) * n, stop) - start, senders};

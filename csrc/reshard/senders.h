@@ -42,7 +42,7 @@ struct Share {
   bool is_whole() const { return to - from == of; }
 };
 
-// What one rank sends another, or gets from it.
+// A share of a shard that one rank sends to another.
 struct Transfer {
   std::int64_t peer;
   Share share;
@@ -74,9 +74,9 @@ class Matching {
   // O(1) where the two sets of ranks are on different nodes, else O(targets * ranks of a node).
   Matching(const Replicas& sources, const Replicas& targets, const Nodes& nodes, std::int64_t rank);
 
-  // What this rank gets. `bytes` are those of the box, `turn` a number that differs between boxes.
+  // Shares that this rank gets. `bytes` are those of the box; `turn` differs between boxes.
   std::vector<Transfer> receives(std::int64_t bytes, std::int64_t turn) const;
-  // What this rank sends.
+  // Shares that this rank sends.
   std::vector<Transfer> sends(std::int64_t bytes, std::int64_t turn) const;
 
  private:

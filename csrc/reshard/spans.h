@@ -13,7 +13,7 @@ struct Span {
   std::int64_t stop;
 };
 
-// What a shard has of one dimension: ascending, and in the order in which the shard stores it.
+// A shard's elements of one dimension: ascending, and in the order in which the shard stores it.
 using Spans = std::vector<Span>;
 
 std::int64_t count(const Spans& spans);
@@ -38,7 +38,7 @@ struct Run {
   std::int64_t extent;
 };
 
-// What two shards have in common. O(spans).
+// Returns the elements that two shards have in common. O(spans).
 std::vector<Run> overlap(const Spans& mine, const Spans& theirs);
 
 // How the axes of a mesh split one dimension.
@@ -52,7 +52,7 @@ class DimSharding {
   // In the order in which they are applied.
   const std::vector<Split>& splits() const { return splits_; }
 
-  // What the shard at these coordinates has, one for each split.
+  // Elements of the shard at these coordinates, one coordinate for each split.
   Spans spans(const std::vector<std::int64_t>& coordinates) const;
 
   // Visits every shard that has some of the wanted elements, with its coordinates and spans.

@@ -325,7 +325,7 @@ void cache_computes_once() {
   CHECK(!cache.get(group_key(4, "nccl")) && *cache.get(group_key(4, "gloo")) == 3);
 }
 
-// Two threads that need each other's entry: one of them is told so, instead of both hanging.
+// Two threads that need each other's entry, a deadlock: one of them gets an error.
 void cache_refuses_endless_waits() {
   Cache cache;
   std::atomic<int> inside{0};

@@ -1,4 +1,4 @@
-"""What Meshverse puts on torch's `DeviceMesh`, and `install()`.
+"""The hooks of Meshverse on torch's `DeviceMesh`, and `install()`.
 
 Importing Meshverse puts two hooks there, so that what torch derives from one of our meshes is ours
 too: FSDP2, for example, calls `torch.distributed.DeviceMesh._concatenate`. With `install()`, every
@@ -63,7 +63,7 @@ _OURS = {"from_group": staticmethod(DeviceMesh.from_group), "__setstate__": _set
 
 
 def _follow_switch() -> None:
-    """Put on torch's class what is there while installed, or what was there before."""
+    """Put the hooks of `install()` on torch's class, or stock's own methods back."""
     wanted, others = (_OURS, _STOCKS) if _is_installed() else (_STOCKS, _OURS)
     for name, method in wanted.items():
         if inspect.getattr_static(StockDeviceMesh, name) is others[name]:
@@ -88,8 +88,8 @@ def install(share: Literal["mesh", "world"] = "mesh") -> None:
         share: who shares process groups. "mesh": a root mesh with all that derives from it, as
             ever. "world": all root meshes built from now on in this process, by either name, with
             one another: one group for every list of ranks, backend, options and isolation tag.
-            Fewer communicators, but meshes that a program made apart to overlap their
-            communication then queue behind each other; give those an `isolate` tag.
+            Fewer communicators, but meshes that a program made separately, to overlap their
+            communication, then queue behind each other; give those an `isolate` tag.
 
     Raises:
         ValueError: `share` is neither.
@@ -121,7 +121,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Every mesh built inside the block is ours, in all threads. Blocks may nest and overlap."""
+    """Make every mesh built inside the block ours, in all threads. Blocks may nest and overlap."""
     global _open_blocks
     with _lock:
         _open_blocks += 1

@@ -1,4 +1,4 @@
-"""What c10d lets ranks choose by themselves keeps no group of theirs from being made."""
+"""Differences that c10d allows between ranks: their groups are created all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comparing calls asks of the store, and stores that cannot do it."""
+"""Comparing calls: operations on the store, and stores that lack them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def _count_store_operations() -> list[int]:
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "store", counting)
-        patch.setattr(compat, "creation_blocks", lambda backend: False)  # meetings are not counted
+        patch.setattr(
+            compat, "creation_blocks", lambda backend: False
+        )  # a rendezvous is not counted
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
         counts.append(counting.operations)
         mesh["dp"], mesh["tp"].flatten("alias"), mesh.unflatten("tp", (2, 1), ("a", "b"))

@@ -21,16 +21,16 @@ store, rank, size = next(dist.rendezvous("env://"))
 store.set_timeout(timedelta(seconds=30))
 dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
-def meet(where):
+def rendezvous(where):
     store.add(where, 1)
     while store.add(where, 0) < size:
         time.sleep(0.01)
 
-def come_after(first, step):  # once one of these has told the store something in its next call
+def come_after(first, step):  # once one of these has written into the store in its next call
     store.add(f"at {step}", 0)
-    meet(f"before {step}")
+    rendezvous(f"before {step}")
     known = store.num_keys()
-    meet(f"at {step}")  # from here on, only what a call tells the others is new in the store
+    rendezvous(f"at {step}")  # from here on, only what a call tells the others is new in the store
     while rank not in first and store.num_keys() == known:
         time.sleep(0.01)
 
@@ -53,8 +53,8 @@ try:
     init_device_mesh("cpu", (2, 2), mesh_dim_names=("odd" if rank == 3 else "even", "tp"))
 except RuntimeError as error:
     assert "building different meshes" in str(error)
-    os.write(1, f"rank {rank} is told\n".encode())
-meet("the end")  # rank 0 may keep the store
+    os.write(1, f"rank {rank} got an error\n".encode())
+rendezvous("the end")  # rank 0 may keep the store
 dist.destroy_process_group()
 """
 
@@ -86,4 +86,4 @@ def test_a_job_that_torchrun_restarts_may_build_another_mesh(
     assert status == 0, (said, out, err)
     for rank, lines in enumerate(said):
         assert f"rank {rank} has (4, 1) ({rank}, 0)" in lines
-    assert "rank 3 is told" in said[3]  # the comparison is still on
+    assert "rank 3 got an error" in said[3]  # the comparison is still on

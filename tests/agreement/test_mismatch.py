@@ -1,4 +1,4 @@
-"""Ranks that build different meshes are told so within seconds, by name, instead of hanging."""
+"""Ranks that build different meshes get an error within seconds, with their names: no hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
-from helpers.differing import AXES, ODD_RANK, TIMEOUT, Ending, ending_of, is_told, small_mesh
+from helpers.differing import (
+    AXES,
+    ODD_RANK,
+    TIMEOUT,
+    Ending,
+    ending_of,
+    raised_by_the_call,
+    small_mesh,
+)
 from meshverse import (
     DeviceMesh,
     Universe,
@@ -112,7 +120,7 @@ def _part(shape: tuple[int, ...], names: tuple[str, ...], ranks: Any = (0, 2, 3)
 
 
 def _build(difference: str, odd_one_first: bool) -> tuple[Ending, Ending]:
-    """How the call ended in which the ranks differ, and how the next call ended."""
+    """Return how a call ended in which ranks disagree, and how the next call ended."""
     usual, odd = _ALL[difference]
     is_odd = dist.get_rank() == ODD_RANK
     time.sleep(0.5 if is_odd != odd_one_first else 0)
@@ -148,15 +156,15 @@ def _tiers(odd_one_first: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("difference", "odd_one_first"), _tiers(False) + _tiers(True))
-def test_all_ranks_of_a_call_are_told_who_differs(
+def test_all_ranks_of_a_call_get_an_error_that_says_who_differs(
     crew: Crew, difference: str, odd_one_first: bool
 ) -> None:
     endings = crew.run(_build, 4, difference, odd_one_first)
     members = [0, 1, 2, 3] if difference in _DIFFERENCES else [0, 2, 3]
-    told_late = [rank for rank in members if not is_told(endings[rank][0])]
+    raised_later = [rank for rank in members if not raised_by_the_call(endings[rank][0])]
     if difference not in _NOBODY_WAITS | _SOME_WAIT:
-        assert told_late == [], endings
-    assert len(told_late) <= 3
+        assert raised_later == [], endings
+    assert len(raised_later) <= 3
     assert len({endings[rank][1].message for rank in members}) == 1  # a mismatch is final
     for rank in members:
         ending, after = endings[rank]
@@ -197,4 +205,4 @@ def _unchecked(way: str) -> Ending:
 @pytest.mark.parametrize("way", ["argument", "environment"])
 def test_the_comparison_can_be_turned_off(crew: Crew, way: str) -> None:
     assert {ending.message for ending in crew.run(_unchecked, 4, way)} == {"no error"}
-    assert any(is_told(ending) for ending in crew.run(_unchecked, 4, "not at all"))
+    assert any(raised_by_the_call(ending) for ending in crew.run(_unchecked, 4, "not at all"))

@@ -31,7 +31,7 @@ def _said(build: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _told_late(calls: int) -> list[str]:
+def _error_later(calls: int) -> list[str]:
     """Ranks that wait for nobody make some calls; then the odd one differs in the first of them."""
     is_odd, store = dist.get_rank() == _ODD_RANK, dist.distributed_c10d._get_default_store()
     first = partial(_mesh, lazy=True)
@@ -52,15 +52,15 @@ def _told_late(calls: int) -> list[str]:
 def test_ranks_that_are_ahead_get_the_error_where_they_wait_and_ever_after(
     crew: Crew, calls: int
 ) -> None:
-    for told in crew.run(_told_late, 4, calls):
-        assert len(set(told)) == 1
-        assert told[0].startswith(_NOW)
-        assert "order of axes: " in told[0]
-        assert f"on rank {_ODD_RANK}" in told[0]
+    for answer in crew.run(_error_later, 4, calls):
+        assert len(set(answer)) == 1
+        assert answer[0].startswith(_NOW)
+        assert "order of axes: " in answer[0]
+        assert f"on rank {_ODD_RANK}" in answer[0]
 
 
 def _waits_for_nobody() -> str:
-    """Ranks that are ahead and wait for nobody meet the mismatch at their next call."""
+    """Ranks that are ahead and wait for nobody get the mismatch error at their next call."""
     is_odd, store = dist.get_rank() == _ODD_RANK, dist.distributed_c10d._get_default_store()
     if is_odd:
         store.wait([f"{rank} is ahead" for rank in range(4) if rank != _ODD_RANK])
@@ -74,13 +74,13 @@ def _waits_for_nobody() -> str:
 
 
 def test_ranks_that_wait_for_nobody_get_the_error_at_their_next_call(crew: Crew) -> None:
-    for told in crew.run(_waits_for_nobody, 4):
-        assert told.startswith(_NOW)
-        assert "axis dp: " in told
+    for answer in crew.run(_waits_for_nobody, 4):
+        assert answer.startswith(_NOW)
+        assert "axis dp: " in answer
 
 
-def _told_after_others_cleaned_up() -> str:
-    """One rank is late; the others are told, and destroy what they had before."""
+def _error_after_others_cleaned_up() -> str:
+    """One rank is late; the others get an error, and destroy what they had before."""
     before = _mesh()
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -93,6 +93,6 @@ def _told_after_others_cleaned_up() -> str:
 
 
 @pytest.mark.long
-def test_a_late_rank_is_told_though_others_have_cleaned_up(crew: Crew) -> None:
-    for told in crew.run(_told_after_others_cleaned_up, 4):
-        assert told.startswith(_NOW)
+def test_a_late_rank_gets_the_error_though_others_have_cleaned_up(crew: Crew) -> None:
+    for answer in crew.run(_error_after_others_cleaned_up, 4):
+        assert answer.startswith(_NOW)

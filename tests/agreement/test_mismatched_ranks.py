@@ -1,4 +1,4 @@
-"""Ranks that disagree about which ranks a mesh has are told so, or for whom they wait."""
+"""Errors where ranks disagree about which ranks a mesh has, or in whom they wait for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
     rank = dist.get_rank()
     ranks = _OVER_OTHER_RANKS[way][rank]
     build = partial(DeviceMesh, "cpu", ranks, mesh_dim_names=("dp",), isolate="not the world")
-    dist.barrier()  # who comes after the others were told comes to their next attempt
+    dist.barrier()  # a rank that joins after the others got their error joins their next attempt
     ending = ending_of(build)
     dist.barrier()
     # The same ranks can make the right mesh after that, and views of it.
@@ -39,7 +39,7 @@ def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
 
 
 @pytest.mark.parametrize("way", _OVER_OTHER_RANKS)
-def test_ranks_that_build_over_other_ranks_are_told_soon(crew: Crew, way: str) -> None:
+def test_ranks_that_build_over_other_ranks_get_an_error_soon(crew: Crew, way: str) -> None:
     for rank, (ending, reached) in enumerate(crew.run(_over_other_ranks, 4, way)):
         mine = _OVER_OTHER_RANKS[way][rank]
         assert ending.message.startswith(
@@ -55,10 +55,10 @@ def test_ranks_that_build_over_other_ranks_are_told_soon(crew: Crew, way: str) -
 
 
 def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
-    """What is logged, and the error, where one rank of a group never makes it."""
-    told: list[logging.LogRecord] = []
+    """Return the log records and the error where one rank of a group never creates it."""
+    seen: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = told.append  # type: ignore[method-assign]
+    handler.emit = seen.append  # type: ignore[method-assign]
     logging.getLogger("meshverse").addHandler(handler)
     message = "no error"
     if dist.get_rank() < 2:
@@ -67,7 +67,7 @@ def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
             init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), ranks=[0, 1, 2], timeout=timeout)
         except RuntimeError as error:
             message = str(error)
-    return [record.getMessage() for record in told], message
+    return [record.getMessage() for record in seen], message
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What ranks may do differently without being told that they build different meshes."""
+"""Calls that may differ between ranks without a mismatch error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks must agree on counts only what they did together, not what one of them did alone."""
+"""Numbers that ranks agree on count only what they did together, not what one of them did alone."""
 
 from __future__ import annotations
 
@@ -115,17 +115,17 @@ def _after_a_world_of_one(folder: str) -> str:
 
 
 def test_a_world_that_one_rank_had_before_changes_nothing(crew: Crew, tmp_path: Any) -> None:
-    told = crew.run(_after_a_world_of_one, 2, str(tmp_path))
+    answers = crew.run(_after_a_world_of_one, 2, str(tmp_path))
     # Nothing waits here: the first rank to come has its mesh before the other one differs.
-    assert sorted("building different meshes" in text for text in told)[1]
-    assert [text for text in told if "dp=2, tp=1" in text and "dp=1, tp=2" in text]
+    assert sorted("building different meshes" in text for text in answers)[1]
+    assert [text for text in answers if "dp=2, tp=1" in text and "dp=1, tp=2" in text]
 
 
 # --- what turns the comparison off ---------------------------------------------------------------
 
 
 def _logged(way: str) -> list[str]:
-    """What the log says while one rank's calls are no longer compared."""
+    """Return the log while one rank's calls are no longer compared."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append  # type: ignore[method-assign]

@@ -58,7 +58,7 @@ def _other_ranks() -> str:
 
 
 def _printed(program: str, names: dict[str, Any]) -> str:
-    """What Python prints last of the error in which a program ends."""
+    """Return the last lines that Python prints of the error that ends a program."""
     with pytest.raises(RuntimeError) as caught:
         exec(compile(program, "train.py", "exec"), names)
     return "".join(traceback.format_exception_only(caught.value))

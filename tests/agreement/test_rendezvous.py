@@ -19,7 +19,7 @@ _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
 
 class _World(NamedTuple):
-    """What a rendezvous asks of a world."""
+    """A world, as far as a rendezvous needs one."""
 
     run_store: RunStore
     rank: int
@@ -124,12 +124,12 @@ def test_a_group_of_one_waits_for_nobody() -> None:
 
 
 def _interrupted() -> tuple[str, float]:
-    """Rank 0 is interrupted in its wait for rank 2; what the others are told, and how soon."""
+    """Rank 0 is interrupted in its wait for rank 2; the error that the others get, and how soon."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    rank, told, own = dist.get_rank(), "all joined", Rendezvous()
+    rank, outcome, own = dist.get_rank(), "all joined", Rendezvous()
     store, start = _store(), time.monotonic()
     if rank == 0:
         usual = signal.signal(signal.SIGALRM, interrupt)
@@ -138,14 +138,14 @@ def _interrupted() -> tuple[str, float]:
         try:
             _join(store, "x", [0, 1, 2], rank, own=own)
         except (RuntimeError, KeyboardInterrupt) as error:
-            told = repr(error)
+            outcome = repr(error)
     seconds = time.monotonic() - start
     if rank == 0:
         signal.signal(signal.SIGALRM, usual)
     dist.barrier()
     if rank < 3:
         _join(store, "x", [0, 1, 2], rank, own=own)
-    return told, seconds
+    return outcome, seconds
 
 
 def test_one_that_is_interrupted_tells_the_others(crew: Crew) -> None:
@@ -163,18 +163,18 @@ def _store() -> dist.Store:
 
 
 def _join_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, float]) -> Any:
-    """Each rank comes to its group of these; what it was told, and after how long."""
+    """Let each rank join its group of these; return its outcome, and after how long."""
     rank, store = dist.get_rank(), _store()
-    dist.barrier()  # who comes after the others were told comes to the next meeting
+    dist.barrier()  # a rank that comes after the others got their error joins the next rendezvous
     time.sleep(delays.get(rank, 0))
-    start, told = time.monotonic(), "all joined"
+    start, outcome = time.monotonic(), "all joined"
     ranks, limit = groups[rank], timedelta(seconds=seconds)
     try:
         world = _world(store, rank)
         Rendezvous().join(world, f"{ranks}", f"group of {rank}", ranks, limit)
     except RuntimeError as error:
-        told = str(error)
-    return told, time.monotonic() - start
+        outcome = str(error)
+    return outcome, time.monotonic() - start
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def _join_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, flo
         pytest.param({0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 2], 3: [0, 1, 3]}, id="across"),
     ],
 )
-def test_all_whose_group_is_in_a_deadlock_are_told_soon(
+def test_all_whose_group_is_in_a_deadlock_get_an_error_soon(
     crew: Crew, groups: dict[int, list[int]]
 ) -> None:
-    for rank, (told, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {0: 2})):
+    for rank, (answer, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {0: 2})):
         if groups[rank] == [rank]:
-            assert told == "all joined"
+            assert answer == "all joined"
             continue
-        assert told.startswith("ranks wait for one another, which is a deadlock: rank ")
-        assert told.count("waits in group of") >= 2
+        assert answer.startswith("ranks wait for one another, which is a deadlock: rank ")
+        assert answer.count("waits in group of") >= 2
         assert seconds < 15  # half of the time that they would have waited
 
 
@@ -205,36 +205,38 @@ def test_all_whose_group_is_in_a_deadlock_are_told_soon(
 def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [2, 3]}
     seen = crew.run(_join_in, 4, groups, 6, {3: 4})  # after rank 0 has looked for a cycle twice
-    assert [told for told, _ in seen[2:]] == ["all joined"] * 2
-    told, seconds = seen[0]
-    assert told.startswith("rank 0 waited 0:00:06: 1 of 2 members joined; not seen were ranks [1]")
+    assert [result for result, _ in seen[2:]] == ["all joined"] * 2
+    result, seconds = seen[0]
+    assert result.startswith(
+        "rank 0 waited 0:00:06: 1 of 2 members joined; not seen were ranks [1]"
+    )
     assert seconds >= 6
 
 
 @pytest.mark.long
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
-    (told, _), *_ = crew.run(_join_in, 4, groups, 3, {1: 0.5})
-    assert "rank 1 waits in group of 1 with ranks [1, 2] at " in told
-    assert ". Those that did not join have" in told
+    (result, _), *_ = crew.run(_join_in, 4, groups, 3, {1: 0.5})
+    assert "rank 1 waits in group of 1 with ranks [1, 2] at " in result
+    assert ". Those that did not join have" in result
 
 
 def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
     """Each rank comes to x in its main thread and to y in another; errors."""
-    rank, store, own, told = dist.get_rank(), _store(), Rendezvous(), []
+    rank, store, own, seen = dist.get_rank(), _store(), Rendezvous(), []
 
     def come(name: str) -> None:
         time.sleep(delays.get((rank, name), 0))
         try:
             own.join(_world(store, rank), name, name, [0, 1], _LONG)
         except RuntimeError as error:
-            told.append(str(error))
+            seen.append(str(error))
 
     other = threading.Thread(target=come, args=("y",))
     other.start()
     come("x")
     other.join(30)
-    return told
+    return seen
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,16 @@ def _more_on_one_stage() -> str:
             _ = root["dp"]
         own = root["dp"].unflatten(0, (2, 2), ("c", "d"), isolate="y")
         assert DeviceMesh.concatenate([own["c"], own["d"]]).get_group("c") is own.get_group("c")
-    told, start = "", time.monotonic()
+    outcome, start = "", time.monotonic()
     try:
         root["dp"].unflatten(0, (4, 1) if rank == 5 else (2, 2), ("e", "f"), isolate="z")
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        outcome = str(error).partition("\n")[0]
     assert time.monotonic() - start < WORLD_TIMEOUT_SECONDS / 2
     root.flatten("all", isolate="again")  # of the other ranks too, who have not disagreed
-    return told
+    return outcome
 
 
 def test_a_difference_concerns_the_ranks_of_one_stage(crew: Crew) -> None:
-    for rank, told in enumerate(crew.run(_more_on_one_stage, 8)):
-        assert told == ("Ranks are building different meshes:" if rank >= 4 else "")
+    for rank, answer in enumerate(crew.run(_more_on_one_stage, 8)):
+        assert answer == ("Ranks are building different meshes:" if rank >= 4 else "")

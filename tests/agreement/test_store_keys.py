@@ -1,4 +1,4 @@
-"""What Meshverse leaves in the default group's store: nothing, once its universes are destroyed."""
+"""Keys in the default group's store: none is left, once all universes are destroyed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _waited() -> list[DeviceMesh]:
 
 
 def _failed() -> list[DeviceMesh]:
-    """Meetings that failed, for groups that are made later or never."""
+    """Rendezvous that failed, for groups that are made later or never."""
     mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))
     if dist.get_rank() in (0, 2):
         for axis in _AXES if dist.get_rank() == 0 else ("tp",):
@@ -139,7 +139,7 @@ def test_nothing_is_left_in_the_store(crew: Crew, program: str) -> None:
 
 
 def _end_with_one_that_fails() -> list[str]:
-    """What was ended when the end of one group failed, and what by a second call."""
+    """Return the groups ended when the end of one failed, and those ended by a second call."""
     mesh = _mesh((2, 2, 1), mesh_dim_names=("dp", "tp", "one"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     ended: list[str] = []

@@ -1,7 +1,7 @@
-// A c10d backend for tests that splits, shrinks and sleeps, and is as strict about it as NCCL is:
-// all ranks of the parent take part in a split, in one order; members agree on the new group's
-// name; options are of its own type; nothing can be done with it while it sleeps, or after an abort,
-// which leaves alone what was split off it.
+// A c10d backend for tests that splits, shrinks and can be suspended, as strictly as NCCL: all ranks
+// of the parent take part in a split, in one order; members agree on the new group's name; options
+// are of its own type; nothing can be done with it while it is suspended, or after an abort, which
+// leaves alone what was split off it.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ class SplittingBackend : public store_backend::StoreBackend {
     return make(store, static_cast<int>(place - ranks.begin()), ranks.size(), options);
   }
 
-  // What c10d calls on ranks that are in none of the new groups, where it splits by itself.
+  // c10d calls this on ranks that are in none of the new groups, where it splits by itself.
   void perform_nocolor_split(const at::Device&) {
     agree("split", "", {});
     ++memberless_splits_;
@@ -79,26 +79,26 @@ class SplittingBackend : public store_backend::StoreBackend {
 
   // Not `override`: torch has these three since 2.12. All ranks do them together.
   void suspend() {
-    TORCH_CHECK(!sleeps_, "the backend \"splitting\" sleeps already");
+    TORCH_CHECK(!suspended_, "the backend \"splitting\" is suspended already");
     agree("suspend", "", {});
-    sleeps_ = true;
+    suspended_ = true;
   }
 
   void resume() {
-    TORCH_CHECK(sleeps_, "the backend \"splitting\" does not sleep");
-    sleeps_ = false;
+    TORCH_CHECK(suspended_, "the backend \"splitting\" is not suspended");
+    suspended_ = false;
     agree("resume", "", {});
   }
 
   void abort() override { is_aborted_ = true; }
 
   std::unordered_map<std::string, std::uint64_t> getMemoryStats() {
-    return {{"suspended", sleeps_ ? 1024 : 0}, {"total", sleeps_ ? 64 : 1088}};
+    return {{"suspended", suspended_ ? 1024 : 0}, {"total", suspended_ ? 64 : 1088}};
   }
 
  protected:
   std::vector<Bytes> exchange(const Bytes& mine) override {
-    TORCH_CHECK(!sleeps_, "the backend \"splitting\" was used while it sleeps");
+    TORCH_CHECK(!suspended_, "the backend \"splitting\" was used while it is suspended");
     TORCH_CHECK(!is_aborted_, "the backend \"splitting\" was used after it was aborted");
     return StoreBackend::exchange(mine);
   }
@@ -131,7 +131,7 @@ class SplittingBackend : public store_backend::StoreBackend {
   std::int64_t splits_ = 0;
   std::int64_t memberless_splits_ = 0;
   bool is_connected_ = false;
-  bool sleeps_ = false;
+  bool suspended_ = false;
   bool is_aborted_ = false;
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 namespace py = pybind11;
 
-// What the ranks' machines have, as far as options can say: something without fields.
+// A device of the ranks' machines that options refer to: an object without fields.
 struct Device {};
 
 struct Wiring {

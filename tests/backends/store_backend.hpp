@@ -133,7 +133,7 @@ class StoreBackend : public c10d::Backend {
  protected:
   c10::intrusive_ptr<c10d::Store> store_;
 
-  // What every rank gives, by rank. All collectives are this one; ranks call it in one order.
+  // Returns the bytes of every rank, by rank. All collectives use it; ranks call it in one order.
   virtual std::vector<Bytes> exchange(const Bytes& mine) {
     const std::string round = std::to_string(rounds_++) + "/";
     store_->set(round + std::to_string(getRank()), mine);

@@ -1,5 +1,5 @@
-// What torch asks of an accelerator that is there to bind default groups to, and for nothing else:
-// no tensor is ever on it. So in C++ it is not available, whatever its Python module says.
+// The hooks of an accelerator that default groups can be bound to, and nothing else: no tensor is
+// ever on it. So in C++ it is not available, whatever its Python module says.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>

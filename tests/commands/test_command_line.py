@@ -151,9 +151,9 @@ def test_python_m_meshverse_is_the_same_command() -> None:
         command = [sys.executable, "-m", "meshverse", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
 
-    told = run("plan", "dp=2")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert told.stdout.startswith("World of 2 ranks")
+    result = run("plan", "dp=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("World of 2 ranks")
     assert run("plan", "dp=x*y").returncode == 2
 
 

@@ -1,4 +1,4 @@
-"""What the core computes, computed again by enumerating every index: slow and obvious."""
+"""The core's results, computed again by enumerating every index: slow and obvious."""
 
 from __future__ import annotations
 

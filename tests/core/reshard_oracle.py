@@ -37,7 +37,7 @@ class Move(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one rank does, in lists."""
+    """The plan of one rank, in lists."""
 
     messages: list[list[int]]
     boxes: list[int]
@@ -56,7 +56,7 @@ def grid_of(ranks: Sequence[int], sizes: Sequence[int], order: Sequence[int], wo
 
 
 def local_of(whole: Tensor, side: Side, grid: Grid, rank: int) -> Tensor | None:
-    """What a rank holds, split as torch splits; None if it holds nothing."""
+    """Return the elements of a rank, split as torch splits; None if it has none."""
     coordinates = grid.holders.coordinates_of(rank)
     if coordinates is None:
         return None
@@ -123,7 +123,7 @@ class Played:
         assert not self._mail, "messages that nobody receives"
 
     def least_bytes(self, rank: int) -> int:
-        """What a rank has to receive: elements that it wants and does not have."""
+        """Return the bytes a rank has to receive: elements that it wants and does not have."""
         total = 0
         for move, have, want in zip(self.moves, self.sources[rank], self.wanted[rank], strict=True):
             known = set() if have is None else set(have.flatten().tolist())

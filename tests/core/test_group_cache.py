@@ -294,7 +294,7 @@ def test_asking_for_the_entry_being_made_raises():
     assert cache.get_or_create(AXIS, GLOO, lambda: "made") == "made"
 
 
-def test_threads_that_wait_for_each_other_are_told():
+def test_threads_that_wait_for_each_other_get_an_error():
     cache, both_inside, refused = GroupCache(), threading.Barrier(2), []
 
     def ask(i):

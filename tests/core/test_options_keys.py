@@ -197,8 +197,8 @@ def test_ignored_fields_are_not_even_read():
     options.config.min_ctas = 7
     ignored = {"value", "doubled", "config.min_ctas"}
     assert key(options, ignored=ignored) == key()
-    told = repr(key(options, ignored=ignored - {"config.min_ctas"}))
-    assert told == "OptionsKey('custom', config.min_ctas=7)"
+    result = repr(key(options, ignored=ignored - {"config.min_ctas"}))
+    assert result == "OptionsKey('custom', config.min_ctas=7)"
     assert key(options, ignored=["config", "value", "doubled"]) == key()
 
 

@@ -1,4 +1,4 @@
-"""What cannot be is refused: the right exception, the values in it, and no process group made."""
+"""Bad input: the right exception, with the values in it, and no process group created."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def test_meshes_under_different_tags_are_unequal(mesh) -> None:
     for one in meshes:
         assert [one == each for each in meshes] == [one is each for each in meshes]
         assert [one != each for each in meshes] == [one is not each for each in meshes]
-    for told in (hash, DeviceMesh._stable_hash, lambda mesh: mesh._compile_guard):
-        assert len({told(one) for one in meshes}) == 3
+    for digest in (hash, DeviceMesh._stable_hash, lambda mesh: mesh._compile_guard):
+        assert len({digest(one) for one in meshes}) == 3
 
 
 def test_the_same_tag_is_equality_between_universes(mesh) -> None:
@@ -255,9 +255,9 @@ def test_what_a_root_says_of_its_groups_before_they_are_made_is_not_kept(mesh) -
 def test_the_stable_hash_of_a_root_counts_its_groups_from_the_start(mesh) -> None:
     with isolate("x"):
         root = mesh["tp"]._get_root_mesh()
-    told = root._stable_hash()
+    digest = root._stable_hash()
     root.get_group("tp")
-    assert root._stable_hash() == told
+    assert root._stable_hash() == digest
 
 
 def test_a_slice_of_a_partly_isolated_root_has_that_root() -> None:

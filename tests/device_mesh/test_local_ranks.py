@@ -35,9 +35,9 @@ def _local_ranks(mesh: StockDeviceMesh) -> list[Any]:
 @given(mesh_specs(seen_by="an outsider"))
 def test_outside_of_a_lazy_mesh_it_raises_as_stock_does(spec: MeshSpec) -> None:
     with fake_world(spec.world_size, spec.rank):
-        told = _local_ranks(_lazy(spec))
-        assert told == _local_ranks(spec.build(STOCK))
-    assert all(outcome.error for outcome in told)
+        result = _local_ranks(_lazy(spec))
+        assert result == _local_ranks(spec.build(STOCK))
+    assert all(outcome.error for outcome in result)
 
 
 @needs_canonical_layouts
@@ -52,8 +52,8 @@ def test_of_lazy_meshes_are_stocks(spec: MeshSpec, data: st.DataObject) -> None:
             ours = [_lazy(spec)]
             derived = attempt(lambda: operation.apply(OURS, ours)).value
             ours += [] if derived is None else [derived]
-            told = [_local_ranks(mesh) for mesh in ours]
-        assert told == [_local_ranks(mesh) for mesh in stock]
+            seen = [_local_ranks(mesh) for mesh in ours]
+        assert seen == [_local_ranks(mesh) for mesh in stock]
 
 
 @given(mesh_specs(always_named=True, explicit=True), st.booleans())
@@ -72,7 +72,7 @@ def test_before_and_after_a_group_is_made(spec: MeshSpec, preserve_rank_order: b
 
 @in_worlds((8, 3))
 def test_it_is_the_place_in_the_group_and_not_the_coordinate(world) -> None:
-    told = {}
+    seen = {}
     for preserve_rank_order in (False, True):
         mesh = DeviceMesh(
             "cpu",
@@ -82,9 +82,9 @@ def test_it_is_the_place_in_the_group_and_not_the_coordinate(world) -> None:
             universe=Universe(torch.tensor(PERMUTED), lazy=True),
         )
         with groups_created(0):
-            told[preserve_rank_order] = [mesh.get_local_rank(axis) for axis in AXES]
+            seen[preserve_rank_order] = [mesh.get_local_rank(axis) for axis in AXES]
         assert mesh.get_coordinate() == (0, 1, 1)
-    assert told == {False: [0, 1, 0], True: [0, 1, 1]}  # of ranks 3 7, 1 3 and 4 3
+    assert seen == {False: [0, 1, 0], True: [0, 1, 1]}  # of ranks 3 7, 1 3 and 4 3
 
 
 @in_worlds((8, 5))

@@ -28,7 +28,7 @@ def _line(family: Family, size: int = 4, rank: int = 2) -> Any:
     return family.DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=rank)
 
 
-def _told(mesh: Any) -> dict[str, Any]:
+def _answers(mesh: Any) -> dict[str, Any]:
     return {
         "coordinate": mesh.get_coordinate(),
         "is member": mesh._is_current_rank_part_of_mesh(),
@@ -47,12 +47,12 @@ _WORLDS = [(8, 5), (8, 2), (4, 1), (2, 0), (8, 5)]
 def test_in_every_world_it_answers_from_its_rank(family: Family) -> None:
     with fake_world(8, 5):
         mesh, outside = _line(family), _line(family, rank=7)
-        told = _told(mesh)
-        assert (told["coordinate"], told["is member"]) == ((2,), True)
+        result = _answers(mesh)
+        assert (result["coordinate"], result["is member"]) == ((2,), True)
         assert (outside.get_coordinate(), outside._is_current_rank_part_of_mesh()) == (None, False)
     for size, rank in _WORLDS:
         with fake_world(size, rank):
-            assert _told(mesh) == told
+            assert _answers(mesh) == result
             assert outside.get_coordinate() is None
             assert outside.mesh.tolist() == [0, 1, 2, 3]
             assert mesh == _line(family)

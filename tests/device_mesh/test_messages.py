@@ -109,31 +109,31 @@ def test_a_line_is_not_one_of_an_installed_package(tmp_path: Path) -> None:
     exec(compile("def call(): return program_line()", str(folder / "lib.py"), "exec"), names)
     assert names["call"]().startswith(f"{__file__}:")
     # Where the program itself is installed, it is the line to tell.
-    told: list[str] = []
-    names["told"] = told
-    program = "import threading\nthread = threading.Thread(target=lambda: told.append(call()))"
+    seen: list[str] = []
+    names["seen"] = seen
+    program = "import threading\nthread = threading.Thread(target=lambda: seen.append(call()))"
     exec(compile(program, str(folder / "train.py"), "exec"), names)
     names["thread"].start()
     names["thread"].join()
-    assert told == [f"{folder / 'lib.py'}:1"]
+    assert seen == [f"{folder / 'lib.py'}:1"]
 
 
 def test_a_line_of_a_thread() -> None:
-    told: list[str] = []
+    seen: list[str] = []
 
     def run() -> None:
-        told.append(program_line())
+        seen.append(program_line())
 
     for target in (run, lambda: run()):
         thread = threading.Thread(target=target)
         thread.start()
         thread.join()
-    assert all(line.startswith(f"{__file__}:") for line in told)
-    arguments = {"target": lambda line: told.append(line()), "args": (program_line,)}
+    assert all(line.startswith(f"{__file__}:") for line in seen)
+    arguments = {"target": lambda line: seen.append(line()), "args": (program_line,)}
     thread = threading.Thread(**arguments, name="x")
     thread.start()
     thread.join()
-    assert told[-1].startswith(f"{__file__}:")
+    assert seen[-1].startswith(f"{__file__}:")
 
 
 def test_a_line_under_torch_compile() -> None:
@@ -188,7 +188,7 @@ def test_the_log_has_one_line_a_group_and_not_one_a_rank(world: Any, caplog: Any
 # --- how to start --------------------------------------------------------------------------------
 
 
-def test_a_program_without_a_launcher_is_told_how_to_start(tmp_path: Path) -> None:
+def test_a_program_without_a_launcher_gets_an_error_that_says_how_to_start(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from meshverse import init_device_mesh\ninit_device_mesh('cpu', (2, 2))\n")
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -108,7 +108,7 @@ def test_a_rank_outside_may_hold_print_slice_and_compare(outside: DeviceMesh) ->
     assert outside.universe.explain().created == 0
 
 
-def test_a_rank_outside_is_told_that_it_has_no_group(outside: DeviceMesh) -> None:
+def test_a_rank_outside_gets_an_error_that_it_has_no_group(outside: DeviceMesh) -> None:
     with pytest.raises(IndexError, match=r"Rank 5 is not in .*tp=2.* over ranks 1, 2"):
         outside.get_group("tp")
 

@@ -21,7 +21,7 @@ _PARTS: dict[str, Any] = {
 
 
 def _look_at(mesh: DeviceMesh) -> list[Any]:
-    """What any rank may do with any mesh."""
+    """Return the results of what any rank may do with any mesh."""
     return [repr(mesh), repr(mesh["tp"]), mesh.mesh.tolist(), mesh.shape, mesh["tp"].size()]
 
 
@@ -82,7 +82,7 @@ def test_pipeline_stages_of_unequal_shape(crew: Crew, on_members_only: bool) -> 
 
 
 def _of_an_asynchronous_result() -> dict[str, Any]:
-    # Ranks count down from the last one, so that the order is told too.
+    # Ranks count down from the last one, so that the order shows too.
     mine = torch.tensor([dist.get_world_size() - 1 - dist.get_rank()])
     gathered = functional.all_gather_tensor(mine, 0, dist.group.WORLD)
     assert type(gathered) is functional.AsyncCollectiveTensor

@@ -242,8 +242,8 @@ class Programs(RuleBasedStateMachine):
                 if group.name is not None
             ]
             assert len(groups) == len(set(groups))
-            told = universe.explain()
-            assert len(told.to_dict()["groups"]) == len(groups)
+            report = universe.explain()
+            assert len(report.to_dict()["groups"]) == len(groups)
 
     # --- what is drawn --------------------------------------------------------------------------
 

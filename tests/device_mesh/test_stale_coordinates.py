@@ -39,7 +39,7 @@ def _meshes() -> dict[str, DeviceMesh]:
     }
 
 
-def test_another_rank_is_told_no_coordinate() -> None:
+def test_another_rank_gets_no_coordinate() -> None:
     with fake_world(8, 5):
         meshes = _meshes()
         places = {name: mesh.get_coordinate() for name, mesh in meshes.items()}
@@ -56,7 +56,7 @@ def test_another_rank_is_told_no_coordinate() -> None:
 
 
 @pytest.mark.parametrize("read_before", [False, True])
-def test_another_rank_is_told_no_ranks_of_a_part(read_before: bool) -> None:
+def test_another_rank_gets_no_ranks_of_a_part(read_before: bool) -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
         parts = [mesh["tp"], mesh.unflatten("tp", (2, 2), ("a", "b"))["a"]]
@@ -71,7 +71,7 @@ def test_another_rank_is_told_no_ranks_of_a_part(read_before: bool) -> None:
         assert [part.mesh.tolist() for part in parts] == [[4, 5, 6, 7], [5, 7]]
 
 
-def test_the_same_rank_of_a_restarted_world_is_told_its_coordinate() -> None:
+def test_the_same_rank_of_a_restarted_world_gets_its_coordinate() -> None:
     with fake_world(8, 5):
         meshes = _meshes()
         places = {name: mesh.get_coordinate() for name, mesh in meshes.items()}

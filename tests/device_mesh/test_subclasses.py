@@ -23,7 +23,7 @@ _RANKS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 class _WithRole:
-    """What a trainer may add: an attribute, and a way to make it."""
+    """A trainer's subclass: an attribute, and a way to construct it."""
 
     def __init__(self, *args: Any, role: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is read of a mesh, in print and in torch's messages: letter for letter as stock's."""
+"""Texts of a mesh, in print and in torch's messages: letter for letter as stock's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_slice_is_printed_outside_of_it_too(
 
 def test_the_classs_name_is_stocks(world) -> None:
     assert (DeviceMesh.__name__, DeviceMesh.__qualname__) == ("DeviceMesh", "DeviceMesh")
-    assert DeviceMesh.__module__ == "meshverse.device_mesh"  # which mesh it is can be told
+    assert DeviceMesh.__module__ == "meshverse.device_mesh"  # so one sees which class it is
 
 
 def _from_group(group: Any, mesh: Any, names: Any = None) -> Callable[[Family], StockDeviceMesh]:
@@ -153,20 +153,20 @@ def test_error_texts_begin_with_stocks(world, action: Callable[[Family], Any]) -
 @needs_canonical_layouts
 @in_worlds((8, 5))
 def test_tensors_and_what_they_did_are_printed_as_on_stock(world) -> None:
-    told = {}
+    results = {}
     for which in SIDES:
         with side(which) as family:
             tensor = _tensor(_cube(family))
             with CommDebugMode() as seen:
                 product = (tensor @ tensor.T).redistribute(placements=[Replicate()] * 3)
-            told[which] = (
+            results[which] = (
                 repr(tensor),
                 str(tensor._spec),
                 repr(product.device_mesh),
                 str(seen.get_comm_counts()),
                 seen.generate_comm_debug_tracing_table(noise_level=3),
             )
-    assert told["ours"] == told["installed"] == told["stock"]
+    assert results["ours"] == results["installed"] == results["stock"]
 
 
 @in_worlds((65_536, 5))

@@ -101,18 +101,18 @@ def _stable_hashes() -> list[str]:
 
 
 def test_stable_hashes_are_of_what_a_graph_of_one_rank_knows() -> None:
-    told: dict[int, list[list[str]]] = {4: [], 5: []}
+    seen: dict[int, list[list[str]]] = {4: [], 5: []}
     for rank in (4, 5, 4):
         with fake_world(8, rank):
-            told[rank].append(_stable_hashes())
-    assert told[4][0] == told[4][1]  # so the next run of a job finds its graphs
+            seen[rank].append(_stable_hashes())
+    assert seen[4][0] == seen[4][1]  # so the next run of a job finds its graphs
     # Another rank has another place, and meshes made apart have other groups.
-    assert len({*told[4][0], *told[5][0]}) == 4
+    assert len({*seen[4][0], *seen[5][0]}) == 4
 
 
 def test_stable_hashes_are_of_no_rank_where_a_graph_is_for_all() -> None:
-    told = set()
+    seen = set()
     for rank in (4, 5, 4):
         with fake_world(8, rank), compiled_on_one_rank():
-            told.update(_stable_hashes())
-    assert len(told) == 1
+            seen.update(_stable_hashes())
+    assert len(seen) == 1

@@ -20,7 +20,7 @@ _PAGE = (_TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def _picture() -> dict[str, str]:
-    """What is drawn beside each room, highest first."""
+    """Return the text beside each room in the picture, highest first."""
     drawn = _PAGE.partition("<!-- rooms -->")[2].partition("<!-- end of rooms -->")[0]
     return dict(re.findall(r"^  (\w+)(?:/|\.py) +(.+)$", drawn, flags=re.MULTILINE))
 

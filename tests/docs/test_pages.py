@@ -42,7 +42,7 @@ _KINDS = {
 }
 
 Ended = tuple[str, list[str], str]
-"""What a program printed; what it raised and logged; the traceback, or "" if it ended well."""
+"""The output of a program; its error and log; the traceback, or "" if it ended well."""
 
 # --- how programs are run ------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ def _script_of(program: Program, folder: Path) -> Path:
 
 
 def _names(source: str) -> dict[str, Any]:
-    """What the pages' short examples use without importing it."""
+    """Return the names that the pages' short examples use without importing them."""
     init = meshverse.init_device_mesh
     return {
         "__name__": "page",

@@ -20,11 +20,11 @@ _BY_PATH = {
 
 def test_every_public_name_is_in_the_reference() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md")]
-    told = re.findall(r"^\.\. auto\w+:: (\S+)$", "\n".join(pages), re.MULTILINE)
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", "\n".join(pages), re.MULTILINE)
     public = {
         f"meshverse{module}.{name}"
         for module in _MODULES
         for name in importlib.import_module(f"meshverse{module}").__all__
         if name != "__version__"
     }
-    assert sorted(told) == sorted(public | _BY_PATH)
+    assert sorted(documented) == sorted(public | _BY_PATH)

@@ -74,10 +74,10 @@ def test_a_job_that_is_well() -> None:
         [*torchrun, *_DOCTOR, *arguments], capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)  # by rank 0 alone
-    assert (told["is_well"], told["problems"], told["world"]) == (True, [], 4)
-    assert told["hosts"] == [socket.gethostname()] * 4
-    axes = {" ".join(axis["axes"]): axis for axis in told["axes"]}
+    data = json.loads(done.stdout)  # by rank 0 alone
+    assert (data["is_well"], data["problems"], data["world"]) == (True, [], 4)
+    assert data["hosts"] == [socket.gethostname()] * 4
+    axes = {" ".join(axis["axes"]): axis for axis in data["axes"]}
     sizes = {name: (axis["size"], axis["count"]) for name, axis in axes.items()}
     assert sizes == {"dp": (2, 2), "tp": (2, 2), "all a": (4, 1), "b": (1, 4)}
     assert all(axis["is_right"] for axis in axes.values())
@@ -93,7 +93,7 @@ from datetime import timedelta
 from meshverse.doctor import examine
 
 def ask(view):
-    os.environ["NCCL_TURN"] = view  # which the environment that is told then has
+    os.environ["NCCL_TURN"] = view  # which the reported environment then has
     found = examine([view], backend="gloo", large_bytes=1000, timeout=timedelta(seconds=30))
     return found.axes[0].axes, found.environment["NCCL_TURN"], found.problems
 
@@ -134,8 +134,8 @@ def test_srun_as_the_page_shows_it() -> None:
     ]
     outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
-    told = json.loads(outputs[0])
-    assert (told["world"], told["axes"][0]["planned_nodes"]) == (2, 1)
+    data = json.loads(outputs[0])
+    assert (data["world"], data["axes"][0]["planned_nodes"]) == (2, 1)
 
 
 def test_tables_are_for_people() -> None:
@@ -155,7 +155,7 @@ def test_without_a_view_it_checks_the_world() -> None:
     assert (axis["axes"], axis["size"], axis["count"]) == (["world"], 2, 1)
 
 
-def test_ranks_that_differ_are_told_with_what() -> None:
+def test_the_error_says_in_what_ranks_disagree() -> None:
     own = {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}
     ends = _ends(_start([0, 1, 2], 3, "dp=3", "--json", "--megabytes", "0.1", own=own))
     assert [status for status, _, _ in ends] == [1, 1, 1]  # on all ranks
@@ -177,8 +177,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
     for status, out, err in ends:
         assert (status, out) == (1, "")
         assert "Traceback" not in err
-    (told,) = [err for _, _, err in ends if err]  # by one rank
-    assert f"rank {missing} has not started" in told
+    (error,) = [err for _, _, err in ends if err]  # by one rank
+    assert f"rank {missing} has not started" in error
 
 
 def test_a_rank_that_stops_in_the_middle_is_named() -> None:
@@ -194,10 +194,10 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
         ranks[2].kill()
         ranks[2].communicate()
     assert [status for status, _, _ in ends] == [1, 1]
-    (told,) = [err for _, _, err in ends if err]  # by one rank
+    (error,) = [err for _, _, err in ends if err]  # by one rank
     host = socket.gethostname()
-    assert f"rank 2 on {host} gives no sign of life in: the all-reduces of axis dp" in told
-    assert not re.search(f"rank [01] on {host} (gives no|is still)", told)  # which live
+    assert f"rank 2 on {host} gives no sign of life in: the all-reduces of axis dp" in error
+    assert not re.search(f"rank [01] on {host} (gives no|is still)", error)  # which live
 
 
 def _wait_for_note(rank: int, port: int, text: str) -> None:

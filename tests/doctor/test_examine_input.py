@@ -1,4 +1,4 @@
-"""What the doctor is asked is checked on every rank before anything starts."""
+"""Input of the doctor: every rank checks it before anything starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch, name, value, said: s
         ({"large_bytes": True}, "large_bytes=True: give an int above 0"),
     ],
 )
-def test_what_cannot_be_examined_is_told(options, said: str) -> None:
+def test_what_cannot_be_examined_raises(options, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         examine(["dp=1"], **{"backend": "gloo", **options})
 
@@ -90,7 +90,7 @@ def test_a_default_group_that_is_there_stays(world) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:NCCL"])
-def test_nccl_without_a_device_is_told_and_sets_nothing(backend: str) -> None:
+def test_nccl_without_a_device_raises_and_sets_nothing(backend: str) -> None:
     with pytest.raises(ValueError, match=r"needs a CUDA device|is not in this torch"):
         examine(["dp=1"], backend=backend)
     assert _WAIT not in os.environ

@@ -1,4 +1,4 @@
-"""What the doctor calls wrong or slow, from the measurements of all ranks."""
+"""Outliers that the doctor finds in the measurements of all ranks: wrong or slow."""
 
 from __future__ import annotations
 

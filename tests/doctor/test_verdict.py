@@ -1,4 +1,4 @@
-"""What the doctor says of measurements: each thing that can be wrong, by itself."""
+"""The doctor's verdict on measurements: each problem by itself."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_clock_that_is_off_is_a_problem() -> None:
     ]
 
 
-def test_ranks_that_are_not_in_blocks_are_told() -> None:
+def test_ranks_that_are_not_in_blocks_raise() -> None:
     measured = _measured()
     for rank, each in enumerate(measured):
         each["host"] = f"n{rank % 2}"

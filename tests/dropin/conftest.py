@@ -18,6 +18,6 @@ def _torch_as_found(uninstalled_afterwards: None) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
-    """What is compiled is forgotten afterwards."""
+    """Forget compiled code afterwards."""
     yield
     torch.compiler.reset()

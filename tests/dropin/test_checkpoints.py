@@ -80,8 +80,8 @@ def _round_trip(side_name: str, way: str) -> dict[str, bool]:
 @pytest.mark.parametrize("way", in_tiers(_ROUND_TRIPS, ["pickle", "torch.save"]))
 @pytest.mark.parametrize("which", ["ours", "installed"])
 def test_dtensors_come_back_on_the_same_mesh(crew: Crew, which: str, way: str) -> None:
-    for told in crew.run(_round_trip, 4, which, way):
-        assert all(told.values()), told
+    for answer in crew.run(_round_trip, 4, which, way):
+        assert all(answer.values()), answer
 
 
 def _copied_model(kind: str) -> dict[str, bool]:
@@ -107,8 +107,8 @@ def _copied_model(kind: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("kind", ["tensor parallel", "fsdp2"])
 def test_a_copied_model_stays_on_its_mesh(crew: Crew, kind: str) -> None:
-    for told in crew.run(_copied_model, 4, kind):
-        assert all(told.values()), told
+    for answer in crew.run(_copied_model, 4, kind):
+        assert all(answer.values()), answer
 
 
 # --- distributed checkpoints ---------------------------------------------------------------------
@@ -153,8 +153,8 @@ def _into_another_shape(side_name: str, folder: str, way: str) -> dict[str, bool
 @pytest.mark.parametrize("way", ["in place", "async"])
 @pytest.mark.parametrize("which", ["ours", "installed"])
 def test_distributed_checkpoint(crew: Crew, which: str, way: str, tmp_path: Path) -> None:
-    for told in crew.run(_into_another_shape, 4, which, str(tmp_path / "checkpoint"), way):
-        assert all(told.values()), told
+    for answer in crew.run(_into_another_shape, 4, which, str(tmp_path / "checkpoint"), way):
+        assert all(answer.values()), answer
 
 
 # A file, since the saving processes that torch spawns import it again.
@@ -248,7 +248,7 @@ def _decoupled() -> dict[str, Any]:
         sharded = distribute_tensor(_whole(), mesh, [Shard(0), Shard(1)])
         back: DTensor = _save_and_load(sharded)
         loaded = back.device_mesh
-        told: dict[str, Any] = {
+        seen: dict[str, Any] = {
             "apart": loaded != mesh and mesh != loaded,
             "local": back.to_local().equal(sharded.to_local()),
             "coordinate": list(loaded.get_coordinate()) == list(mesh.get_coordinate()),
@@ -257,14 +257,14 @@ def _decoupled() -> dict[str, Any]:
             with pytest.raises(RuntimeError, match=r"mesh\.bind\(\)"):
                 use()
         loaded.bind()
-        told["equal"] = loaded == mesh and mesh == loaded
-        told["full"] = back.full_tensor().equal(_whole())
+        seen["equal"] = loaded == mesh and mesh == loaded
+        seen["full"] = back.full_tensor().equal(_whole())
         moved = back.redistribute(placements=[Replicate(), Shard(0)])
-        told["moved"] = moved.full_tensor().equal(_whole())
-        told["used together"] = (back + sharded).full_tensor().equal(2 * _whole())
-        return told
+        seen["moved"] = moved.full_tensor().equal(_whole())
+        seen["used together"] = (back + sharded).full_tensor().equal(2 * _whole())
+        return seen
 
 
 def test_a_decoupled_dtensor_is_bound(crew: Crew) -> None:
-    for told in crew.run(_decoupled, 4):
-        assert all(told.values()), told
+    for answer in crew.run(_decoupled, 4):
+        assert all(answer.values()), answer

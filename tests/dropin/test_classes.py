@@ -129,8 +129,11 @@ def test_a_program_that_never_heard_of_us() -> None:
     for name, mesh in expected.items():
         assert type(installed[name]) is DeviceMesh
         assert observe(installed[name]) == observe(mesh)
-    told, expected_told = (views["world"].universe.explain() for views in (installed, expected))
-    assert (told.requested, told.created) == (expected_told.requested, expected_told.created)
+    report, expected_report = (views["world"].universe.explain() for views in (installed, expected))
+    assert (report.requested, report.created) == (
+        expected_report.requested,
+        expected_report.created,
+    )
 
 
 def test_overrides_reach_a_mesh_built_by_stocks_name() -> None:

@@ -28,7 +28,7 @@ pytestmark = COMPILES
 
 
 class Compiled(NamedTuple):
-    """What a program saw of its compiled function."""
+    """Observations of a program on its compiled function."""
 
     frames: list[int]  # compiled so far, after each call
     shapes: list[tuple[int, ...]]  # of what the calls gave
@@ -233,9 +233,9 @@ def _reads_tuple_again(family: Family) -> bool:
     shard = _shard(mesh["tp"])
     gather(shard)
     use(_matrix(), mesh)
-    for holder in (views, mesh, mesh["tp"], mesh["dp"]):  # compiling looks at all a mesh has
-        vars(holder).pop("tuple", None)
-        vars(holder).pop("_flatten_rank_map", None)
+    for each in (views, mesh, mesh["tp"], mesh["dp"]):  # compiling looks at all a mesh has
+        vars(each).pop("tuple", None)
+        vars(each).pop("_flatten_rank_map", None)
     gather(shard)
     use(_matrix(), mesh)
     read = "tuple" in vars(views)

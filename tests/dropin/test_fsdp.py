@@ -132,31 +132,31 @@ def test_losses_are_those_of_one_process(crew: Crew, way: str) -> None:
     losses, weights = train_alone()
     answers = {name: crew.run(_losses, 4, name, way, False) for name in SIDES}
     for name in SIDES:
-        for rank, told in enumerate(answers[name]):
-            assert told["losses"] == pytest.approx(losses, rel=TOLERANCE), (name, rank)
+        for rank, answer in enumerate(answers[name]):
+            assert answer["losses"] == pytest.approx(losses, rel=TOLERANCE), (name, rank)
             for key, weight in weights.items():
-                assert told["weights"][key] == pytest.approx(weight.numpy(), abs=TOLERANCE)
-            assert told["classes"] == {mesh_class(name)}
-            assert told["one root"]
+                assert answer["weights"][key] == pytest.approx(weight.numpy(), abs=TOLERANCE)
+            assert answer["classes"] == {mesh_class(name)}
+            assert answer["one root"]
             stock = answers["stock"][rank]
-            assert told["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
+            assert answer["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
             for key in ("locals", "placements", "shares"):
-                assert told[key] == stock[key]
+                assert answer[key] == stock[key]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["one axis", "hybrid", "with tensor parallel"])
 def test_with_prefetch(crew: Crew, way: str) -> None:
     losses, _ = train_alone()
-    for told in crew.run(_losses, 4, "ours", way, True):
-        assert told["losses"] == pytest.approx(losses, rel=TOLERANCE)
+    for answer in crew.run(_losses, 4, "ours", way, True):
+        assert answer["losses"] == pytest.approx(losses, rel=TOLERANCE)
 
 
 def _inside_fsdp(way: str) -> list[bool]:
     with side("ours") as family:
         wrapped = _WAYS[way](family)
         wrapped.model(batch(0)[0]).sum().backward()
-        told = []
+        seen = []
         for module in wrapped.model.modules():
             if not isinstance(module, FSDPModule):
                 continue
@@ -165,11 +165,11 @@ def _inside_fsdp(way: str) -> list[bool]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
                 mesh = group.mesh_info.mesh
-                told.append(mesh._get_root_mesh() is wrapped.root)
-                told.append(type(mesh) is mesh_class("ours"))
-                told.append(group.mesh_info.shard_process_group in mesh.get_all_groups())
-                told.extend(_is_of(parameter, wrapped.root) for parameter in group.fsdp_params)
-        return told
+                seen.append(mesh._get_root_mesh() is wrapped.root)
+                seen.append(type(mesh) is mesh_class("ours"))
+                seen.append(group.mesh_info.shard_process_group in mesh.get_all_groups())
+                seen.extend(_is_of(parameter, wrapped.root) for parameter in group.fsdp_params)
+        return seen
 
 
 def _is_of(parameter: Any, root: StockDeviceMesh) -> bool:
@@ -181,9 +181,9 @@ def _is_of(parameter: Any, root: StockDeviceMesh) -> bool:
     "way", in_tiers(_WAYS, ["hybrid with tensor parallel", "over a flattened axis"])
 )
 def test_fsdp_sees_one_root(crew: Crew, way: str) -> None:
-    for told in crew.run(_inside_fsdp, 4, way):
-        assert len(told) > 15
-        assert all(told)
+    for answer in crew.run(_inside_fsdp, 4, way):
+        assert len(answer) > 15
+        assert all(answer)
 
 
 # --- other ways to drive it ----------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _step(wrapped: Wrapped, optimizer: torch.optim.Optimizer, step: int) -> floa
 def test_state_moves_between_ways_of_sharding(crew: Crew, way: str, other_way: str) -> None:
     losses, _ = train_alone(clip=False)
     names = set(make_model().state_dict())
-    for rank, told in enumerate(crew.run(_state_moves_on, 4, way, other_way)):
-        assert told["losses"] == pytest.approx([losses[1]] * 2, rel=TOLERANCE)
-        assert told["keys"] == (names if rank == 0 else set(), names)
-        assert (told["ours"], told["one root"]) == (True, True)
+    for rank, answer in enumerate(crew.run(_state_moves_on, 4, way, other_way)):
+        assert answer["losses"] == pytest.approx([losses[1]] * 2, rel=TOLERANCE)
+        assert answer["keys"] == (names if rank == 0 else set(), names)
+        assert (answer["ours"], answer["one root"]) == (True, True)

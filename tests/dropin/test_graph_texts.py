@@ -64,22 +64,22 @@ def _nameless(text: str) -> str:
 @in_worlds((8, 5))
 @pytest.mark.parametrize("name", in_tiers(_PROGRAMS, ["a slice", "a group", "matmul"]))
 def test_compiled(world, name: str) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family:
             texts = _traced(_PROGRAMS[name], *_input(family))
-        told[which] = [_nameless(text) for text in texts]
-    assert len(told["stock"]) == 2
-    assert told["ours"] == told["installed"] == told["stock"]
+        seen[which] = [_nameless(text) for text in texts]
+    assert len(seen["stock"]) == 2
+    assert seen["ours"] == seen["installed"] == seen["stock"]
 
 
 @in_worlds((8, 5))
 @pytest.mark.parametrize("tracing_mode", ["real", "fake"])
 def test_made_by_make_fx(world, tracing_mode: str) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family:
             x, mesh = _input(family)
             traced = make_fx(lambda x: _PROGRAMS["matmul"](x, mesh), tracing_mode=tracing_mode)  # noqa: B023
-            told[which] = _nameless(traced(x).print_readable(print_output=False))
-    assert told["ours"] == told["installed"] == told["stock"]
+            seen[which] = _nameless(traced(x).print_readable(print_output=False))
+    assert seen["ours"] == seen["installed"] == seen["stock"]

@@ -236,8 +236,8 @@ def test_a_mesh_of_given_groups_is_of_this_world_only() -> None:
     finally:
         meshverse.uninstall()
     assert mesh.get_group() is dist.group.WORLD
-    told = [group["how"] for group in mesh.universe.explain().to_dict()["groups"]]
-    assert told == ["given by the user"]
+    data = [group["how"] for group in mesh.universe.explain().to_dict()["groups"]]
+    assert data == ["given by the user"]
     dist.destroy_process_group()
     with fake_world(8, 5), pytest.raises(RuntimeError, match="there is another one"):
         mesh.get_group()

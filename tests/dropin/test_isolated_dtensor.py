@@ -1,4 +1,4 @@
-"""What DTensor, functional collectives and torch.compile make of isolated meshes: on which groups.
+"""DTensor, functional collectives and torch.compile on isolated meshes: the groups they use.
 
 Everything is first done on the same mesh without the tag, so that whatever torch remembers by mesh
 is there to be taken by mistake.

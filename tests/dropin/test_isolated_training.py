@@ -100,10 +100,10 @@ def _trained(way: str) -> dict[str, Any]:
         with groups_used() as used:
             model = make(own_data, own_tensor)
             losses.append(train(model, own_data, clip=has_tensor or make is _with_fsdp))
-        told = mesh.universe.explain().groups
+        groups = mesh.universe.explain().groups
         return {
             "losses": losses,
-            "tags": {group.tag for group in told if group.name in used},
+            "tags": {group.tag for group in groups if group.name in used},
             "data group": own_data.get_group().group_name in used,
             "shared data group": data.get_group().group_name in used,
             "roots": [each._get_root_mesh() is mesh for each in (data, own_data)],
@@ -114,13 +114,13 @@ def _trained(way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", in_tiers(_WAYS, ["FSDP2 with tensor parallelism", "DDP"]))
 def test_training_is_on_the_groups_of_the_tag(crew: Crew, way: str) -> None:
     expected, _ = train_alone(clip=way != "DDP")
-    for told in crew.run(_trained, 4, way):
-        for losses in told["losses"]:
+    for answer in crew.run(_trained, 4, way):
+        for losses in answer["losses"]:
             assert losses == pytest.approx(expected, rel=TOLERANCE)
-        assert told["tags"] == _WAYS[way][-1]
-        assert told["data group"]
-        assert not told["shared data group"]
-        assert told["roots"] == [True, False]
+        assert answer["tags"] == _WAYS[way][-1]
+        assert answer["data group"]
+        assert not answer["shared data group"]
+        assert answer["roots"] == [True, False]
 
 
 # --- its state -----------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ def _state_moves(way: str) -> dict[str, Any]:
             _STATES[way](one, other)
             pairs = zip(one.parameters(), other.parameters(), strict=True)
             same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
-        told = mesh.universe.explain().groups
+        groups = mesh.universe.explain().groups
         # The default group is for torch's own exchange of plans.
         default = dist.group.WORLD.group_name
         return {
             "same": same,
-            "tags": {g.tag for g in told if g.name in used and g.name != default},
+            "tags": {g.tag for g in groups if g.name in used and g.name != default},
         }
 
 
@@ -185,5 +185,5 @@ def _state_moves(way: str) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("way", in_tiers(_STATES, ["sharded"]))
 def test_state_of_an_isolated_model_moves_in_its_groups(crew: Crew, way: str) -> None:
-    for told in crew.run(_state_moves, 4, way):
-        assert told == {"same": True, "tags": {"x"}}
+    for answer in crew.run(_state_moves, 4, way):
+        assert answer == {"same": True, "tags": {"x"}}

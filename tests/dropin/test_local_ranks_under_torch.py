@@ -33,7 +33,7 @@ def _of_each_rank(value: Any) -> dict[int, int]:
 @in_worlds((4, 0))
 def test_simulated_ranks_have_a_place_each(world) -> None:
     module = pytest.importorskip("torch.distributed._local_tensor", reason="is in later torch")
-    told: dict[str, list[Any]] = {}
+    seen: dict[str, list[Any]] = {}
     meshes = {"lazy": _lazy()}
     for which in SIDES:
         with side(which) as family:
@@ -43,10 +43,10 @@ def test_simulated_ranks_have_a_place_each(world) -> None:
         for which, mesh in meshes.items():
             slices = [mesh[axis] for axis in _AXES]
             kept += slices
-            told[which] = [_of_each_rank(mesh.get_local_rank(dim)) for dim in _DIMS]
-            told[which] += [_of_each_rank(each.get_local_rank()) for each in slices]
-    assert told["stock"][0] == {0: 0, 1: 0, 2: 1, 3: 1}
-    assert told["lazy"] == told["ours"] == told["installed"] == told["stock"]
+            seen[which] = [_of_each_rank(mesh.get_local_rank(dim)) for dim in _DIMS]
+            seen[which] += [_of_each_rank(each.get_local_rank()) for each in slices]
+    assert seen["stock"][0] == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert seen["lazy"] == seen["ours"] == seen["installed"] == seen["stock"]
     # And again by itself, when the mode is over.
     with groups_created(0):
         assert [mesh.get_local_rank("tp") for mesh in meshes.values()] == [0] * 4

@@ -166,7 +166,7 @@ def _pairs(spec: MeshSpec, data: st.DataObject) -> list[tuple[StockDeviceMesh, S
 
 @pytest.mark.skipif(HAS_CANONICAL_LAYOUTS, reason="from 2.13 on, such axes have no stride")
 @in_worlds((8, 5))
-def test_before_2_13_axes_of_size_1_may_tell_stock_apart(world: object) -> None:
+def test_before_2_13_axes_of_size_1_may_distinguish_stock(world: object) -> None:
     """Stock tells a mesh from another by the stride of an axis of size 1. Ours do not have it."""
     stock, ours = (
         family.init_device_mesh("cpu", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))
@@ -231,8 +231,8 @@ def _computed_together(stock_first: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stock_first", [True, False], ids=["stock first", "ours first"])
 def test_tensors_on_equal_meshes_work_together(crew: Crew, stock_first: bool) -> None:
-    for told in crew.run(_together, 4, stock_first):
-        assert told == {"copied": True, "gradient": True, "gradient's mesh": True}
+    for answer in crew.run(_together, 4, stock_first):
+        assert answer == {"copied": True, "gradient": True, "gradient's mesh": True}
 
 
 def _refusal(action: Callable[[], Any]) -> str:
@@ -259,9 +259,9 @@ def _refusals() -> list[str]:
 
 
 def test_tensors_on_unequal_meshes_are_refused(crew: Crew) -> None:
-    for told in crew.run(_unequal, 4):
-        assert len(told) == 4
-        assert all("mesh" in text for text in told)
+    for answer in crew.run(_unequal, 4):
+        assert len(answer) == 4
+        assert all("mesh" in text for text in answer)
 
 
 def _stock_then_installed() -> list[bool]:

@@ -90,7 +90,7 @@ def _as_a_thread(family: Family) -> dict[str, Any]:
 def _threads_of(which: str) -> list[dict[str, Any]]:
     with side(which) as family:
         answers = _on_threads(_as_a_thread, family)
-    return [{key: told[key] for key in told.keys() - {"meshes"}} for told in answers]
+    return [{key: answer[key] for key in answer.keys() - {"meshes"}} for answer in answers]
 
 
 @pytest.mark.parametrize("which", in_tiers(SIDES, ["ours"]))
@@ -99,15 +99,15 @@ def test_ranks_as_threads(which: str) -> None:
     with ProcessPoolExecutor(1, CONTEXT) as pool:
         answers = pool.submit(_threads_of, which).result(SECONDS)
     whole = torch.arange(30.0).reshape(5, 6)
-    for rank, told in enumerate(answers):
+    for rank, answer in enumerate(answers):
         dp, tp = divmod(rank, 2)
-        assert told["coordinate"] == told["local ranks"] == [dp, tp]
-        assert told["ranks"] == [[tp, tp + 2], [2 * dp, 2 * dp + 1], [0, 1, 2, 3]]
-        assert told["sums"] == [sum(ranks) for ranks in told["ranks"]]
-        assert told["local"] == whole.chunk(2, 0)[dp].chunk(2, 1)[tp].tolist()
-        assert (told["full"], told["product"]) == (True, True)
-        assert told["class"] is mesh_class(which)
-        assert told["slice is one object"] or which == "stock"
+        assert answer["coordinate"] == answer["local ranks"] == [dp, tp]
+        assert answer["ranks"] == [[tp, tp + 2], [2 * dp, 2 * dp + 1], [0, 1, 2, 3]]
+        assert answer["sums"] == [sum(ranks) for ranks in answer["ranks"]]
+        assert answer["local"] == whole.chunk(2, 0)[dp].chunk(2, 1)[tp].tolist()
+        assert (answer["full"], answer["product"]) == (True, True)
+        assert answer["class"] is mesh_class(which)
+        assert answer["slice is one object"] or which == "stock"
 
 
 one_world_of_threads_only = pytest.mark.skipif(
@@ -120,7 +120,7 @@ one_world_of_threads_only = pytest.mark.skipif(
 def test_each_thread_has_meshes_of_its_own() -> None:
     with side("ours") as family:
         answers = _on_threads(_as_a_thread, family)
-    for kind in zip(*(told["meshes"] for told in answers), strict=True):
+    for kind in zip(*(answer["meshes"] for answer in answers), strict=True):
         assert len({id(mesh) for mesh in kind}) == 4
         assert len({id(mesh.universe) for mesh in kind}) == 4
 
@@ -129,7 +129,7 @@ def test_each_thread_has_meshes_of_its_own() -> None:
 def test_threads_one_world_after_another() -> None:
     for _ in range(3):
         with side("ours") as family:
-            assert [told["full"] for told in _on_threads(_as_a_thread, family)] == [True] * 4
+            assert [answer["full"] for answer in _on_threads(_as_a_thread, family)] == [True] * 4
 
 
 # --- LocalTensor: all ranks in one thread --------------------------------------------------------
@@ -209,13 +209,13 @@ def _sharded_by_fake_ranks(family: Family) -> dict[str, Any]:
 @in_worlds((8, 0), (8, 5))
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped:UserWarning")
 def test_a_training_step_with_the_fake_backend(world) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family:
-            told[which] = _sharded_by_fake_ranks(family)
-    assert told["ours"] == told["stock"]
-    assert told["installed"] == told["stock"]
-    assert told["ours"]["output"] == batch(0)[0].shape
+            seen[which] = _sharded_by_fake_ranks(family)
+    assert seen["ours"] == seen["stock"]
+    assert seen["installed"] == seen["stock"]
+    assert seen["ours"]["output"] == batch(0)[0].shape
 
 
 # --- FakeTensorMode ------------------------------------------------------------------------------
@@ -281,23 +281,23 @@ _META: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("default", _META)
 @pytest.mark.parametrize("source", _FROM)
 def test_made_and_read_with_meta_as_default(world, source: str, default: str) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family, _META[default]():
             assert torch.empty(1).device.type == "meta"
             mesh = _FROM[source](family)
-            told[which] = observe(mesh)
+            seen[which] = observe(mesh)
             assert (mesh.mesh.device.type, mesh.mesh.tolist()) == ("cpu", _RANKS)
             assert mesh["tp"].mesh.tolist() == [0, 1]
             assert mesh._flatten("world").mesh.tolist() == [0, 1, 2, 3]
-    assert told["ours"] == told["stock"]
-    assert told["installed"] == told["stock"]
+    assert seen["ours"] == seen["stock"]
+    assert seen["installed"] == seen["stock"]
 
 
 @of_four
 @pytest.mark.parametrize("default", _META)
 def test_a_model_made_on_meta(world, default: str) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family, _META[default]():
             mesh = _mesh(family)
@@ -308,6 +308,6 @@ def test_a_model_made_on_meta(world, default: str) -> None:
         assert {value.device.type for value in model.parameters()} == {"meta"}
         model.to_empty(device="cpu")
         locals_ = [value.to_local() for value in model.parameters()]
-        told[which] = [(local.device.type, local.shape) for local in locals_]
-    assert told["ours"] == told["stock"]
-    assert told["installed"] == told["stock"]
+        seen[which] = [(local.device.type, local.shape) for local in locals_]
+    assert seen["ours"] == seen["stock"]
+    assert seen["installed"] == seen["stock"]

@@ -110,12 +110,12 @@ def test_all_ranks_have_one_text(program: str, which: str) -> None:
     ),
 )
 def test_outputs_are_stocks(program: str, dynamic: bool | None) -> None:
-    told = {}
+    seen = {}
     for which in SIDES:
         with fake_world(24, 21), side(which) as family:
-            told[which] = _traced(program, "an inner axis", family, 24, dynamic).output
-    assert told["ours"].equal(told["stock"])
-    assert told["installed"].equal(told["stock"])
+            seen[which] = _traced(program, "an inner axis", family, 24, dynamic).output
+    assert seen["ours"].equal(seen["stock"])
+    assert seen["installed"].equal(seen["stock"])
 
 
 @pytest.mark.parametrize("which", in_tiers(SIDES, ["stock", "ours"]))
@@ -146,15 +146,15 @@ def test_a_graph_runs_on_another_rank_in_another_world() -> None:
 @in_worlds((8, 5))
 def test_ranks_in_no_order_are_carried_as_stock_carries_them(world) -> None:
     order = [[0, 3, 1, 2], [5, 4, 7, 6]]
-    told = {}
+    seen = {}
     for which in SIDES:
         with side(which) as family:
             mesh = family.DeviceMesh("cpu", order, mesh_dim_names=_AXES)
             x = torch.arange(21.0).reshape(3, 7)
-            told[which] = trace(_cut_of_plain, x, mesh["tp"])
-    assert told["ours"].output.flatten().tolist() == [0, 1, 7, 8, 14, 15]
-    assert told["ours"].output.equal(told["stock"].output)
-    assert [constant_bytes(traced.graph) for traced in told.values()] == [32, 32, 32]
+            seen[which] = trace(_cut_of_plain, x, mesh["tp"])
+    assert seen["ours"].output.flatten().tolist() == [0, 1, 7, 8, 14, 15]
+    assert seen["ours"].output.equal(seen["stock"].output)
+    assert [constant_bytes(traced.graph) for traced in seen.values()] == [32, 32, 32]
 
 
 def _cut_of_plain(x: Tensor, mesh: StockDeviceMesh) -> Tensor:
@@ -203,14 +203,14 @@ def test_a_rank_outside_of_the_mesh_compiles_for_its_members() -> None:
 
 @in_worlds((8, 5))
 def test_without_symbols_a_coordinate_is_a_number(world) -> None:
-    told = []
+    seen = []
     for which in SIDES:
         with side(which) as family, compiled_on_one_rank():
             mesh = family.init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
-            told.append([mesh._sym_get_coordinate(index) for index in (0, 1, -1)])
+            seen.append([mesh._sym_get_coordinate(index) for index in (0, 1, -1)])
             with FakeTensorMode():
-                told.append([mesh._sym_get_coordinate(index) for index in (0, 1, -1)])
-    assert told == [[1, 1, 1]] * 6
+                seen.append([mesh._sym_get_coordinate(index) for index in (0, 1, -1)])
+    assert seen == [[1, 1, 1]] * 6
 
 
 @in_worlds((8, 5))

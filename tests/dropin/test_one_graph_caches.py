@@ -1,4 +1,4 @@
-"""What one rank compiled serves the others, and the next process, out of torch's caches."""
+"""Torch's caches: one rank's compiled graph serves the others, and the next process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _mesh() -> StockDeviceMesh:
 
 
 def _compiled_ahead(run: Callable[[], Any], rank: int = 0) -> bytes:
-    """What is compiled as it is run by one rank of a world of which there are no others."""
+    """Compile a program as one rank, without other processes; return the cache artifacts."""
     with _nothing_cached(), fake_world(4, rank):
         run()
         assert _counted().hits == 0
@@ -155,8 +155,8 @@ _FOUND, _NOT_FOUND = Counted(2, 0), Counted(0, 2)  # each of the two caches coun
 @pytest.mark.parametrize("name", _DTENSORS)
 def test_four_ranks_run_what_one_compiled(crew: Crew, name: str, tmp_path: Path) -> None:
     artifacts = _compiled_ahead(lambda: _run(name, _mesh()))
-    told = crew.run(_run_from, 4, artifacts, name, True, str(tmp_path), timeout=500)
-    assert told == [(True, _FOUND)] * 4
+    answers = crew.run(_run_from, 4, artifacts, name, True, str(tmp_path), timeout=500)
+    assert answers == [(True, _FOUND)] * 4
 
 
 def test_otherwise_a_graph_is_for_ranks_that_share_its_groups() -> None:
@@ -199,9 +199,9 @@ def _cut(whole: DTensor) -> Tensor:
 
 def test_a_rank_is_not_given_the_graph_of_another() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        told = [_my_columns(rank, folder) for rank in (0, 1, 0, 1)]
-    assert [shard for shard, _ in told] == [[0, 1], [2, 3]] * 2
-    assert [counted for _, counted in told] == [_NOT_FOUND] * 2 + [_FOUND] * 2
+        seen = [_my_columns(rank, folder) for rank in (0, 1, 0, 1)]
+    assert [shard for shard, _ in seen] == [[0, 1], [2, 3]] * 2
+    assert [counted for _, counted in seen] == [_NOT_FOUND] * 2 + [_FOUND] * 2
 
 
 # --- training: FSDP2 around blocks that are compiled, tensor parallelism inside of them ----------
@@ -259,8 +259,8 @@ def _on_what_rank_0_compiled(run: _OnMesh, folder: str) -> tuple[bool, Counted]:
 
 @pytest.mark.parametrize("run", [_group_sum, _losses])
 def test_what_one_of_the_ranks_compiled(crew: Crew, run: _OnMesh, tmp_path: Path) -> None:
-    told = crew.run(_on_what_rank_0_compiled, 4, run, str(tmp_path), timeout=500)
-    for is_right, counted in told:
+    answers = crew.run(_on_what_rank_0_compiled, 4, run, str(tmp_path), timeout=500)
+    for is_right, counted in answers:
         assert is_right
         assert counted.hits > 0
         assert counted.misses == 0

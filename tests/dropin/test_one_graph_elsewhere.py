@@ -70,7 +70,7 @@ def test_a_graph_runs_on_simulated_ranks(world, which: str) -> None:
 @in_worlds((8, 5))
 def test_random_numbers_of_a_shard_are_drawn_from_its_place(world) -> None:
     random = pytest.importorskip("torch.distributed.tensor._random")
-    told = []
+    seen = []
     for which in SIDES:
         with side(which) as family:
             mesh = family.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -80,8 +80,8 @@ def test_random_numbers_of_a_shard_are_drawn_from_its_place(world) -> None:
             numbers = tracker._compute_rng_offsets(x._spec)
             with compiled_on_one_rank(), FakeTensorMode(shape_env=ShapeEnv()):
                 start, end = tracker._compute_rng_offsets(x._spec)
-            told.append((numbers, str(start), end))
-    assert told[0][0] == (16 * 5, 128)
-    assert "u1" in told[0][1]
-    assert told[1] == told[0]
-    assert told[2] == told[0]
+            seen.append((numbers, str(start), end))
+    assert seen[0][0] == (16 * 5, 128)
+    assert "u1" in seen[0][1]
+    assert seen[1] == seen[0]
+    assert seen[2] == seen[0]

@@ -154,13 +154,13 @@ def test_pipeline_of_two_sharded_stages(crew: Crew, kind: type) -> None:
     loss.backward()
     for name in SIDES:
         answers = crew.run(_pipeline, 4, name, kind)
-        for rank, told in enumerate(answers):
+        for rank, answer in enumerate(answers):
             stage = rank // 2
             expected = {key: p.grad.norm().item() for key, p in model[stage].named_parameters()}
             close = pytest.approx(expected, rel=GRADIENT_TOLERANCE)
-            assert told["gradients"] == close, (name, rank)
-            assert told["peers"] == [rank % 2, rank % 2 + 2]
-        losses = [told["loss"] for told in answers]
+            assert answer["gradients"] == close, (name, rank)
+            assert answer["peers"] == [rank % 2, rank % 2 + 2]
+        losses = [answer["loss"] for answer in answers]
         assert losses[:2] == [None, None]
         assert sum(losses[2:]) / 2 == pytest.approx(loss.item(), rel=TOLERANCE)
 
@@ -221,12 +221,12 @@ def test_dtensors_between_the_stages_of_a_pipeline(crew: Crew) -> None:
     expected = nn.Sequential(*layers)(batch(0)[0][:, 0]).detach().numpy()
     for name in SIDES:
         answers = crew.run(_dtensors_between_stages, 4, name)
-        assert any(told["asked"] for told in answers)  # else no mesh crossed between stages
-        for told in answers:
-            assert set(told["asked"]) <= {(("tp",), True, True)}, name
-        for told in answers[2:]:
-            assert told["result"] == pytest.approx(expected, abs=TOLERANCE)
-            assert told["mesh"]
+        assert any(answer["asked"] for answer in answers)  # else no mesh crossed between stages
+        for answer in answers:
+            assert set(answer["asked"]) <= {(("tp",), True, True)}, name
+        for answer in answers[2:]:
+            assert answer["result"] == pytest.approx(expected, abs=TOLERANCE)
+            assert answer["mesh"]
 
 
 # --- context parallelism -------------------------------------------------------------------------
@@ -252,12 +252,12 @@ def _sequences(side_name: str) -> dict[str, Any]:
 def test_context_parallel_splits_and_joins_sequences(crew: Crew) -> None:
     whole = [float(token) for token in range(_TOKENS)]
     for name in SIDES:
-        for rank, told in enumerate(crew.run(_sequences, 4, name)):
+        for rank, answer in enumerate(crew.run(_sequences, 4, name)):
             # An even load of causal attention: from both ends.
             first, last = ((0, 12), (4, 8))[rank % 2]
-            assert told["mine"] == [whole[first : first + 4] + whole[last : last + 4]]
-            assert told["back"] == [[10 * token for token in whole]]
-            assert told["afterwards"] == [whole]
+            assert answer["mine"] == [whole[first : first + 4] + whole[last : last + 4]]
+            assert answer["back"] == [[10 * token for token in whole]]
+            assert answer["afterwards"] == [whole]
 
 
 def _ring_attention(side_name: str) -> Any:

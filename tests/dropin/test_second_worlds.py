@@ -1,4 +1,4 @@
-"""What torch remembers of meshes, when the world ends and begins anew, or a mesh is made twice.
+"""Caches of torch by mesh, when the world ends and begins anew, or a mesh is made twice.
 
 DTensor and torch.compile keep meshes by value. A mesh of an earlier world has dead groups, so it
 equals none of this world; stock's does, and is used, unless DTensor's caches are cleared.
@@ -143,26 +143,26 @@ def _train(mesh: StockDeviceMesh) -> list[float]:
 def _two_worlds(side_name: str, folder: str) -> dict[str, Any]:
     with side(side_name) as family:
         first = _mesh(family)
-        told = {"first": _calculate(first), "first losses": _train(first)}
+        seen = {"first": _calculate(first), "first losses": _train(first)}
         if dist.get_rank() == 0:  # ranks whose processes have other histories
             family.DeviceMesh("cpu", [0])
         _begin_again(folder)
         second = _mesh(family)
-        told |= {"second": _calculate(second), "second losses": _train(second)}
-        told["flattened"] = distribute_tensor(_WHOLE, second._flatten("world"), [Shard(0)])
-        told["flattened"] = told["flattened"].full_tensor().equal(_WHOLE)
+        seen |= {"second": _calculate(second), "second losses": _train(second)}
+        seen["flattened"] = distribute_tensor(_WHOLE, second._flatten("world"), [Shard(0)])
+        seen["flattened"] = seen["flattened"].full_tensor().equal(_WHOLE)
         with pytest.raises(RuntimeError, match="gone"):
             first.get_group("tp")
-    return told
+    return seen
 
 
 @pytest.mark.parametrize("which", in_tiers(["ours", "installed"], ["installed"]))
 def test_training_goes_on_in_a_second_world(crew: Crew, which: str, tmp_path: Path) -> None:
     losses, _ = train_alone()
-    for told in crew.run(_two_worlds, 4, which, str(tmp_path)):
-        assert (told["first"], told["second"], told["flattened"]) == (True, True, True)
-        assert told["first losses"] == pytest.approx(losses, rel=TOLERANCE)
-        assert told["second losses"] == pytest.approx(losses, rel=TOLERANCE)
+    for answer in crew.run(_two_worlds, 4, which, str(tmp_path)):
+        assert (answer["first"], answer["second"], answer["flattened"]) == (True, True, True)
+        assert answer["first losses"] == pytest.approx(losses, rel=TOLERANCE)
+        assert answer["second losses"] == pytest.approx(losses, rel=TOLERANCE)
 
 
 # --- a mesh made twice in one world --------------------------------------------------------------
@@ -187,27 +187,27 @@ def _made_twice(side_name: str) -> dict[str, Any]:
 
 
 def test_results_are_on_the_equal_mesh_that_was_made_first(crew: Crew) -> None:
-    """As in stock: DTensor keeps operations by value, and answers with the mesh it met first."""
+    """As in stock: DTensor keeps operations by value, and answers with the first mesh it saw."""
     for which in SIDES:
-        for told in crew.run(_made_twice, 4, which):
-            assert all(told.values()), (which, told)
+        for answer in crew.run(_made_twice, 4, which):
+            assert all(answer.values()), (which, answer)
 
 
 def _made_again() -> dict[str, Any]:
-    """What a universe leaves behind that was destroyed, in DTensor's and torch.compile's memory."""
+    """Return results on a mesh, and on an equal one made after its universe was destroyed."""
     with side("ours") as family:
         compiled = torch.compile(_double, backend="aot_eager", fullgraph=True)
-        told = {}
+        seen = {}
         for turn in ("first", "second"):
             mesh = _mesh(family)
-            told[turn] = _calculate(mesh), tuple(compiled(_WHOLE, mesh).shape)
+            seen[turn] = _calculate(mesh), tuple(compiled(_WHOLE, mesh).shape)
             dist.barrier()
             mesh.universe.destroy()
-        return told
+        return seen
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_mesh_may_be_made_again_when_its_universe_is_destroyed(crew: Crew) -> None:
-    for told in crew.run(_made_again, 4):
-        assert told == {"first": (True, (10, 6)), "second": (True, (10, 6))}
+    for answer in crew.run(_made_again, 4):
+        assert answer == {"first": (True, (10, 6)), "second": (True, (10, 6))}

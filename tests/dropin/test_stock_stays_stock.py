@@ -203,8 +203,8 @@ def _averaged() -> dict[str, Any]:
 
 
 def test_an_average_of_a_stock_models_weights(crew: Crew) -> None:
-    for told in crew.run(_averaged, 4):
-        assert all(told.values()), told
+    for answer in crew.run(_averaged, 4):
+        assert all(answer.values()), answer
 
 
 # --- compiled ------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ _RANKS = ("first", "middle", "last")
 
 
 class Built(NamedTuple):
-    """What the trainer of one side built."""
+    """The meshes that the trainer of one side built."""
 
     views: dict[str, dict[str, Any]]  # all that is public of each mesh
     group_ranks: dict[tuple[str, str], list[int]]  # of the group of a mesh's axis

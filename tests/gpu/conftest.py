@@ -1,4 +1,4 @@
-"""This tier runs at several places: on NCCL where there is a GPU, and on the CPU anywhere."""
+"""This tier runs on several platforms: on NCCL where there is a GPU, and on the CPU anywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from helpers.crew import Crew
 from helpers.forked import SECONDS
-from helpers.places import PLACES, World
+from helpers.platforms import PLATFORMS, World
 
 _HERE = Path(__file__).parent
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def crews(crew: Crew, bound_crew: Crew) -> Iterator[dict[str, Crew]]:
-    """Crews by place: a process keeps what it has set up for a device."""
+    """Crews by platform: a process keeps what it has set up for a device."""
     on_gpu = Crew()
     yield {"gloo": crew, "splitting": bound_crew, "nccl": on_gpu}
     on_gpu.stop()
@@ -31,14 +31,14 @@ def crews(crew: Crew, bound_crew: Crew) -> Iterator[dict[str, Crew]]:
 
 @pytest.fixture
 def world(way: str, tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    """The default group of this test, in this way; see `helpers.at_places`."""
-    place, *more = way.split()
-    library = request.getfixturevalue("via_store_library") if place == "splitting" else ""
-    return World(place, str(tmp_path), str(library), "bound" in more, "mixed" in more)
+    """The default group of this test, in this way; see `helpers.at_platforms`."""
+    platform, *more = way.split()
+    library = request.getfixturevalue("via_store_library") if platform == "splitting" else ""
+    return World(platform, str(tmp_path), str(library), "bound" in more, "mixed" in more)
 
 
 @pytest.fixture
 def run(world: World, crews: dict[str, Crew]) -> Callable[..., list[Any]]:
-    """Runs a program on so many ranks of this place; gives what it returned, by rank."""
-    crew, seconds = crews[world.place], SECONDS * PLACES[world.place].slowness
+    """Runs a program on so many ranks of this platform; gives what it returned, by rank."""
+    crew, seconds = crews[world.platform], SECONDS * PLATFORMS[world.platform].slowness
     return lambda program, size, *given: crew.run(program, size, *given, timeout=seconds)

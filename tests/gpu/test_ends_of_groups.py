@@ -1,4 +1,4 @@
-"""Groups that are isolated, destroyed, aborted while something is stuck in them, or asleep."""
+"""Groups that are isolated, destroyed, aborted while something is stuck in them, or suspended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from helpers.all_reduce import reached_by, reached_ranks
-from helpers.at_places import at
-from helpers.places import World, world_at
+from helpers.at_platforms import at
+from helpers.platforms import World, world_at
 from helpers.worlds import live_groups
 from meshverse import init_device_mesh, isolate
 
@@ -25,7 +25,7 @@ def _lines(rank: int) -> dict[str, list[int]]:
     }
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         return f"gave {call()}"
     except RuntimeError as error:
@@ -33,15 +33,15 @@ def _told(call: Callable[[], object]) -> str:
 
 
 def _isolated(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         with isolate("apart"):
             apart = mesh["dp", "tp"]
         groups = [m.get_group(axis) for m in (mesh, apart) for axis in _AXES]
         return {
             "distinct": len({group.group_name for group in groups}),
-            "reached": [reached_ranks(m, place.device) for m in (mesh, apart)],
-            "both at once": _both_at_once(groups[1], groups[3], place.device),
+            "reached": [reached_ranks(m, platform.device) for m in (mesh, apart)],
+            "both at once": _both_at_once(groups[1], groups[3], platform.device),
         }
 
 
@@ -66,19 +66,19 @@ def test_isolated_groups_are_communicators_of_their_own(
 
 
 def _destroyed(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        before = reached_ranks(mesh, place.device)
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        before = reached_ranks(mesh, platform.device)
         had = len(live_groups())
-        reached_by(dist.group.WORLD, place.device)  # gloo's peers are done
+        reached_by(dist.group.WORLD, platform.device)  # gloo's peers are done
         mesh.universe.destroy()
         left = len(live_groups())
-        again = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+        again = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         return {
             "groups": (had, left),
-            "reached": [before, reached_ranks(again, place.device)],
-            "world": reached_by(dist.group.WORLD, place.device),
-            "told": _told(lambda: mesh.get_group("tp")),
+            "reached": [before, reached_ranks(again, platform.device)],
+            "world": reached_by(dist.group.WORLD, platform.device),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
 
@@ -90,27 +90,27 @@ def test_a_destroyed_universe_leaves_the_default_group(
         assert seen["groups"] == (3, 1)
         assert seen["reached"] == [_lines(rank)] * 2
         assert seen["world"] == [1, 1, 1, 1]
-        assert "was destroyed" in seen["told"]
+        assert "was destroyed" in seen["use"]
 
 
 def _aborted_while_stuck(wanted: World) -> dict[str, Any]:
-    with world_at(wanted._replace(survives=True)) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        before = reached_ranks(mesh, place.device)
+    with world_at(wanted._replace(survives=True)) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        before = reached_ranks(mesh, platform.device)
         stuck = None
         if dist.get_rank() == 1:  # its peer, rank 0, never comes
-            total = torch.ones(2, device=place.device)
+            total = torch.ones(2, device=platform.device)
             stuck = dist.all_reduce(total, group=mesh.get_group("tp"), async_op=True)
         mesh.universe.abort()
-        ended = "" if stuck is None else _told(stuck.wait)
-        if place.device == "cuda":
+        ended = "" if stuck is None else _outcome_of(stuck.wait)
+        if platform.device == "cuda":
             torch.cuda.synchronize()  # returns, as the kernel that waited was ended
-        again = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
+        again = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
         return {
             "ended": ended,
-            "reached": [before, reached_ranks(again, place.device)],
-            "world": reached_by(dist.group.WORLD, place.device),
-            "told": _told(lambda: mesh.get_group("tp")),
+            "reached": [before, reached_ranks(again, platform.device)],
+            "world": reached_by(dist.group.WORLD, platform.device),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
         }
 
 
@@ -121,24 +121,24 @@ def test_abort_ends_a_stuck_collective_and_nothing_else(
     for rank, seen in enumerate(run(_aborted_while_stuck, 4, world)):
         assert seen["reached"] == [_lines(rank)] * 2
         assert seen["world"] == [1, 1, 1, 1]
-        assert "was aborted" in seen["told"]
+        assert "was aborted" in seen["use"]
 
 
-def _asleep(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        universe, before = mesh.universe, reached_ranks(mesh, place.device)
-        awake = universe.memory_stats(["tp"])
-        if not awake:
+def _suspended(wanted: World) -> dict[str, Any]:
+    with world_at(wanted) as platform:
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        universe, before = mesh.universe, reached_ranks(mesh, platform.device)
+        active = universe.memory_stats(["tp"])
+        if not active:
             return {}
         universe.suspend(["tp"])
         seen = {
-            "use": _told(lambda: mesh.get_group("tp")),
-            "stats": [one.suspended for one in (*awake, *universe.memory_stats(["tp"]))],
-            "other": reached_by(mesh.get_group("dp"), place.device),
+            "use": _outcome_of(lambda: mesh.get_group("tp")),
+            "stats": [one.suspended for one in (*active, *universe.memory_stats(["tp"]))],
+            "other": reached_by(mesh.get_group("dp"), platform.device),
         }
         universe.resume()
-        return {**seen, "reached": [before, reached_ranks(mesh, place.device)]}
+        return {**seen, "reached": [before, reached_ranks(mesh, platform.device)]}
 
 
 @pytest.mark.skipif(
@@ -146,11 +146,11 @@ def _asleep(wanted: World) -> dict[str, Any]:
     reason="torch can suspend a backend from 2.12 on",
 )
 @at("splitting", "splitting bound", "nccl", "nccl bound")
-def test_a_suspended_axis_wakes_with_the_right_sums(
+def test_a_suspended_axis_resumes_with_the_right_sums(
     world: World, run: Callable[..., list[Any]]
 ) -> None:
-    answers = run(_asleep, 4, world)
-    if world.place == "nccl" and not any(answers):
+    answers = run(_suspended, 4, world)
+    if world.platform == "nccl" and not any(answers):
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} cannot suspend a communicator")
     for rank, seen in enumerate(answers):
         assert "is suspended" in seen["use"]

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from helpers.all_reduce import expected_ranks, reached_by
-from helpers.at_places import at
-from helpers.places import World, world_at
+from helpers.at_platforms import at
+from helpers.platforms import World, world_at
 from meshverse import init_device_mesh
 from trainer_views import Degrees, count_process_groups, five_views
 
@@ -43,14 +43,14 @@ def _grids(d: Degrees) -> dict[str, tuple[np.ndarray, tuple[str, ...]]]:
 
 
 def _reached(wanted: World, lazy: bool) -> dict[str, Any]:
-    with world_at(wanted) as place:
+    with world_at(wanted) as platform:
 
         def init(_: str, *shape: Any, **given: Any) -> Any:
-            return init_device_mesh(place.device, *shape, **given, lazy=lazy)
+            return init_device_mesh(platform.device, *shape, **given, lazy=lazy)
 
         views = five_views(init, _DEGREES[dist.get_world_size()])
         made = count_process_groups()
-        devices = [place.device, "cpu"] if wanted.is_mixed else [place.device]
+        devices = [platform.device, "cpu"] if wanted.is_mixed else [platform.device]
         reached = {
             name: {
                 device: {

@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from helpers import via_store
 from helpers.all_reduce import reached_by, reached_ranks
-from helpers.at_places import at
+from helpers.at_platforms import at
 from helpers.crew import WORLD_TIMEOUT_SECONDS
-from helpers.places import PLACES, World, backend_of, world_at
+from helpers.platforms import PLATFORMS, World, backend_of, world_at
 from meshverse import init_device_mesh
 
 _AXES = ("dp", "tp")
 _USUAL = "usual"
 
 
-def _options(place: str) -> Any:
+def _options(platform: str) -> Any:
     """Options that say something else than fresh ones. c10d hands those of gloo to nobody."""
-    if place == "nccl":
+    if platform == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.min_ctas, options.config.max_ctas = 2, 4
@@ -34,9 +34,9 @@ def _options(place: str) -> Any:
     return options
 
 
-def _said(place: str, options: Any) -> dict[str, Any]:
-    """What options of the place's backend say, as c10d gives them back."""
-    if place == "nccl":
+def _said(platform: str, options: Any) -> dict[str, Any]:
+    """Return the options of the backend as c10d gives them back."""
+    if platform == "nccl":
         config = options.config  # NCCL's own, from which the communicator was made
         ctas = config.min_ctas, config.max_ctas
         return {"ctas": ctas, "priority": options.is_high_priority_stream}
@@ -44,14 +44,16 @@ def _said(place: str, options: Any) -> dict[str, Any]:
 
 
 def _by_axis(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
+    with world_at(wanted) as platform:
         mesh = init_device_mesh(
-            place.device,
+            platform.device,
             (2, 2),
             mesh_dim_names=_AXES,
-            backend_override={"tp": _options(wanted.place)},
+            backend_override={"tp": _options(wanted.platform)},
         )
-        view = mesh.unflatten("tp", (2,), ("ep",), backend_override={"ep": _options(wanted.place)})
+        view = mesh.unflatten(
+            "tp", (2,), ("ep",), backend_override={"ep": _options(wanted.platform)}
+        )
         usual = mesh.unflatten("tp", (2,), ("usual",))
         groups = {
             "dp": mesh.get_group("dp"),
@@ -60,15 +62,15 @@ def _by_axis(wanted: World) -> dict[str, Any]:
         }
         return {
             "said": {
-                name: _said(wanted.place, backend_of(group, wanted).options)
+                name: _said(wanted.platform, backend_of(group, wanted).options)
                 for name, group in groups.items()
             },
-            "asked": _said(wanted.place, _options(wanted.place)),
+            "asked": _said(wanted.platform, _options(wanted.platform)),
             "of the default group": _said(
-                wanted.place, backend_of(dist.group.WORLD, wanted).options
+                wanted.platform, backend_of(dist.group.WORLD, wanted).options
             ),
             "shared": view.get_group("ep") is groups["tp"],
-            "reached": [reached_by(group, place.device) for group in groups.values()],
+            "reached": [reached_by(group, platform.device) for group in groups.values()],
         }
 
 
@@ -87,28 +89,28 @@ def test_options_of_one_axis_are_those_of_its_backend(
 
 
 def _nobody_answers(wanted: World, seconds: float) -> dict[str, Any]:
-    with world_at(wanted._replace(survives=True)) as place:
+    with world_at(wanted._replace(survives=True)) as platform:
         mesh = init_device_mesh(
-            place.device,
+            platform.device,
             (2, 2),
             mesh_dim_names=_AXES,
             timeout=timedelta(seconds=seconds),
         )
         mesh.universe.warm_up()
         timeouts = [backend_of(group, wanted).options._timeout for group in mesh.get_all_groups()]
-        told, waited = "", 0.0
+        outcome, waited = "", 0.0
         if dist.get_rank() == 1:
             start = time.monotonic()
             try:
-                _reduce(mesh.get_group("tp"), place.device)
+                _reduce(mesh.get_group("tp"), platform.device)
             except RuntimeError as error:
-                told = str(error)
+                outcome = str(error)
             waited = time.monotonic() - start
         return {
             "timeouts": {timeout.total_seconds() for timeout in timeouts},
-            "told": told,
+            "error": outcome,
             "waited": waited,
-            "others": reached_by(dist.group.WORLD, place.device),
+            "others": reached_by(dist.group.WORLD, platform.device),
         }
 
 
@@ -123,31 +125,31 @@ def _reduce(group: dist.ProcessGroup, device: str) -> None:
 @at("gloo", "nccl", "nccl bound")
 def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., list[Any]]) -> None:
     # Enough to make the groups on a busy machine, which the timeout is of, too.
-    seconds = 10.0 * PLACES[world.place].slowness
+    seconds = 10.0 * PLATFORMS[world.platform].slowness
     answers = run(_nobody_answers, 4, world, seconds)
     for rank, seen in enumerate(answers):
         assert seen["timeouts"] == {seconds}
-        assert bool(seen["told"]) is (rank == 1)
+        assert bool(seen["error"]) is (rank == 1)
         assert seen["others"] == [1, 1, 1, 1], "the default group works on"
     # Not before its time, and not as late as with the timeout of the default group.
-    too_late = WORLD_TIMEOUT_SECONDS * PLACES[world.place].slowness
+    too_late = WORLD_TIMEOUT_SECONDS * PLATFORMS[world.platform].slowness
     assert seconds - 0.5 <= answers[1]["waited"] < too_late
 
 
 def _of_all(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
+    with world_at(wanted) as platform:
         mesh = init_device_mesh(
-            place.device, (2, 2), mesh_dim_names=_AXES, options=_options(wanted.place)
+            platform.device, (2, 2), mesh_dim_names=_AXES, options=_options(wanted.platform)
         )
         flat = mesh.flatten("all")
         return {
             "said": [
-                _said(wanted.place, backend_of(group, wanted).options)
+                _said(wanted.platform, backend_of(group, wanted).options)
                 for group in (*mesh.get_all_groups(), flat.get_group())
             ],
-            "asked": _said(wanted.place, _options(wanted.place)),
-            "reached": reached_ranks(mesh, place.device),
-            "whole": reached_by(flat.get_group(), place.device),
+            "asked": _said(wanted.platform, _options(wanted.platform)),
+            "reached": reached_ranks(mesh, platform.device),
+            "whole": reached_by(flat.get_group(), platform.device),
         }
 
 

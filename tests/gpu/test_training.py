@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from helpers.at_places import at
-from helpers.places import World, world_at
+from helpers.at_platforms import at
+from helpers.platforms import World, world_at
 from helpers.training import TOLERANCE, make_model, tensor_parallel, train, train_alone
 from meshverse import init_device_mesh
 
@@ -21,16 +21,16 @@ _AXES = ("dp", "tp")
 
 
 def _trained(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place:
-        alone, whole = train_alone(device=place.device)
-        world = init_device_mesh(place.device, (4,), mesh_dim_names=("world",))
+    with world_at(wanted) as platform:
+        alone, whole = train_alone(device=platform.device)
+        world = init_device_mesh(platform.device, (4,), mesh_dim_names=("world",))
         mesh = world.unflatten("world", (2, 2), _AXES)
-        model = make_model().to(place.device)
+        model = make_model().to(platform.device)
         for block in model:
             tensor_parallel(block, mesh["tp"])
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        losses = train(model, mesh["dp"], device=place.device)
+        losses = train(model, mesh["dp"], device=platform.device)
         apart = {
             name: (weight.full_tensor() - whole[name]).abs().max().item()
             for name, weight in model.named_parameters()
@@ -46,17 +46,17 @@ def test_training_is_that_of_one_process(world: World, run: Callable[..., list[A
 
 
 def _compiled(wanted: World) -> dict[str, Any]:
-    with world_at(wanted) as place, torch.inference_mode():
-        mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=_AXES)
-        x = torch.arange(8.0, device=place.device).reshape(2, 4) + mesh.get_local_rank("tp")
+    with world_at(wanted) as platform, torch.inference_mode():
+        mesh = init_device_mesh(platform.device, (2, 2), mesh_dim_names=_AXES)
+        x = torch.arange(8.0, device=platform.device).reshape(2, 4) + mesh.get_local_rank("tp")
         rows = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)
-        told = {}
+        seen = {}
         for name, program in _PROGRAMS.items():
             given = rows if name == "dtensor" else x
             torch.compiler.reset()
-            compiled = torch.compile(program, backend=place.compiler, fullgraph=True)
-            told[name] = [call(given, mesh).tolist() for call in (compiled, program)]
-        return told
+            compiled = torch.compile(program, backend=platform.compiler, fullgraph=True)
+            seen[name] = [call(given, mesh).tolist() for call in (compiled, program)]
+        return seen
 
 
 def _functional(x: Tensor, mesh: Any) -> Tensor:

@@ -121,13 +121,13 @@ def test_ranks_in_no_order_need_one(ranks: list[int]) -> None:
 
 
 def test_its_arguments_do_not_grow() -> None:
-    told = []
+    seen = []
     for size in (64, 10_240, 102_400):
         with fake_world(size, 5):
             mesh = init_device_mesh("cpu", (size // 32, 4, 8), mesh_dim_names=("pp", "dp", "tp"))
             flat = mesh["pp", "tp"]._flatten("both")
-            told.append([_arguments(mesh, 1), _arguments(flat, 0)])
-    assert told == [
+            seen.append([_arguments(mesh, 1), _arguments(flat, 0)])
+    assert seen == [
         [([4, 8], [size, 1], 0), ([size // 32, 32, 8, 1], [size, 1], 0)]
         for size in (64, 10_240, 102_400)
     ]
@@ -141,7 +141,7 @@ def test_the_rank_is_that_of_the_world_in_which_it_runs() -> None:
         coordinate([4, 1], [8, 1], 0)
 
 
-def test_a_rank_outside_is_told_so(world) -> None:
+def test_a_rank_outside_gets_an_error(world) -> None:
     expected = (
         r"Rank 5 .* not in that mesh\. Its ranks are 0 and \(size, stride\) \(4, 1\) from there\. "
         "Run the graph on ranks of the mesh"
@@ -151,8 +151,8 @@ def test_a_rank_outside_is_told_so(world) -> None:
 
 
 def test_torchs_own_checks_of_operators(world) -> None:
-    told = torch.library.opcheck(coordinate, ([4, 1], [8, 1], 0))
-    assert set(told.values()) == {"SUCCESS"}
+    result = torch.library.opcheck(coordinate, ([4, 1], [8, 1], 0))
+    assert set(result.values()) == {"SUCCESS"}
 
 
 def test_under_fake_tensors(world) -> None:

@@ -18,7 +18,7 @@ from meshverse import init_device_mesh
 _AXES = ("dp", "tp")
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         return f"gave {call()}"
     except RuntimeError as error:
@@ -27,12 +27,12 @@ def _told(call: Callable[[], object]) -> str:
 
 def _uses(mesh: Any, tp: Any) -> dict[str, str]:
     return {
-        "a group": _told(lambda: mesh.get_group("dp")),
-        "a slice that was there": _told(tp.get_group),
-        "a rank in a group": _told(lambda: tp.get_local_rank()),
-        "a new view": _told(lambda: mesh.unflatten("tp", (1, 2), ("a", "b"))),
-        "coordinate": _told(mesh.get_coordinate),
-        "coordinate of a slice": _told(tp.get_coordinate),
+        "a group": _outcome_of(lambda: mesh.get_group("dp")),
+        "a slice that was there": _outcome_of(tp.get_group),
+        "a rank in a group": _outcome_of(lambda: tp.get_local_rank()),
+        "a new view": _outcome_of(lambda: mesh.unflatten("tp", (1, 2), ("a", "b"))),
+        "coordinate": _outcome_of(mesh.get_coordinate),
+        "coordinate of a slice": _outcome_of(tp.get_coordinate),
     }
 
 
@@ -59,11 +59,13 @@ def test_splits_of_an_aborted_default_group_say_so(
     for rank, seen in enumerate(answers):
         for now in ("without a world", "in the next world"):
             state = "there is none" if now == "without a world" else "there is another one"
-            for use, told in seen[now].items():
+            for use, message in seen[now].items():
                 if now == "without a world" and use.startswith("coordinate"):
-                    assert told.startswith("gave ("), "what it was, as nobody has another"
+                    assert message.startswith("gave ("), "what it was, as nobody has another"
                     continue
-                assert f"of 4 ranks that this mesh was made with is gone ({state} now" in told, use
+                assert f"of 4 ranks that this mesh was made with is gone ({state} now" in message, (
+                    use
+                )
         assert seen["coordinate"] == divmod(3 - rank, 2)
         assert sum(map(sum, seen["again"].values())) == 4
 
@@ -77,8 +79,9 @@ def _aborted_below_c10d(library: str, folder: str) -> dict[str, Any]:
     dist.group.WORLD.abort()
     seen = {
         "known": reached_ranks(mesh) == before,
-        "told": [
-            _told(lambda: mesh.unflatten("tp", (2,), ("new",), isolate="new")) for _ in range(2)
+        "errors": [
+            _outcome_of(lambda: mesh.unflatten("tp", (2,), ("new",), isolate="new"))
+            for _ in range(2)
         ],
         "known again": reached_ranks(mesh) == before,
         "listed": len(mesh.universe.explain().to_dict()["groups"]),
@@ -97,8 +100,8 @@ def test_no_group_is_split_off_an_aborted_backend(
     answers = bound_crew.run(_aborted_below_c10d, 4, str(via_store_library), str(tmp_path))
     for seen in answers:
         assert seen["known"], "what was split off before works on"
-        for told in seen["told"]:
-            assert "was aborted" in told
+        for message in seen["errors"]:
+            assert "was aborted" in message
         assert seen["known again"]
         assert seen["listed"] == 2
         assert seen["again"]

@@ -50,9 +50,9 @@ def test_nccl_waits_where_it_connects_when_it_is_made(world) -> None:
 
 def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
     with torch.distributed.config.patch(use_torchcomms=True):
-        hazard = compat.why_all_ranks(dist.group.WORLD, "nccl")
+        reason = compat.why_all_ranks(dist.group.WORLD, "nccl")
     # From 2.15 on; there torchcomms is asked whether it is there, and here it is not.
-    assert hazard == (None if AT_LEAST_2_15 else "torchcomms")
+    assert reason == (None if AT_LEAST_2_15 else "torchcomms")
 
 
 def test_a_default_group_that_is_bound_to_nothing_is_not_split(world) -> None:

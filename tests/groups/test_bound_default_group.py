@@ -162,7 +162,7 @@ def _by_options(library: str, folder: str, backend: str) -> dict[str, Any]:
         "kinds": [type(cpu).__name__ for _, cpu in parts],
         "reached": [reached_by(g) for g in (usual, narrow, hurried)],
         "of the parent": backend_of(dist.group.WORLD).options.channels,
-        "told": str(mesh.universe.explain()),
+        "report": str(mesh.universe.explain()),
         "hows": set(_hows(mesh).values()),
     }
 
@@ -180,7 +180,7 @@ def test_options_are_those_of_the_bound_device_and_reach_its_backend(
         assert seen["kinds"] == [kind] * 3
         assert seen["reached"] == [_expected(rank)["tp"]] * 3
         assert seen["of the parent"] == 16
-        assert "channels=3" in seen["told"]
+        assert "channels=3" in seen["report"]
         assert seen["hows"] == {"split off the default group"}
 
 
@@ -195,7 +195,7 @@ def _of_one_device(library: str, folder: str) -> dict[str, Any]:
         "reached": reached_by(mesh.get_group("dp")),
         "devices": [str(device) for device in group._device_types],
         "splits": backend_of(group).splits,
-        "told": str(mesh.universe.explain()),
+        "report": str(mesh.universe.explain()),
     }
 
 
@@ -210,7 +210,7 @@ def test_an_axis_may_have_the_backend_of_one_device(
         assert seen["hows"] == {"dp": "made by its members", "tp": "split off the default group"}
         assert seen["counts"] == (1, 0)
         assert seen["devices"] == [splitting.DEVICE]
-        assert re.search(rf"\n  tp .* {splitting.DEVICE}:{NAME} ", seen["told"])
+        assert re.search(rf"\n  tp .* {splitting.DEVICE}:{NAME} ", seen["report"])
 
 
 def _in_mesh_order(library: str, folder: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def test_members_suffice_otherwise(world) -> None:
 
 def test_the_barrier_variable_needs_all_ranks(world, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    hazard = compat.why_all_ranks(dist.group.WORLD, "gloo")
-    assert hazard == "TORCH_DIST_INIT_BARRIER=1"
+    reason = compat.why_all_ranks(dist.group.WORLD, "gloo")
+    assert reason == "TORCH_DIST_INIT_BARRIER=1"
 
 
 def test_a_mesh_of_an_ended_world_gives_no_group_of_the_next() -> None:

@@ -19,8 +19,8 @@ _MADE_AT_ONCE = (_NCCL, "fake", f"cpu:fake,cuda:{_NCCL}")
 
 
 def _alone(level: str) -> tuple[str, float]:
-    """What rank 0 gets that makes a mesh to which rank 1 does not come, and after how long."""
-    told = "made"
+    """Make a mesh on rank 0 alone; return rank 0's outcome, and after how long."""
+    outcome = "made"
     dist.set_debug_level(getattr(dist.DebugLevel, level))
     start = time.monotonic()
     try:
@@ -33,24 +33,24 @@ def _alone(level: str) -> tuple[str, float]:
                 timeout=timedelta(seconds=1),
             )
     except RuntimeError as error:
-        told = str(error)
+        outcome = str(error)
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
     seconds = time.monotonic() - start
     dist.barrier()
-    return told, seconds
+    return outcome, seconds
 
 
 def test_under_detail_a_member_that_does_not_come_is_named(crew: Crew) -> None:
-    (told, seconds), _ = crew.run(_alone, 2, "DETAIL")
-    assert "Rank 0 could not make the process group of axis 'dp' with ranks [0, 1]" in told
-    assert "did not join" in told
+    (result, seconds), _ = crew.run(_alone, 2, "DETAIL")
+    assert "Rank 0 could not make the process group of axis 'dp' with ranks [0, 1]" in result
+    assert "did not join" in result
     assert 1 <= seconds < 20
 
 
 def test_otherwise_such_a_group_waits_for_nobody(crew: Crew) -> None:
-    (told, _), _ = crew.run(_alone, 2, "INFO")
-    assert told == "made"
+    (result, _), _ = crew.run(_alone, 2, "INFO")
+    assert result == "made"
 
 
 @pytest.mark.parametrize("backend", _MADE_AT_ONCE)

@@ -106,9 +106,9 @@ def test_a_group_of_one_axis_alone_is_gone_as_in_torch() -> None:
     mesh = _mesh()
     dist.destroy_process_group(mesh["tp"].get_group())
     for use in ("get_group", "functional", "DTensor", "warm_up"):
-        with groups_created(0), pytest.raises(RuntimeError) as told:
+        with groups_created(0), pytest.raises(RuntimeError) as raised:
             _USES[use](mesh)
-        assert str(told.value) == (
+        assert str(raised.value) == (
             "The process group of axis 'tp' with ranks [4, 5, 6, 7] was destroyed, by "
             "destroy_process_group(group). Make the mesh again, on all its ranks: a new mesh has a "
             "new group. To end what is a mesh's alone, call mesh.universe.destroy()."

@@ -27,7 +27,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
 
 
 class _InterruptsWhenConnected(dist.ProcessGroupGloo):
-    """As if Ctrl-C came while a group connects: Python handles it when the C++ code returns."""
+    """Interrupt a group that connects, as Ctrl-C does: Python handles it after the C++ code."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -52,9 +52,9 @@ class _InterruptsWhenAllCame:
 
 
 def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
-    """Rank 0 is interrupted after all members of its group came; then all ranks try again."""
+    """Rank 0 is interrupted after all members of its group joined; then all ranks try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    told = "no error"
+    outcome = "no error"
     mesh = _mesh(lazy=True) if lazy else None
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0 and place == "creation":
@@ -69,31 +69,31 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
             elif dist.get_rank() < 2:
                 mesh.get_group("tp")
         except (KeyboardInterrupt, RuntimeError) as error:
-            told = type(error).__name__
+            outcome = type(error).__name__
     signal.signal(signal.SIGINT, usual)
     dist.barrier()
-    return told, reached_by((mesh or _mesh(lazy=False)).get_group("tp"))
+    return outcome, reached_by((mesh or _mesh(lazy=False)).get_group("tp"))
 
 
 @pytest.mark.parametrize(
     "lazy", [pytest.param(False, id="eager", marks=pytest.mark.long), pytest.param(True, id="lazy")]
 )
-@pytest.mark.parametrize("place", ["meeting", "creation", "connected"])
+@pytest.mark.parametrize("place", ["rendezvous", "creation", "connected"])
 def test_members_can_try_again_after_one_was_interrupted(
     crew: Crew, place: str, lazy: bool
 ) -> None:
-    for rank, (told, reached) in enumerate(crew.run(_interrupted, 4, place, lazy)):
+    for rank, (answer, reached) in enumerate(crew.run(_interrupted, 4, place, lazy)):
         assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
         if rank == 0:
-            assert told == "KeyboardInterrupt"
+            assert answer == "KeyboardInterrupt"
         if rank == (1 if lazy else 2):  # the other member of the group
-            assert told == ("no error" if place == "connected" else "RuntimeError")
+            assert answer == ("no error" if place == "connected" else "RuntimeError")
 
 
 def _interrupted_at(operation: int) -> list[str]:
     """Rank 0 is interrupted after an operation of the store; then all ranks try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    told = []
+    seen = []
     for is_first in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if is_first and dist.get_rank() == 0:
@@ -101,12 +101,12 @@ def _interrupted_at(operation: int) -> list[str]:
                 patch.setattr(World, "store", store)
             try:
                 _mesh(lazy=False)
-                told.append("no error")
+                seen.append("no error")
             except (KeyboardInterrupt, RuntimeError) as error:
-                told.append(type(error).__name__)
+                seen.append(type(error).__name__)
         dist.barrier()
     signal.signal(signal.SIGINT, usual)
-    return told
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_all_can_try_again_wherever_one_was_interrupted(crew: Crew, operation: i
 
 
 def _interrupted_before_ranks_differ() -> list[str]:
-    """Rank 0 is interrupted in a meeting; then rank 2 differs from the others; all try again."""
+    """Rank 0 is interrupted in a rendezvous; then rank 2 differs from the others; all try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    rank, told = dist.get_rank(), []
+    rank, seen = dist.get_rank(), []
     time.sleep([0.3, 0, 0.8, 0.1][rank])
     for attempt in range(3):
         with pytest.MonkeyPatch.context() as patch:
@@ -130,12 +130,12 @@ def _interrupted_before_ranks_differ() -> list[str]:
                 patch.setattr(World, "store", store)
             try:
                 _mesh(lazy=False, shape=(4, 1) if attempt == 0 and rank == 2 else (2, 2))
-                told.append("no error")
+                seen.append("no error")
             except (KeyboardInterrupt, RuntimeError) as error:
-                told.append(type(error).__name__)
+                seen.append(type(error).__name__)
         dist.barrier()
     signal.signal(signal.SIGINT, usual)
-    return told
+    return seen
 
 
 @pytest.mark.long

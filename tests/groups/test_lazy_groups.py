@@ -72,13 +72,13 @@ def test_a_collective_on_a_tensor_makes_its_group_only() -> None:
 def test_explain_tells_what_was_made_and_when() -> None:
     mesh = _mesh()
     mesh.get_group("cp")
-    told = mesh.universe.explain()
-    assert [group.how for group in told.groups] == [
+    report = mesh.universe.explain()
+    assert [group.how for group in report.groups] == [
         "not made yet (lazy)",
         "made by its members at first use",
         "not made yet (lazy)",
     ]
-    assert (told.requested, told.created, told.avoided) == (3, 1, 2)
+    assert (report.requested, report.created, report.avoided) == (3, 1, 2)
 
 
 def test_an_axis_over_the_world_is_the_default_group_at_once() -> None:
@@ -163,14 +163,14 @@ def test_warm_up_of_an_unknown_axis_makes_nothing() -> None:
 
 def test_warm_up_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     progress = pytest.importorskip("rich.progress", reason="the bar is drawn with rich")
-    told: list[str] = []
+    seen: list[str] = []
     monkeypatch.setattr(
         progress.Progress,
         "update",
-        lambda self, bar, *, description, advance: told.append(description),
+        lambda self, bar, *, description, advance: seen.append(description),
     )
     assert len(_mesh().universe.warm_up(show_progress=True)) == 3
-    assert sorted(told) == ["warming up cp", "warming up dp", "warming up tp"]
+    assert sorted(seen) == ["warming up cp", "warming up dp", "warming up tp"]
 
 
 def test_without_rich_no_bar_and_no_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def _in_a_circle() -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-def test_ranks_that_wait_for_one_another_are_told(crew: Crew) -> None:
+def test_ranks_that_wait_for_one_another_get_an_error(crew: Crew) -> None:
     for message, seconds in crew.run(_in_a_circle, 4):
         assert "ranks wait for one another" in message
         for step in (
@@ -138,4 +138,4 @@ def test_members_that_never_come_are_named(crew: Crew) -> None:
         "0:00:02: 1 of 2 members joined; not seen were ranks [1]. Those that did not join have died"
     )
     assert 2 <= seconds < 20
-    assert {told for told, _ in others} == {"not used"}
+    assert {result for result, _ in others} == {"not used"}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         return f"gave {call()}"
     except RuntimeError as error:
@@ -50,15 +50,15 @@ def _swap_ranks(folder: str) -> dict[str, Any]:
     return {
         "before": before,
         "rank": dist.get_rank(),
-        "told": [
-            _told(mesh.get_group),
-            _told(own.get_group),
-            _told(lambda: mesh.get_local_rank("all")),
-            _told(mesh.get_coordinate),
-            _told(lambda: own._sym_get_coordinate(0)),
-            _told(own["dp"].get_coordinate),
-            _told(lambda: funcol.all_reduce(torch.ones(1), "sum", (own, 0))),
-            _told(lambda: own.flatten("flat", isolate="another")),
+        "errors": [
+            _outcome_of(mesh.get_group),
+            _outcome_of(own.get_group),
+            _outcome_of(lambda: mesh.get_local_rank("all")),
+            _outcome_of(mesh.get_coordinate),
+            _outcome_of(lambda: own._sym_get_coordinate(0)),
+            _outcome_of(own["dp"].get_coordinate),
+            _outcome_of(lambda: funcol.all_reduce(torch.ones(1), "sum", (own, 0))),
+            _outcome_of(lambda: own.flatten("flat", isolate="another")),
         ],
     }
 
@@ -67,5 +67,5 @@ def test_use_after_the_ranks_have_changed_says_so(crew: Crew, tmp_path: Path) ->
     for rank, seen in enumerate(crew.run(_swap_ranks, 2, str(tmp_path))):
         assert seen["before"] == ([1, 1], [1, 1])
         assert seen["rank"] == 1 - rank
-        for told in seen["told"]:
-            assert f"was made by rank {rank} of 2, which is rank {1 - rank} of 2 now" in told
+        for message in seen["errors"]:
+            assert f"was made by rank {rank} of 2, which is rank {1 - rank} of 2 now" in message

@@ -1,4 +1,4 @@
-"""Groups that `shrink_group` shrinks under a mesh: no rank is told a place that it has not."""
+"""Groups that `shrink_group` shrinks under a mesh: no rank gets a coordinate of another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshverse import init_device_mesh
 _LEFT = [0, 1, 2]
 
 
-def _told(call: Callable[[], object]) -> str:
+def _outcome_of(call: Callable[[], object]) -> str:
     try:
         return f"gave {call()}"
     except RuntimeError as error:
@@ -36,9 +36,9 @@ def _shrink_an_axis(library: str, folder: str) -> dict[str, Any]:
     shrunk = dist.distributed_c10d.shrink_group([3], mesh.get_group())
     start = time.monotonic()
     seen = {
-        "use": _told(mesh.get_group),
-        "of a view": _told(lambda: view.get_group("fsdp")),
-        "place": _told(lambda: mesh.get_local_rank("dp")),
+        "use": _outcome_of(mesh.get_group),
+        "of a view": _outcome_of(lambda: view.get_group("fsdp")),
+        "place": _outcome_of(lambda: mesh.get_local_rank("dp")),
     }
     seen["seconds"] = time.monotonic() - start
     left = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), ranks=_LEFT)
@@ -77,13 +77,13 @@ def _shrink_the_world(library: str, folder: str) -> dict[str, Any]:
         return {}
     dist.distributed_c10d.shrink_group([0])
     seen = {
-        "use": _told(lambda: mesh.get_group("tp")),
-        "derive": _told(lambda: mesh.unflatten("tp", (2, 1), ("a", "b"))),
-        "place": _told(lambda: mesh.get_local_rank("tp")),
-        "coordinate": _told(mesh.get_coordinate),
-        "coordinate of a slice": _told(tp.get_coordinate),
-        "coordinate of a new slice": _told(mesh["dp"].get_coordinate),
-        "coordinate for torch": _told(lambda: mesh._sym_get_coordinate(0)),
+        "use": _outcome_of(lambda: mesh.get_group("tp")),
+        "derive": _outcome_of(lambda: mesh.unflatten("tp", (2, 1), ("a", "b"))),
+        "place": _outcome_of(lambda: mesh.get_local_rank("tp")),
+        "coordinate": _outcome_of(mesh.get_coordinate),
+        "coordinate of a slice": _outcome_of(tp.get_coordinate),
+        "coordinate of a new slice": _outcome_of(mesh["dp"].get_coordinate),
+        "coordinate for torch": _outcome_of(lambda: mesh._sym_get_coordinate(0)),
     }
     again = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), isolate="new")
     assert again.get_coordinate() == (dist.get_rank(),)
@@ -95,7 +95,7 @@ def test_a_shrunk_default_group_says_so_and_new_meshes_have_its_new_ranks(
 ) -> None:
     answers = bound_crew.run(_shrink_the_world, 4, str(via_store_library), str(tmp_path))
     for rank, seen in enumerate(answers[1:]):
-        for use, told in seen.items():
+        for use, message in seen.items():
             if use not in ("rank", "reached"):
-                assert "shrink_group() has left 3 of them" in told, (use, told)
+                assert "shrink_group() has left 3 of them" in message, (use, message)
         assert (seen["rank"], seen["reached"]) == (rank, [1, 1, 1])

@@ -1,1 +1,1 @@
-"""What tests share that is no fixture."""
+"""Helpers that tests share and that are no fixtures."""

@@ -1,4 +1,4 @@
-"""Who an axis's process group reaches, found by an all-reduce; and who it should reach."""
+"""Ranks that an axis's process group reaches, found by an all-reduce, and those it should reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reached_ranks(mesh: StockDeviceMesh, device: str = "cpu") -> Reached:
 
 
 def reached_by(group: dist.ProcessGroup, device: str = "cpu") -> list[int]:
-    """For every global rank, how often an all-reduce of this group counted it."""
+    """Count, for every global rank, how often an all-reduce of this group reached it."""
     counts = torch.zeros(dist.get_world_size(), device=device)
     counts[dist.get_rank()] = 1
     dist.all_reduce(counts, group=group)
@@ -28,7 +28,7 @@ def reached_by(group: dist.ProcessGroup, device: str = "cpu") -> list[int]:
 def expected_ranks(
     ranks: np.ndarray, names: tuple[str, ...], rank: int, world_size: int
 ) -> Reached:
-    """The same from the array of the whole mesh, in plain numpy; nothing for a rank outside it."""
+    """Return the same from the array of the whole mesh, in numpy; nothing for a rank outside it."""
     place = np.argwhere(ranks == rank)
     if len(place) == 0:
         return {}

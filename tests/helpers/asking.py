@@ -54,7 +54,7 @@ def _permuted(preserve_rank_order: bool) -> DeviceMesh:
 
 
 def lazy_meshes() -> dict[str, DeviceMesh]:
-    """Every way to come by a mesh, without a process group made. All ranks call this."""
+    """Return the ways to get a mesh without creating a process group. All ranks call this."""
     cube, nameless = lazy_cube(), init_device_mesh("cpu", (2, 2, 2), lazy=True)
     with isolate("apart"):
         apart = cube["tp"]
@@ -253,7 +253,7 @@ def _collective(cube: DeviceMesh) -> MeshCollective:
 
 
 def places(collective: MeshCollective) -> list[Any]:
-    """Where this process stands in a collective, its node's and its tensor-parallel group's."""
+    """Return this process's ranks in a collective, its node's and its tensor-parallel group's."""
     limited = (collective, collective.local, collective.tp_world, collective.tp_world.local)
     return [
         (each.rank, each.world_size, each.dp_rank, each.tp_rank, each.is_master) for each in limited

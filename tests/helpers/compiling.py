@@ -1,4 +1,4 @@
-"""What tests that compile have in common, beside the fixture `nothing_compiled`."""
+"""Helpers of tests that compile, beside the fixture `nothing_compiled`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from meshverse import DeviceMesh, init_device_mesh
 
-__all__ = ["AXES", "ODD_RANK", "TIMEOUT", "Ending", "ending_of", "is_told", "small_mesh"]
+__all__ = ["AXES", "ODD_RANK", "TIMEOUT", "Ending", "ending_of", "raised_by_the_call", "small_mesh"]
 
 AXES = ("dp", "tp")
 ODD_RANK = 2
@@ -17,20 +17,20 @@ TIMEOUT = timedelta(seconds=1.5)  # of what ranks that agree wait for the odd on
 
 
 class Ending(NamedTuple):
-    """How a rank's mesh ended: what it was told, and after how many seconds."""
+    """The end of a rank's call: its error, and after how many seconds."""
 
     message: str
     seconds: float
 
 
 def small_mesh(shape: tuple[int, ...] = (2, 2), **changed: Any) -> DeviceMesh:
-    """A mesh whose ranks wait a short time only for one that does not come."""
+    """Return a mesh whose ranks wait a short time only for one that does not come."""
     given = {"mesh_dim_names": AXES, "timeout": TIMEOUT, **changed}
     return init_device_mesh("cpu", shape, **given)
 
 
 def ending_of(build: Callable[[], Any]) -> Ending:
-    """How a call ends that builds meshes."""
+    """Return the end of a call that builds meshes."""
     start, message = time.monotonic(), "no error"
     try:
         build()
@@ -39,6 +39,6 @@ def ending_of(build: Callable[[], Any]) -> Ending:
     return Ending(message, time.monotonic() - start)
 
 
-def is_told(ending: Ending) -> bool:
+def raised_by_the_call(ending: Ending) -> bool:
     """Whether the call itself raised, rather than the rank's next one."""
     return "Ranks are building different meshes" in ending.message

@@ -156,7 +156,7 @@ def torchrun(
 
 
 def printed_by(rank: int, folder: Path, stream: str = "stdout") -> str:
-    """What a worker of `torchrun` printed, in all attempts."""
+    """Return the output of a worker of `torchrun`, in all attempts."""
     return "".join(log.read_text() for log in sorted(folder.glob(f"*/*/{rank}/{stream}.log")))
 
 

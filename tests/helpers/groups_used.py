@@ -1,4 +1,4 @@
-"""Which process groups something communicated in, as gloo itself counts."""
+"""Process groups that were communicated in, as gloo itself counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def collectives() -> dict[str, int]:
-    """How many collectives each gloo group of this rank has begun, by its c10d name."""
+    """Count the collectives that each gloo group of this rank has begun, by its c10d name."""
     return {
         name: group._get_sequence_number_for_group()
         for group, name in list(c10d._world.pg_names.items())

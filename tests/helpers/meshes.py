@@ -55,7 +55,7 @@ class MeshSpec:
     form: str = "list"
 
     def build(self, family: Family, **extra: Any) -> StockDeviceMesh:
-        """The mesh in one of the implementations."""
+        """Return the mesh in one of the implementations."""
         if self.ranks is None:
             return family.init_device_mesh("cpu", self.shape, mesh_dim_names=self.names, **extra)
         array = _FORMS[self.form](self.ranks, self.shape)

@@ -12,14 +12,14 @@ from meshverse._core import OptionsKey
 
 __all__ = ["C10D_FIELDS", "changed_nccl_options", "needs_nccl", "shown_fields"]
 
-# What c10d fills in for each group, or what is told beside the options.
+# Fields that c10d fills in for each group, or takes beside the options.
 C10D_FIELDS = ("backend", "_timeout", "group_name", "global_ranks_in_group", "split_from")
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 
 
 def changed_nccl_options() -> Iterator[tuple[str, Any]]:
-    """The dotted name of every field that can be set, with options in which only it is changed."""
+    """Yield each field that can be set, by its dotted name, with options where only it differs."""
     new = dist.ProcessGroupNCCL.Options
     for name in _settable_fields(new):
         if name != "config":
@@ -33,7 +33,7 @@ def changed_nccl_options() -> Iterator[tuple[str, Any]]:
 
 
 def shown_fields(key: OptionsKey) -> list[str]:
-    """The dotted names of the options in the text of a key.
+    """Return the dotted names of the options in the text of a key.
 
     Holds for a key whose values are shown without ", " and "=".
     """

@@ -1,4 +1,4 @@
-"""What a user can see of a mesh, in a form that compares; stock's and ours must look the same."""
+"""A mesh as a user sees it, in a form that compares; stock's and ours must look the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ERRORS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an action gave: a value, or the type of the exception; and what kinds it warned of."""
+    """The outcome of an action: a value or the type of the exception; the kinds of warnings."""
 
     value: Any
     error: type[Exception] | None

@@ -23,14 +23,14 @@ needs_one_graph = pytest.mark.skipif(
 
 
 def compiled_on_one_rank() -> AbstractContextManager[None]:
-    """What is compiled in the block is compiled for all ranks. 2.15 moved the switch."""
+    """Compile for all ranks inside the block. 2.15 moved the switch."""
     has_moved = hasattr(torch.compiler.config, "compile_on_one_rank")
     config: Any = torch.compiler.config if has_moved else dist.config
     return config.patch(compile_on_one_rank=True)  # type: ignore[no-any-return]
 
 
 class Traced(NamedTuple):
-    """What was compiled of a program, and what its first call gave."""
+    """The compiled graphs of a program, and the result of its first call."""
 
     graph: GraphModule
     output: Any

@@ -36,7 +36,7 @@ _PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Marker:
-    """What a comment says of the block below it.
+    """The directives in a comment about the block below it.
 
     Attributes:
         word: "run", "run apart", "quotes", "not run", "prints" or "error".
@@ -112,23 +112,23 @@ class Program:
 
     @property
     def file(self) -> str:
-        """What tracebacks, and errors that name the line of a program, call its file."""
+        """The file name in tracebacks and in errors that name a line of the program."""
         return "train.py" if self.error is not None else str(ROOT / self.page)
 
     @property
     def printed(self) -> list[str]:
-        """What it says in comments that it prints."""
+        """The output that its comments announce."""
         return _PRINTED.findall(self.source)
 
 
 def pages() -> list[str]:
-    """The pages that have code, as paths in the repository."""
+    """Return the pages that have code, as paths in the repository."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [str(page.relative_to(ROOT)) for page in found]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The code blocks of a page, from top to bottom.
+    """Return the code blocks of a page, from top to bottom.
 
     Raises:
         ValueError: a comment is not right before a block.
@@ -151,7 +151,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def programs_of(page: str) -> list[Program]:
-    """The programs of a page.
+    """Return the programs of a page.
 
     Raises:
         ValueError: a Python block belongs to none, and does not say why.

@@ -34,5 +34,5 @@ def side(name: str) -> Iterator[Family]:
 
 
 def mesh_class(name: str) -> type:
-    """The class that every mesh of one of `SIDES` shall have."""
+    """Return the class that every mesh of one of `SIDES` shall have."""
     return (STOCK if name == "stock" else OURS).DeviceMesh

@@ -86,7 +86,7 @@ def start(
 
 
 def restart(library: str, folder: str, backend: str = NAME, *, is_bound: bool = True) -> ModuleType:
-    """The same in a crew's process, in place of the crew's own default group."""
+    """Return the same in a crew's process, in place of the crew's own default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.zeros(1))  # a barrier would use the accelerator
     dist.destroy_process_group()
@@ -94,5 +94,5 @@ def restart(library: str, folder: str, backend: str = NAME, *, is_bound: bool = 
 
 
 def backend_of(group: Any, device: str = DEVICE) -> Any:
-    """A group's backend for a device type."""
+    """Return a group's backend for a device type."""
     return group._get_backend(torch.device(device))

@@ -23,7 +23,7 @@ FLATTENED = {
 
 
 def ranks_by_axes(shape: tuple[int, ...], kept: tuple[str, ...], rank: int) -> list[int]:
-    """The ranks that differ from one in some axes only: cut out of a tensor of all ranks."""
+    """Return the ranks that differ from one in some axes only: cut out of a tensor of all ranks."""
     ranks = torch.arange(math.prod(shape)).reshape(shape)
     place = torch.nonzero(ranks == rank)[0].tolist()
     index = tuple(slice(None) if a in kept else i for a, i in zip(AXES, place, strict=True))

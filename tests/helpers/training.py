@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def make_model(blocks: int = 2) -> nn.Sequential:
-    """The model with its first weights, the same each time."""
+    """Return the model with its first weights, the same each time."""
     torch.manual_seed(11)
     return nn.Sequential(*[Block() for _ in range(blocks)])
 
@@ -115,7 +115,7 @@ def train(
 def train_alone(
     *, clip: bool = True, blocks: int = 2, device: str = "cpu"
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """What `train` returns for one process with the whole batches; and the weights it ends with."""
+    """Return the result of `train` for one process with the whole batches; and the last weights."""
     model = make_model(blocks).to(device)
     losses = train(model, clip=clip, device=device)
     assert losses[STEPS - 1] < losses[0] or STEPS == 1

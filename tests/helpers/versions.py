@@ -1,4 +1,4 @@
-"""What some of the supported versions of torch cannot do."""
+"""Marks for what some of the supported versions of torch cannot do."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ needs_stock_rank_order = pytest.mark.skipif(
 # Before 2.13, c10d splits a backend once for each device type that it serves.
 needs_one_split = pytest.mark.skipif(
     "device_types" not in (dist.ProcessGroup.split_group.__doc__ or ""),
-    reason="c10d splits a backend of two device types once, where told so, from torch 2.13 on",
+    reason="c10d splits a backend of two device types once, if asked to, from torch 2.13 on",
 )

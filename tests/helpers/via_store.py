@@ -28,7 +28,7 @@ _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine, if there is one."""
+    """Return the C++ compiler of this machine, if there is one."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
@@ -52,7 +52,7 @@ def build(folder: Path) -> Path:
 
 
 def _file_name() -> str:
-    """The name of the module that these sources and flags give with this torch and this Python."""
+    """Return the module's name for these sources and flags, with this torch and this Python."""
     sources = [file.read_bytes() for file in sorted(_FOLDER.glob("*.[ch]pp"))]
     digest = hashlib.sha256(repr((sources, _FLAGS, _LIBRARIES)).encode()).hexdigest()[:16]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -77,7 +77,7 @@ def _compile(library: Path) -> None:
 
 
 def load(library: Path) -> ModuleType:
-    """The compiled module; the same one every time."""
+    """Return the compiled module; the same one every time."""
     if "store_backend" not in sys.modules:
         spec = importlib.util.spec_from_file_location("store_backend", library)
         assert spec is not None
@@ -89,7 +89,7 @@ def load(library: Path) -> ModuleType:
 
 
 def loaded() -> ModuleType:
-    """The compiled module, in a process that has loaded it."""
+    """Return the compiled module, in a process that has loaded it."""
     return sys.modules["store_backend"]
 
 

@@ -165,11 +165,11 @@ def test_stock_raises_the_same(action: _Action, error: type[Exception]) -> None:
             action(_meshes(STOCK))
         assert of_stock.type is error
     meshes = _meshes(OURS)
-    told = meshes.cube.universe.explain().to_dict()
+    data = meshes.cube.universe.explain().to_dict()
     with groups_created(0), pytest.raises(error) as of_ours:
         action(meshes)
     assert of_ours.type is error
-    assert meshes.cube.universe.explain().to_dict() == told
+    assert meshes.cube.universe.explain().to_dict() == data
 
 
 _KINDS: dict[str, Callable[[_Meshes], Any]] = {
@@ -191,14 +191,14 @@ def test_stocks_meshes_and_ours_together(first: str, second: str) -> None:
 
     def join(by: Family, of: tuple[Family, Family]) -> Any:
         pair = [_KINDS[kind](meshes[f]) for kind, f in zip((first, second), of, strict=True)]
-        return attempt(lambda: _told(by.DeviceMesh._concatenate(pair)))
+        return attempt(lambda: _described(by.DeviceMesh._concatenate(pair)))
 
     expected = join(STOCK, (STOCK, STOCK))
     for by, *of in itertools.product((STOCK, OURS), repeat=3):
         assert join(by, tuple(of)) == expected, (by, of)
 
 
-def _told(mesh: StockDeviceMesh) -> tuple[str, Any, Any]:
+def _described(mesh: StockDeviceMesh) -> tuple[str, Any, Any]:
     groups = [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
     return repr(mesh), mesh.mesh.tolist(), groups
 

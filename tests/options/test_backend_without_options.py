@@ -63,7 +63,7 @@ def _life_of_a_mesh(*world: Any) -> dict[str, Any]:
         "default": flat.get_group() is dist.group.WORLD,
         "loaded": pickle.loads(pickle.dumps(mesh)) is mesh,
         "warm": [group.size for group in mesh.universe.warm_up()],
-        "told": str(mesh.universe.explain()),
+        "report": str(mesh.universe.explain()),
     }
     whole = torch.arange(16.0).view(4, 4)
     mine = distribute_tensor(whole, mesh, (Shard(0), Shard(1)))
@@ -89,7 +89,7 @@ def test_every_mesh_works(crew: Crew, via_store_library: Path, tmp_path: Path, b
         assert sorted(seen["warm"]) == [1, 2, 2, 4]
         assert seen["default"]
         assert seen["loaded"]
-        assert backend in seen["told"]
+        assert backend in seen["report"]
         assert (seen["product"], seen["sum"]) == (True, 120.0)
 
 
@@ -144,7 +144,7 @@ def _without_a_name(*world: Any) -> dict[str, Any]:
             for axis in _AXES
         ],
         "default": mesh.flatten("all").get_group() is dist.group.WORLD,
-        "told": str(mesh.universe.explain()),
+        "report": str(mesh.universe.explain()),
     }
 
 
@@ -157,4 +157,4 @@ def test_a_default_group_that_was_given_no_backend(
         assert seen["reached"][1] == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
         assert seen["seconds"] == [_SECONDS, _SECONDS]
         assert seen["default"]
-        assert re.search(r"\n  tp .* cpu:gloo\S* +timeout=33s", seen["told"])
+        assert re.search(r"\n  tp .* cpu:gloo\S* +timeout=33s", seen["report"])

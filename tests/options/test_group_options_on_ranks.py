@@ -181,35 +181,35 @@ def _said(seconds: float) -> Any:
     return options
 
 
-def test_c10d_is_told_one_timeout_and_does_not_warn(crew: Crew) -> None:
+def test_c10d_gets_one_timeout_and_does_not_warn(crew: Crew) -> None:
     for warned, seconds, given in crew.run(_timeouts_beside_options, 4):
         assert warned == []
         assert seconds == {"asked": 7, "own": 9, "the world's": WORLD_TIMEOUT_SECONDS}
         assert given == 1800, "c10d wrote to the user's object"
 
 
-def _told_apart() -> dict[str, tuple[float, float]]:
-    """What a registered backend is told: the timeout, and that of the options."""
+def _timeouts_passed() -> dict[str, tuple[float, float]]:
+    """Return the timeouts that a registered backend gets: its own, and that of the options."""
     seen = {}
 
     def create(common: Any, options: Any) -> Any:
         seen[tuple(common.global_ranks_in_group)] = common.timeout, options._timeout
         return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
 
-    if "told" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("told", create, extended_api=True, devices=["cpu"])
+    if "noted" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("noted", create, extended_api=True, devices=["cpu"])
     options = FakeProcessGroup.Options()
     init_device_mesh(
         "cpu",
         (2,),
         mesh_dim_names=("dp",),
         timeout=timedelta(seconds=7),
-        backend_override={"dp": ("told", options)},
+        backend_override={"dp": ("noted", options)},
     )
-    return {"told": seen[0, 1], "given": options._timeout}
+    return {"noted": seen[0, 1], "given": options._timeout}
 
 
-def test_a_registered_backend_is_told_one_timeout(crew: Crew) -> None:
-    for seen in crew.run(_told_apart, 2):
-        assert seen["told"] == (timedelta(seconds=7), timedelta(seconds=7))
+def test_a_registered_backend_gets_one_timeout(crew: Crew) -> None:
+    for seen in crew.run(_timeouts_passed, 2):
+        assert seen["noted"] == (timedelta(seconds=7), timedelta(seconds=7))
         assert seen["given"] == timedelta(minutes=30)

@@ -144,9 +144,9 @@ def test_one_tag_may_be_for_all_axes_or_for_derived_ones(mesh) -> None:
 def test_explain_shows_the_tag(mesh) -> None:
     with isolate("reduce_scatter"):
         mesh["dp"]
-    told = mesh.universe.explain()
-    assert [group.tag for group in told.groups] == ["", "", "reduce_scatter"]
-    assert "tag='reduce_scatter'" in str(told).splitlines()[-2]
+    report = mesh.universe.explain()
+    assert [group.tag for group in report.groups] == ["", "", "reduce_scatter"]
+    assert "tag='reduce_scatter'" in str(report).splitlines()[-2]
 
 
 # --- threads, and what is no tag -----------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_slices_in_a_block_avoid_nothing(mesh) -> None:
     with isolate("mine"):
         for _ in range(10):
             mesh["dp"]
-    told = mesh.universe.explain()
-    assert (told.requested, told.created, told.avoided) == (3, 3, 0)
+    report = mesh.universe.explain()
+    assert (report.requested, report.created, report.avoided) == (3, 3, 0)
 
 
 def test_axes_behind_one_that_is_split_keep_their_own_tags(world) -> None:

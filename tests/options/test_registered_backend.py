@@ -71,12 +71,12 @@ def _handles_and_data() -> dict[str, Any]:
     other.device, other.lock, other.by_name = _Device(), given.lock, {}
     apart = mesh.unflatten("tp", (2,), ("apart",), backend_override={"apart": ("ring", other)})
 
-    (told, _) = seen
-    told.devices["eth0"] = told.chunk_bytes = 0  # as backends write to what they are given
-    told.by_name.clear()
+    (received, _) = seen
+    received.devices["eth0"] = received.chunk_bytes = 0  # as backends write to what they are given
+    received.by_name.clear()
     again = mesh.unflatten("tp", (2,), ("again",), backend_override={"again": ("ring", given)})
     return {
-        "handles": told.device is given.device and told.lock is given.lock,
+        "handles": received.device is given.device and received.lock is given.lock,
         "data": (given.devices, given.chunk_bytes, list(given.by_name)),
         "shared": view.get_group("view") is mesh.get_group("tp") is again.get_group("again"),
         "apart": apart.get_group("apart") is not mesh.get_group("tp"),
@@ -107,11 +107,11 @@ def _options_that_take_arguments() -> dict[str, Any]:
     mesh = init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": ("ring", given)}
     )
-    (told,) = seen
-    told.rings, told._timeout = 0, timedelta(seconds=1)
-    told.hints.append("b")
+    (received,) = seen
+    received.rings, received._timeout = 0, timedelta(seconds=1)
+    received.hints.append("b")
     return {
-        "type": type(told) is _Options,
+        "type": type(received) is _Options,
         "given": (given.rings, given.hints, given._timeout.total_seconds()),
         "reached": reached_by(mesh.get_group("tp")),
     }
@@ -158,7 +158,7 @@ def _share_by_options() -> dict[str, Any]:
         "snapshot": again is first,
         "reached": [reached_by(g) for g in (shared, *changed)],
         "given": sorted({o.chunk_bytes for o in seen if o is not None}),
-        "told": str(mesh.universe.explain()),
+        "report": str(mesh.universe.explain()),
     }
 
 
@@ -169,7 +169,7 @@ def test_options_of_an_unknown_type_are_compared_by_what_they_say(crew: Crew) ->
         assert seen["snapshot"]
         assert seen["reached"] == [[1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]] * 4
         assert seen["given"] == [1, 7, 1 << 20]
-        assert "chunk_bytes=7" in seen["told"]
+        assert "chunk_bytes=7" in seen["report"]
         assert seen["plain"]
 
 
@@ -186,8 +186,8 @@ def _refused() -> str:
 
 
 def test_what_a_backend_refuses_is_not_laid_to_other_ranks(crew: Crew) -> None:
-    for rank, told in enumerate(crew.run(_refused, 2)):
-        assert told == (
+    for rank, answer in enumerate(crew.run(_refused, 2)):
+        assert answer == (
             f"Rank {rank} could not make the process group of axis 'dp' with ranks [0, 1]: this "
             "machine has no ring"
         )

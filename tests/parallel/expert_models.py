@@ -113,7 +113,7 @@ def tokens(count: int = TOKENS, seed: int = 3) -> Tensor:
 
 
 def objective(output: Tensor) -> Tensor:
-    """What is summed over tokens, and told apart by features."""
+    """Return a sum over tokens in which each feature has another weight."""
     weights = torch.linspace(-1, 1, WIDTH, dtype=output.dtype)
     return (output.sin() * weights).sum()
 

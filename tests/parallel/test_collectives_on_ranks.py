@@ -49,7 +49,7 @@ def _limited(whole: MeshCollective, name: str) -> Collective:
 
 
 def _results(collective: Collective, value: int) -> dict[str, Any]:
-    """What every operation gives a process that contributes a value, as plain data."""
+    """Return the results of all operations for a process that contributes a value: plain data."""
     collective.barrier()
     results: dict[str, Any] = {"who": (collective.rank, collective.world_size)}
     for name in ("SUM", "MAX", "MIN", "PRODUCT"):

@@ -145,7 +145,7 @@ def test_training_with_setting_equals_one_process(crew: Crew, name: str) -> None
 
 
 def warned_of(sizes: dict[str, int]) -> list[str]:
-    """What FSDP2 warns of in a forward: of outputs that must not be changed in place."""
+    """Return FSDP2's warnings in a forward: of outputs that must not be changed in place."""
     mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
     model = Model().double()
     plan = _PLAN if "tp_size" in sizes else None

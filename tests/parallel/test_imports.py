@@ -1,4 +1,4 @@
-"""What `import meshverse.parallel` brings along, and where its names are found."""
+"""Imports of `meshverse.parallel`: the modules it loads, and where its names are found."""
 
 from __future__ import annotations
 

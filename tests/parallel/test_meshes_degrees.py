@@ -1,4 +1,4 @@
-"""What a trainer says of its meshes: names of axes, degrees, and descriptions."""
+"""Settings of a trainer's meshes: names of axes, degrees, and descriptions."""
 
 from __future__ import annotations
 

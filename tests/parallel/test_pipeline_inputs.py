@@ -1,4 +1,4 @@
-"""What `step` and `eval` refuse: on every rank, before anything is sent."""
+"""Bad input of `step` and `eval`: every rank raises, before anything is sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def said_by(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
 
 
 def train_between_refusals() -> tuple[list[str], list[bool], float]:
-    """What is said to batches of other shapes, and whether training was as without them."""
+    """Return the errors for batches of other shapes, and whether training was as without them."""
     pipeline, undisturbed = make_pipeline(make()), make_pipeline(make())
     tokens = batch(0)
     longer = torch.cat([tokens, tokens], 1)
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 
 
 def refuse(pairs: list[tuple[Any, Any, dict[str, Any]]]) -> tuple[list[tuple[str, str]], bool]:
-    """What `step` and `eval` say to each, and whether they go on afterwards."""
+    """Return the errors of `step` and `eval` for each, and whether they go on afterwards."""
     pipeline = make_pipeline(make())
     said = [
         (

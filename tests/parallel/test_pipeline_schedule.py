@@ -1,4 +1,4 @@
-"""What `pipeline_schedule` takes and gives, beside the training that other tests compare."""
+"""Arguments and results of `pipeline_schedule`; other tests compare the training."""
 
 from __future__ import annotations
 

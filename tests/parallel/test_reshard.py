@@ -286,7 +286,7 @@ def _fused() -> None:
     Reshard(first, {"w": parameter})()
     assert torch.equal(weights, 2 * wholes["q"])
     assert torch.equal(parameter, weights)
-    assert parameter._version > version, "autograd is told that the parameter has changed"
+    assert parameter._version > version, "autograd knows that the parameter has changed"
     move.close()
     with pytest.raises(RuntimeError, match="close"):
         move()
@@ -327,7 +327,7 @@ def _onto_another_mesh() -> None:
         same = redistribute(tensor.detach().requires_grad_(), first, [Replicate()])
         assert torch.equal(same.to_local(), whole)
         assert same.requires_grad
-    # Ranks without the tensor are told too, at once.
+    # Ranks without the tensor get the error too, at once.
     needs_gradient = None if tensor is None else tensor.detach().requires_grad_()
     with pytest.raises(RuntimeError, match="gradients do not pass between meshes"):
         redistribute(needs_gradient, second, [Shard(0)])

@@ -1,4 +1,4 @@
-"""Moves that cannot be: every rank is told why, before anything is sent."""
+"""Errors of impossible resharding: every rank raises, before anything is sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Tagged(Tensor):
 
 
 def _wrong_inputs() -> list[tuple[type[Exception], str, Any]]:
-    """What rank 0 gives as a source: the error's type, its words."""
+    """Return sources of rank 0, each with the error's type and its words."""
     eight = torch.ones(8)
     return [
         (TypeError, "of type list: give a dict of tensors by name", [eight]),

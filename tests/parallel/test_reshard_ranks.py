@@ -180,7 +180,7 @@ def _changes() -> None:
     _raises(RuntimeError, r"close\(\) was called", move)
 
 
-def test_a_changed_layout_is_told_to_all(crew: Crew) -> None:
+def test_a_changed_layout_raises_on_all_ranks(crew: Crew) -> None:
     crew.run(_changes, 2)
 
 
@@ -334,9 +334,9 @@ def _dies(rank: int, folder: str, dying: int) -> None:
     began = time.monotonic()
     errors = [_error_of(move) for _ in range(2)]
     move.close()  # also where the store has ended
-    is_told = all("run 2 failed" in e and "its old value or its new one" in e for e in errors)
+    has_message = all("run 2 failed" in e and "its old value or its new one" in e for e in errors)
     values = set(target["w"].tolist()) if target else set()
-    is_good = is_told and values <= {0.0, 3.0}
+    is_good = has_message and values <= {0.0, 3.0}
     said = "good" if is_good else f"{errors} {values}"
     Path(folder, str(rank)).write_text(f"{said} {time.monotonic() - began:.0f}")
     os._exit(0)  # without the others, nothing can be ended well

@@ -56,13 +56,13 @@ def _split(on_axis: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("on_axis", [False, True])
 def test_each_rank_has_a_part_from_the_front_and_from_the_end(crew: Crew, on_axis: bool) -> None:
     whole = _tokens()
-    for told in crew.run(_split, 4, on_axis):
-        front, end = ((0, 12), (4, 8))[told["place"]]
+    for answer in crew.run(_split, 4, on_axis):
+        front, end = ((0, 12), (4, 8))[answer["place"]]
         chosen = [*range(front, front + 4), *range(end, end + 4)]
         mine = whole[:, chosen].tolist()
-        assert told["inside"] == [mine, chosen, mine]
-        assert told["after"] == [whole.tolist(), list(range(_LENGTH))]
-        assert told["kept"] == mine
+        assert answer["inside"] == [mine, chosen, mine]
+        assert answer["after"] == [whole.tolist(), list(range(_LENGTH))]
+        assert answer["kept"] == mine
 
 
 def _attention() -> tuple[str, list[float], bool]:

@@ -30,14 +30,14 @@ _PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
 def _offload_policies(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy | None) -> list[Any]:
-    """What FSDP2 is told, of every module that it shards."""
-    told: list[Any] = []
+    """Return the offload policies that FSDP2 gets, of every module that it shards."""
+    seen: list[Any] = []
 
     def spy_on(module: ModuleType) -> None:
         shard = module.fully_shard
 
         def spy(*arguments: Any, **keywords: Any) -> Any:
-            told.append(keywords["offload_policy"])
+            seen.append(keywords["offload_policy"])
             return shard(*arguments, **keywords)
 
         monkeypatch.setattr(module, "fully_shard", spy)
@@ -48,7 +48,7 @@ def _offload_policies(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy | N
         config = FSDP2Config(offload_policy=policy)
         meshes = create_device_meshes(config, ParallelismSizes(ep_size=2))
         FSDP2Manager(config, *meshes).parallelize(Model())
-    return told
+    return seen
 
 
 @pytest.mark.parametrize("policy", [None, OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])

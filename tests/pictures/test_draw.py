@@ -101,9 +101,9 @@ def test_drawing_makes_no_group(world) -> None:
 @in_worlds((8, 5))
 def test_a_universe_without_groups_says_so(world) -> None:
     universe = Universe(8)
-    told = universe.explain()
-    assert told.picture is None
-    for draw in (universe.draw, told.to_html):
+    report = universe.explain()
+    assert report.picture is None
+    for draw in (universe.draw, report.to_html):
         with pytest.raises(ValueError, match="nothing to draw of ranks 0 to 7 yet: make a mesh"):
             draw()
 
@@ -219,8 +219,8 @@ def test_ranks_in_another_order(world) -> None:
 def test_a_page_draws_each_view_and_lists_the_groups_of_a_rank(world) -> None:
     mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("pp", "rest"))
     mesh.unflatten("rest", (2, 4), ("dp", "tp"))
-    told = mesh.universe.explain(communicator_bytes={"fake": 1 << 20})
-    page = told.to_html()
+    report = mesh.universe.explain(communicator_bytes={"fake": 1 << 20})
+    page = report.to_html()
     views = re.findall(r"<summary>(.*?)</summary>.*?aria-label=\"(.*?)\"", page, flags=re.DOTALL)
     assert views == [("1: pp=2, rest=8",) * 2, ("2: pp=2, dp=2, tp=4",) * 2]
     assert page.count("<details open>") == 1

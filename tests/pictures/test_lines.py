@@ -1,4 +1,4 @@
-"""What is drawn is what the groups are, all of it is counted, and it is never much."""
+"""Lines of pictures show the groups as they are, count all of them, and are never many."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Browser:
         self.driver.get(page.as_uri())
 
     def js(self, code: str, *arguments: object) -> Any:
-        """What a function with this body returns, called in the page."""
+        """Return the result of a function with this body, called in the page."""
         return self.driver.execute_script(code, *arguments)
 
     def read_logs(self) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Colours of groups can be read, and told apart by the red-green colour-blind too."""
+"""Colours of groups can be read, and distinguished by the red-green colour-blind too."""
 
 from __future__ import annotations
 

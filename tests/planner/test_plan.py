@@ -39,14 +39,14 @@ def test_the_counts_are_those_of_explain(rank: int) -> None:
         for view in planned.views:
             universe = _make(view, universe).universe
         assert universe is not None
-        told = universe.explain()
+        report = universe.explain()
     mine = planned.mine
-    assert (mine.requested, mine.created) == (told.requested, told.created)
-    assert mine.stock_created == told.created + told.avoided
-    assert mine.groups == tuple(group.ranks for group in told.groups)
-    assert [group.layout for group in planned.groups] == [group.layout for group in told.groups]
-    assert [group.asked for group in planned.groups] == [group.requests for group in told.groups]
-    assert [group.created for group in planned.groups] == [group.created for group in told.groups]
+    assert (mine.requested, mine.created) == (report.requested, report.created)
+    assert mine.stock_created == report.created + report.avoided
+    assert mine.groups == tuple(group.ranks for group in report.groups)
+    assert [group.layout for group in planned.groups] == [group.layout for group in report.groups]
+    assert [group.asked for group in planned.groups] == [group.requests for group in report.groups]
+    assert [group.created for group in planned.groups] == [group.created for group in report.groups]
 
 
 def test_a_trainers_counts_are_those_of_explain() -> None:
@@ -58,9 +58,9 @@ def test_a_trainers_counts_are_those_of_explain() -> None:
         mesh, _ = create_fsdp2_device_mesh(sizes, world_size=64)
         for name in planned.views[0].flattened:
             get_flat_mesh(mesh, name)
-        told = mesh.universe.explain()
-    assert planned.mine.groups == tuple(group.ranks for group in told.groups)
-    assert (planned.mine.requested, planned.mine.created) == (told.requested, told.created)
+        report = mesh.universe.explain()
+    assert planned.mine.groups == tuple(group.ranks for group in report.groups)
+    assert (planned.mine.requested, planned.mine.created) == (report.requested, report.created)
 
 
 def test_stock_makes_as_many_as_planned(world) -> None:
@@ -177,13 +177,13 @@ def test_what_to_mind_is_said() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_told(views, options, said: str) -> None:
+def test_what_cannot_be_planned_raises(views, options, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         plan(views, **options)
 
 
 @pytest.mark.parametrize("views", ["dp=2", {"dp": 2}, View({"dp": 2}), [7], [("dp", 2)]])
-def test_what_is_no_list_of_views_is_told(views) -> None:
+def test_what_is_no_list_of_views_raises(views) -> None:
     with pytest.raises(TypeError, match="view: give"):
         plan(views)
 

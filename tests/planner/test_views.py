@@ -1,4 +1,4 @@
-"""Views are read as they are written, and what does not fit is told with what would."""
+"""Views are read as they are written; the error about one that does not fit names some that do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_view_is_read_as_it_is_written() -> None:
         ("dp=2,tp=4,all=tp*dp", "write all=dp*tp"),
     ],
 )
-def test_what_is_no_view_is_told(text: str, said: str) -> None:
+def test_what_is_no_view_raises(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         as_view(text, None)
 
@@ -82,7 +82,7 @@ def test_a_view_stays_as_it_was_made() -> None:
     assert view.sizes == {"a": 2}
 
 
-def test_a_view_that_does_not_cover_the_world_is_told_with_the_nearest_that_do() -> None:
+def test_the_error_about_a_view_that_does_not_cover_the_world_names_the_nearest_that_do() -> None:
     with pytest.raises(ValueError, match="has 10,496 ranks, but the world has 10,240") as caught:
         check_fits(as_view("pp=8,replicate=4,shard=41,tp=8", None), 10_240)
     assert str(caught.value).endswith("The nearest that do: pp=8,replicate=4,shard=40,tp=8.")

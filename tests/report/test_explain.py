@@ -25,14 +25,14 @@ def mesh(world) -> DeviceMesh:
 
 def test_data_says_what_c10d_has(mesh) -> None:
     mesh.flatten("world")
-    told = mesh.universe.explain().to_dict()
-    groups = {group["name"]: tuple(group["ranks"]) for group in told["groups"]}
+    report = mesh.universe.explain().to_dict()
+    groups = {group["name"]: tuple(group["ranks"]) for group in report["groups"]}
     assert groups == live_groups()
-    assert told["rank"] == dist.get_rank()
-    assert (told["requested"], told["created"], told["shared"]) == (4, 3, 1)
-    assert [group["layout"] for group in told["groups"]] == ["1:0", "2:4", "4:1", "8:1"]
-    assert [group["created"] for group in told["groups"]] == [True, True, True, False]
-    assert [group["how"] for group in told["groups"]] == [
+    assert report["rank"] == dist.get_rank()
+    assert (report["requested"], report["created"], report["shared"]) == (4, 3, 1)
+    assert [group["layout"] for group in report["groups"]] == ["1:0", "2:4", "4:1", "8:1"]
+    assert [group["created"] for group in report["groups"]] == [True, True, True, False]
+    assert [group["how"] for group in report["groups"]] == [
         "made by its members",
         "made by its members",
         "made by its members",
@@ -41,8 +41,8 @@ def test_data_says_what_c10d_has(mesh) -> None:
 
 
 def test_data_is_plain(mesh) -> None:
-    told = mesh.universe.explain().to_dict()
-    assert json.loads(json.dumps(told))["groups"][1]["ranks"] == [1, 5]
+    report = mesh.universe.explain().to_dict()
+    assert json.loads(json.dumps(report))["groups"][1]["ranks"] == [1, 5]
 
 
 def test_requests_are_counted_by_axis(mesh) -> None:
@@ -77,10 +77,10 @@ def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
 
 
 def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
-    told = mesh.universe.explain()
-    assert repr(told) == str(told)
+    report = mesh.universe.explain()
+    assert repr(report) == str(report)
     assert "Requested 3 process groups: 3 created" in mesh.universe._repr_html_()
-    for shown in (told, mesh.universe, mesh, mesh["tp"]):
+    for shown in (report, mesh.universe, mesh, mesh["tp"]):
         html = shown._repr_html_()
         assert html.startswith("<pre>")
         assert html.rstrip().endswith("</svg>")
@@ -101,13 +101,13 @@ def test_text_says_how_often_a_group_was_requested(mesh) -> None:
     ]
 
 
-def test_backends_that_nobody_named_are_told_by_their_names() -> None:
+def test_backends_that_nobody_named_are_reported_by_their_names() -> None:
     status, out, err = Forked(["-c", _WITHOUT_A_BACKEND]).communicate()
     assert status == 0, err
-    told = json.loads(out)
-    assert "undefined" not in told["text"]
-    assert "gloo" in told["backend"]
-    assert told["saved_bytes"] > 0
+    report = json.loads(out)
+    assert "undefined" not in report["text"]
+    assert "gloo" in report["backend"]
+    assert report["saved_bytes"] > 0
 
 
 _WITHOUT_A_BACKEND = """
@@ -119,11 +119,11 @@ from meshverse import init_device_mesh
 
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), isolate="own")
-told = mesh.universe.explain()
+report = mesh.universe.explain()
 from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-(group, *_) = told.groups
+(group, *_) = report.groups
 saved = estimate_bytes(group.backend, 2, dict.fromkeys(COMMUNICATOR_BYTES, 7))
-print(json.dumps({"text": str(told), "backend": group.backend, "saved_bytes": saved}))
+print(json.dumps({"text": str(report), "backend": group.backend, "saved_bytes": saved}))
 """
 
 
@@ -135,22 +135,22 @@ def test_text_stays_short_for_large_groups() -> None:
     assert len(row) < 200
 
 
-def test_a_rank_outside_the_mesh_is_told_so(world) -> None:
+def test_a_rank_outside_the_mesh_gets_a_report_that_says_so(world) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-    told = mesh.universe.explain()
-    assert (told.requested, told.created) == (2, 0)
-    assert [(group.name, group.ranks) for group in told.groups] == [(None, ()), (None, ())]
-    assert "none" in str(told)
+    report = mesh.universe.explain()
+    assert (report.requested, report.created) == (2, 0)
+    assert [(group.name, group.ranks) for group in report.groups] == [(None, ()), (None, ())]
+    assert "none" in str(report)
 
 
 def test_a_trainers_universe() -> None:
     degrees = Degrees()
     with fake_world(degrees.world_size, 7_321):
-        told = five_views(OURS.init_device_mesh, degrees)["world"].universe.explain()
-        groups = {group.name: group.ranks for group in told.groups}
+        report = five_views(OURS.init_device_mesh, degrees)["world"].universe.explain()
+        groups = {group.name: group.ranks for group in report.groups}
         assert groups == live_groups()
-    assert (told.requested, told.created, told.shared) == (19, 6, 13)
-    assert told.groups[0].how == "the default group"
+    assert (report.requested, report.created, report.shared) == (19, 6, 13)
+    assert report.groups[0].how == "the default group"
 
 
 # --- what was avoided ----------------------------------------------------------------------------
@@ -171,17 +171,17 @@ def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
     stock = _groups_of_the_same_steps(STOCK)
     ours = _groups_of_the_same_steps(OURS)
     (universe,) = World.current().state(WorldUniverses).kept
-    told = universe.explain()
-    assert told.created == ours == 2
-    assert told.created + told.avoided == stock == 5
-    assert told.requested == told.created + told.shared
+    report = universe.explain()
+    assert report.created == ours == 2
+    assert report.created + report.avoided == stock == 5
+    assert report.requested == report.created + report.shared
 
 
 def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
     mesh.get_group("tp")
-    told = mesh.universe.explain()
-    assert (told.requested, told.created, told.avoided) == (2, 1, 1)
+    report = mesh.universe.explain()
+    assert (report.requested, report.created, report.avoided) == (2, 1, 1)
 
 
 def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
@@ -211,8 +211,8 @@ def test_estimates(backend: str, size: int, expected: int | None) -> None:
 
 
 def test_json_is_the_data(mesh) -> None:
-    told = mesh.universe.explain()
-    data = json.loads(told.to_json())
-    assert data == json.loads(json.dumps(told.to_dict()))
+    report = mesh.universe.explain()
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
     assert (data["avoided"], data["saved_bytes"]) == (0, 0)
     assert data["groups"][0]["backend"] == "fake"

@@ -92,7 +92,7 @@ def test_loaded_before_its_universe_is_made() -> None:
         root = loaded._get_root_mesh()
         assert root.mesh_dim_names == ("dp", "tp")
         assert root["tp"] is loaded, "its root is bound with it"
-        assert root._root_mesh is None, "a root is told by having none above it"
+        assert root._root_mesh is None, "a root has none above it"
 
 
 def test_bind_refuses_what_it_is_not_for() -> None:

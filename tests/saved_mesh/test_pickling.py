@@ -197,7 +197,7 @@ def test_meshes_come_back_from_a_process_without_process_groups(tmp_path: Path, 
         assert pickle.loads(file.read_bytes()) is mesh
 
 
-def test_what_several_ranks_saved_is_told_apart_by_one_process() -> None:
+def test_one_process_distinguishes_what_several_ranks_saved() -> None:
     saved = []
     for rank in (5, 3):
         with fake_world(8, rank):

@@ -72,27 +72,27 @@ def _load(
             mesh._flatten("all")
         groups = set(live_groups())
         loaded = _file(folder, weights_only)
-        told: dict[str, Any] = {
+        seen: dict[str, Any] = {
             f"full {name}": value.full_tensor().equal(_whole()) for name, value in loaded.items()
         }
         both = loaded["two axes"] + _tensors(mesh)["two axes"]  # of the program's own mesh
-        told["sum"] = both.full_tensor().equal(2 * _whole())
+        seen["sum"] = both.full_tensor().equal(2 * _whole())
         moved = loaded["two axes"].redistribute(placements=[Replicate(), Shard(0)])
-        told["moved"] = moved.full_tensor().equal(_whole())
-        told["mesh"] = loaded["two axes"].device_mesh == mesh
-        told["no new groups"] = set(live_groups()) == groups or which == "stock"
+        seen["moved"] = moved.full_tensor().equal(_whole())
+        seen["mesh"] = loaded["two axes"].device_mesh == mesh
+        seen["no new groups"] = set(live_groups()) == groups or which == "stock"
         if which != "stock" or numbers_taken:
-            told["groups"] = loaded["slice"].device_mesh.get_group() is mesh.get_group("tp")
+            seen["groups"] = loaded["slice"].device_mesh.get_group() is mesh.get_group("tp")
         on_default_group = loaded.pop("flattened").device_mesh
-        told["default group"] = on_default_group.get_group() is dist.group.WORLD
-        told["classes"] = {type(value.device_mesh) for value in loaded.values()}
-        return told
+        seen["default group"] = on_default_group.get_group() is dist.group.WORLD
+        seen["classes"] = {type(value.device_mesh) for value in loaded.values()}
+        return seen
 
 
 def _all_right(answers: list[dict[str, Any]], which: str) -> None:
-    for told in answers:
-        assert told.pop("classes") == {mesh_class(which)}
-        assert all(told.values()), told
+    for answer in answers:
+        assert answer.pop("classes") == {mesh_class(which)}
+        assert all(answer.values()), answer
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -113,8 +113,8 @@ def test_saved_on_stock_and_loaded_while_installed(
 ) -> None:
     names = crew.run(_save, 4, "stock", str(tmp_path))
     assert all(name.isdigit() for mine in names for name in mine)
-    told = crew.run(_load, 4, "installed", str(tmp_path), numbers_taken, weights_only)
-    _all_right(told, "installed")
+    answers = crew.run(_load, 4, "installed", str(tmp_path), numbers_taken, weights_only)
+    _all_right(answers, "installed")
 
 
 # --- files of other ranks, and meshes that are made later, or never ------------------------------
@@ -136,8 +136,8 @@ def _load_a_neighbours(folder: str) -> dict[str, Any]:
 
 def test_a_neighbours_file_is_on_my_groups(crew: Crew, tmp_path: Path) -> None:
     crew.run(_save, 4, "stock", str(tmp_path))
-    for told in crew.run(_load_a_neighbours, 4, str(tmp_path)):
-        assert all(told.values()), told
+    for answer in crew.run(_load_a_neighbours, 4, str(tmp_path)):
+        assert all(answer.values()), answer
 
 
 def _load_without_a_mesh(which: str, folder: str) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def test_without_a_mesh_here_it_is_refused_until_bound(
     crew: Crew, saved: str, loaded: str, tmp_path: Path
 ) -> None:
     crew.run(_save, 4, saved, str(tmp_path))
-    for told in crew.run(_load_without_a_mesh, 4, loaded, str(tmp_path)):
-        assert all(told.values()), told
+    for answer in crew.run(_load_without_a_mesh, 4, loaded, str(tmp_path)):
+        assert all(answer.values()), answer
 
 
 def _load_where_all_ranks_make_groups(folder: str) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def _load_where_all_ranks_make_groups(folder: str) -> dict[str, Any]:
 
 def test_groups_of_ours_that_have_numbers(crew: Crew, tmp_path: Path) -> None:
     crew.run(_save, 4, "stock", str(tmp_path))
-    for told in crew.run(_load_where_all_ranks_make_groups, 4, str(tmp_path)):
-        assert all(told.values()), told
+    for answer in crew.run(_load_where_all_ranks_make_groups, 4, str(tmp_path)):
+        assert all(answer.values()), answer
 
 
 # --- a program without meshverse -----------------------------------------------------------------

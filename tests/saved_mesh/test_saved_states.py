@@ -250,7 +250,7 @@ def test_any_change_of_a_saved_state(data: st.DataObject) -> None:
 
 
 def _check_whole(mesh: DeviceMesh, state: dict[str, Any]) -> None:
-    """What is loaded is a mesh, and the one that the state describes."""
+    """Check that a mesh was loaded, and the one that the state describes."""
     assert type(mesh) is DeviceMesh
     layout = Layout([AxisLayout(sizes, strides) for sizes, strides in state["mesh"]["axes"]])
     assert mesh.layout == layout

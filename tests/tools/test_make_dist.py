@@ -1,4 +1,4 @@
-"""What `make dist` checks of what it has built."""
+"""Checks of `make dist` on what it has built."""
 
 from __future__ import annotations
 

@@ -59,12 +59,12 @@ def test_a_mark_at_the_beginning_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(b'\xef\xbb\xbf{"node": {"a": "0-1"}}')
     assert Topology.from_file(tmp_path / "t.json").to_dict() == {"node": {"a": "0-1"}}
     (tmp_path / "net").write_bytes(b"\xef\xbb\xbf" + _NETWORK.encode())
-    told = Topology.from_file(tmp_path / "net", node_size=1).to_dict()
-    assert told == {"node": {"a": "0", "b": "1"}, "switch": {"s0": "0-1"}}
+    data = Topology.from_file(tmp_path / "net", node_size=1).to_dict()
+    assert data == {"node": {"a": "0", "b": "1"}, "switch": {"s0": "0-1"}}
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_another_encoding_is_told(tmp_path: Path, encoding: str) -> None:
+def test_another_encoding_raises(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "t.json").write_text('{"n\xf6de": {"a": "0"}}', encoding=encoding)
     with pytest.raises(ValueError, match=re.escape("t.json is no text in UTF-8")):
         Topology.from_file(tmp_path / "t.json")

@@ -1,4 +1,4 @@
-"""Real processes tell several tiers of switches; they stay in the order told."""
+"""Real processes give several tiers of switches; they stay in the order given."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ABOVE = {"leaf": "leaf0", "pod": "pod0", "big": "big0"}  # not in the order of 
 
 def _on_tiers_of_switches(turned: bool) -> list[tuple[str, list[str]]]:
     rank = dist.get_rank()
-    told = {**_ABOVE, "leaf": f"leaf{rank // 2}"}
+    switches = {**_ABOVE, "leaf": f"leaf{rank // 2}"}
     if turned and rank == 3:  # the same as rank 2 says, in another order
-        told = dict(reversed(told.items()))
-    found = Topology.detect(node=f"n{rank // 2}", domain="d", switches=told).to_dict()
+        switches = dict(reversed(switches.items()))
+    found = Topology.detect(node=f"n{rank // 2}", domain="d", switches=switches).to_dict()
     return [(level, list(parts.values())) for level, parts in found.items()]
 
 
@@ -32,7 +32,7 @@ _LEVELS = [
 ]
 
 
-def test_tiers_of_switches_stay_in_the_order_told(crew: Crew) -> None:
+def test_tiers_of_switches_stay_in_the_order_given(crew: Crew) -> None:
     assert crew.run(_on_tiers_of_switches, 4, False) == [_LEVELS] * 4
 
 
@@ -62,8 +62,8 @@ def _one_gives_no_names(bad_rank: int, given: dict[str, Any]) -> str:
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize("given", [{"node": 5}, {"switches": {3: "leaf"}}], ids=str)
 def test_a_rank_that_gives_no_names_is_named(crew: Crew, bad_rank: int, given) -> None:
-    told = crew.run(_one_gives_no_names, 4, bad_rank, given)
-    assert "given as where this rank is: give strings" in told[bad_rank]
-    assert told[bad_rank].startswith("TypeError")
-    for text in told[:bad_rank] + told[bad_rank + 1 :]:
+    answers = crew.run(_one_gives_no_names, 4, bad_rank, given)
+    assert "given as where this rank is: give strings" in answers[bad_rank]
+    assert answers[bad_rank].startswith("TypeError")
+    for text in answers[:bad_rank] + answers[bad_rank + 1 :]:
         assert text.startswith(f"RuntimeError: Topology.detect() failed on rank {bad_rank}: ")

@@ -39,7 +39,7 @@ def _machines_of_one_name(boots: str) -> dict[str, dict[str, str]]:
         return Topology.detect().to_dict()
 
 
-def test_machines_of_one_name_are_told_apart(crew: Crew) -> None:
+def test_machines_of_one_name_are_distinguished(crew: Crew) -> None:
     nodes = {"localhost (aaaaaaaa)": "0,2-3", "localhost (bbbbbbbb)": "1"}
     assert crew.run(_machines_of_one_name, 4, "abaa") == [{"node": nodes}] * 4
 
@@ -58,8 +58,8 @@ def _pretended() -> tuple[dict[str, dict[str, str]], list[list[int]], list[int],
 
 
 def test_groups_follow_the_nodes(crew: Crew) -> None:
-    for rank, (told, (dp, tp), nodes, total, ranks) in enumerate(crew.run(_pretended, 4)):
-        assert told == {
+    for rank, (answer, (dp, tp), nodes, total, ranks) in enumerate(crew.run(_pretended, 4)):
+        assert answer == {
             "node": {"a": "0,2", "b": "1,3"},
             "domain": {"d0": "0,2", "d1": "1,3"},
             "switch": {"leaf": "0-3"},
@@ -79,7 +79,7 @@ def _again_and_again() -> list[int]:
     return sizes
 
 
-def test_ranks_tell_again(crew: Crew) -> None:
+def test_ranks_detect_again(crew: Crew) -> None:
     assert crew.run(_again_and_again, 4) == [[4, 2, 2]] * 4
 
 
@@ -103,27 +103,27 @@ def test_the_lines_of_the_ranks_are_removed(crew: Crew) -> None:
 def _without_rank(absent: int) -> str:
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     if rank == absent:
-        store.wait(["they were told"])
+        store.wait(["they got an error"])
         with pytest.raises(RuntimeError, match="detect") as caught:
             Topology.detect(timeout=_SHORT)
         return str(caught.value)
     with pytest.raises(RuntimeError, match="detect") as caught:
         Topology.detect(timeout=_SHORT)
-    if store.add("told", 1) == dist.get_world_size() - 1:
-        store.set("they were told", "yes")
+    if store.add("errors", 1) == dist.get_world_size() - 1:
+        store.set("they got an error", "yes")
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_come_is_named_to_all(crew: Crew) -> None:
-    told = crew.run(_without_rank, 4, 2)
-    assert len(set(told)) == 1  # also the one that comes late
-    assert "waited 0:00:01: 3 of 4 members joined; not seen were ranks [2]." in told[0]
+    answers = crew.run(_without_rank, 4, 2)
+    assert len(set(answers)) == 1  # also the one that comes late
+    assert "waited 0:00:01: 3 of 4 members joined; not seen were ranks [2]." in answers[0]
 
 
 def test_rank_0_is_named_where_it_does_not_come(crew: Crew) -> None:
-    told = crew.run(_without_rank, 4, 0)
-    assert len(set(told)) == 1
-    assert "3 of 4 members joined; not seen were ranks [0]." in told[0]
+    answers = crew.run(_without_rank, 4, 0)
+    assert len(set(answers)) == 1
+    assert "3 of 4 members joined; not seen were ranks [0]." in answers[0]
 
 
 def _one_fails_first(file: str) -> tuple[str, int]:
@@ -152,14 +152,14 @@ def test_a_rank_that_fails_by_itself_tells_the_others_and_all_can_try_again(
 
 
 def _two_runs_on_one_store(folder: str) -> list[dict[str, dict[str, str]]]:
-    rank, size, told = dist.get_rank(), dist.get_world_size(), []
+    rank, size, seen = dist.get_rank(), dist.get_world_size(), []
     own = dist.PrefixStore("kept", dist.FileStore(f"{folder}/store", size))
     for names in ("aabb", "abab"):
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group("cpu:fake", store=own, rank=rank, world_size=size)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        told.append(Topology.detect(node=names[rank]).to_dict())
+        seen.append(Topology.detect(node=names[rank]).to_dict())
         mesh.universe.destroy()
         dist.destroy_process_group()
         dist.init_process_group(
@@ -168,10 +168,10 @@ def _two_runs_on_one_store(folder: str) -> list[dict[str, dict[str, str]]]:
             rank=rank,
             world_size=size,
         )
-    return told
+    return seen
 
 
-def test_a_later_run_on_the_same_store_does_not_read_what_an_earlier_one_told(
+def test_a_later_run_on_the_same_store_does_not_read_what_an_earlier_one_wrote(
     crew: Crew, tmp_path: Path
 ) -> None:
     expected = [{"node": {"a": "0-1", "b": "2-3"}}, {"node": {"a": "0,2", "b": "1,3"}}]
@@ -199,7 +199,7 @@ def _differ() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_topologies_are_told(crew: Crew) -> None:
+def test_ranks_with_different_topologies_get_an_error(crew: Crew) -> None:
     for text in crew.run(_differ, 4):
         assert "Ranks are building different meshes" in text
 

@@ -45,20 +45,20 @@ def test_ranks_that_are_in_a_good_order_stay_in_it(world) -> None:
 def test_explain_tells_how_many_nodes_a_group_is_on(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_NAMES, topology=_IN_TURN)
     mesh.unflatten("tp", (2, 2), ("a", "b"))
-    told = mesh.universe.explain()
-    nodes = {name: group.nodes for group in told.groups for name in group.requests}
+    report = mesh.universe.explain()
+    nodes = {name: group.nodes for group in report.groups for name in group.requests}
     assert nodes == {"dp": 2, "tp": 1, "a": 1, "b": 1}
-    assert json.loads(told.to_json())["groups"][0]["nodes"] == 2
-    _, titles, first, *_ = str(told).splitlines()
+    assert json.loads(report.to_json())["groups"][0]["nodes"] == 2
+    _, titles, first, *_ = str(report).splitlines()
     assert re.split("  +", titles.strip())[3:6] == ["size", "nodes", "my ranks"]
     assert re.split("  +", first.strip())[3:6] == ["2", "2", "4, 5"]
 
 
 def test_explain_tells_no_nodes_where_none_are_known(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=_NAMES)
-    told = mesh.universe.explain()
-    assert [group.nodes for group in told.groups] == [None, None]
-    assert "nodes" not in str(told)
+    report = mesh.universe.explain()
+    assert [group.nodes for group in report.groups] == [None, None]
+    assert "nodes" not in str(report)
     other = init_device_mesh(
         "cpu", (8,), universe=Universe(8, topology=Topology({"rack": list("xxxxyyyy")}))
     )
@@ -133,9 +133,9 @@ def test_a_plan_and_explain_tell_the_same_nodes() -> None:
     with fake_world(8, 3):
         universe = Universe(8, topology=_IN_TURN)
         init_device_mesh("cpu", (2, 4), mesh_dim_names=_NAMES, universe=universe)
-        told = universe.explain()
+        report = universe.explain()
     spans = [next(c.max for c in g.crossings if c.level == "node") for g in planned.groups]
-    assert spans == [group.nodes for group in told.groups] == [1, 2]
+    assert spans == [group.nodes for group in report.groups] == [1, 2]
 
 
 def test_a_level_is_given_once() -> None:
@@ -164,6 +164,6 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys) -> None:
         (["--nodes", "n[0-1]"], "--nodes n[0-1] chooses from a --topology FILE"),
     ],
 )
-def test_what_the_command_cannot_read_is_told(arguments, said: str, capsys) -> None:
+def test_what_the_command_cannot_read_is_an_error(arguments, said: str, capsys) -> None:
     assert main(["plan", "dp=2", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_blocks_have_a_domain_larger_than_a_switch() -> None:
     assert [level.name for level in topology.levels] == ["node", "switch", "domain"]
 
 
-def test_a_domain_that_fits_nowhere_is_told() -> None:
+def test_a_domain_that_fits_nowhere_raises() -> None:
     with pytest.raises(ValueError, match="Domain '3' is on two switch parts: rank 3 is on switch"):
         Topology({"node": list("abcdef"), "switch": list("ssssuu"), "domain": list("112332")})
 

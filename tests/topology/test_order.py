@@ -18,7 +18,7 @@ from meshverse.topology import orders
 def _slow_cost(
     topology: Topology, order: Sequence[int], shape: Sequence[int], weights: Sequence[float]
 ) -> float:
-    """What a mesh costs, counted group by group."""
+    """Return the cost of a mesh, counted group by group."""
     grid = torch.tensor(order).view(*shape)
     total = 0.0
     for axis, weight in enumerate(weights):
@@ -193,6 +193,6 @@ _FOUR = Topology({"node": list("aabb")})
         (lambda: _FOUR.cost([0, 1], (2, 2)), "but got [0, 1]"),
     ],
 )
-def test_what_cannot_be_ordered_is_told(ask, said: str) -> None:
+def test_what_cannot_be_ordered_raises(ask, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         ask()

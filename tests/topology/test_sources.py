@@ -35,7 +35,7 @@ def test_hosts_are_listed_as_slurm_does(text: str, hosts: str) -> None:
 @pytest.mark.parametrize(
     "text", ["tux[0-2", "tux0-2]", "tux[2-0]", "tux[a]", "tux[]", "", "a,,b", "a[1[2]]"]
 )
-def test_what_is_no_list_of_hosts_is_told(text: str) -> None:
+def test_what_is_no_list_of_hosts_raises(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"host list {text!r}")):
         expand_hosts(text)
 
@@ -123,8 +123,8 @@ def test_slurms_address_tells_the_switches_of_a_job_on_one_node(environment) -> 
         "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
     }
     environment({"SLURM_JOB_NODELIST": "tux1", "SLURM_TASKS_PER_NODE": "2", **address})
-    told = Topology.from_environment().to_dict()
-    assert told == {"node": {"tux1": "0-1"}, "switch": {"leaf2": "0-1"}, "spine": {"top": "0-1"}}
+    data = Topology.from_environment().to_dict()
+    assert data == {"node": {"tux1": "0-1"}, "switch": {"leaf2": "0-1"}, "spine": {"top": "0-1"}}
     environment(_SLURM)  # of other nodes it says nothing
     assert list(Topology.from_environment().to_dict()) == ["node"]
 
@@ -182,8 +182,8 @@ def test_a_tree_of_switches() -> None:
 def test_blocks_are_domains(tmp_path: Path) -> None:
     file = tmp_path / "topology.conf"
     file.write_text("BlockName=b0 Nodes=n[0-1]\nBlockName=b1 Nodes=n[2-3]\nBlockSizes=2,4\n")
-    told = Topology.from_file(file, node_size=2, nodes="n[3,0-1]").to_dict()
-    assert told == {
+    data = Topology.from_file(file, node_size=2, nodes="n[3,0-1]").to_dict()
+    assert data == {
         "node": {"n3": "0-1", "n0": "2-3", "n1": "4-5"},
         "domain": {"b1": "0-1", "b0": "2-5"},
     }
@@ -229,7 +229,7 @@ def test_a_topology_is_saved_and_read(tmp_path: Path) -> None:
         ("SwitchName=s0 Nodes=b", "does not name a, on which ranks run"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_cannot_be_read_raises(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "some.file"
     file.write_text(text)
     asked = {} if text.startswith("{") else {"nodes": "a", "node_size": 2}
@@ -276,7 +276,7 @@ def test_a_domain_is_inside_a_node_or_outside() -> None:
         (lambda: Topology.uniform(12, node_size=4, switch_size=6), ValueError, "is on two switch"),
     ],
 )
-def test_what_is_no_topology_is_told(make, error, said: str) -> None:
+def test_what_is_no_topology_raises(make, error, said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         make()
 

@@ -60,7 +60,7 @@ def test_a_topology_is_asked(mode: _Mode) -> None:
     with mode():
         same = (Topology(_PARTS) == _IN_TURN, _IN_TURN == _UNIFORM)
         spans = _IN_TURN.spans("node", [0, 2, 4])
-        told = _IN_TURN.to_dict()
+        data = _IN_TURN.to_dict()
         sizes = _IN_TURN.levels[0].sizes
         order = _IN_TURN.order(shape, names)
         cost = _IN_TURN.cost(order, shape, names)
@@ -68,14 +68,14 @@ def test_a_topology_is_asked(mode: _Mode) -> None:
         by_number = _IN_TURN.cost(None, shape, names)
     assert same == (True, False)
     assert spans == 1
-    assert told == {"node": {"a": "0,2,4,6", "b": "1,3,5,7"}, "switch": {"s": "0-7"}}
+    assert data == {"node": {"a": "0,2,4,6", "b": "1,3,5,7"}, "switch": {"s": "0-7"}}
     assert sizes.tolist() == [4, 4]
     assert order.tolist() == _IN_TURN.order(shape, names).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert cost == of_list == _IN_TURN.cost(order, shape, names) < by_number
 
 
 @_MODES
-def test_levels_that_do_not_fit_are_told(mode: _Mode) -> None:
+def test_levels_that_do_not_fit_raise(mode: _Mode) -> None:
     with mode(), pytest.raises(ValueError, match="Node 'a' is on two switch parts: rank 0 is on"):
         Topology({"node": list("aab"), "switch": list("sts")})
 

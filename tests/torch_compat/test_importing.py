@@ -1,4 +1,4 @@
-"""What `import meshverse` changes of torch, and what it does with a torch that it does not know."""
+"""Changes that `import meshverse` makes to torch, and imports with an unknown torch."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ print(sorted(changed + list(set(after) - set(before))))
 _IMPORT_WITHOUT = """
 import importlib, sys
 assert "meshverse" not in sys.modules
-holder = importlib.import_module({module!r})
-holder = getattr(holder, {owner!r}) if {owner!r} else holder
-delattr(holder, {name!r})
+owner = importlib.import_module({module!r})
+owner = getattr(owner, {owner!r}) if {owner!r} else owner
+delattr(owner, {name!r})
 import meshverse
 """
 
@@ -102,7 +102,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
 def test_importing_changes_two_attributes_of_torch(ended: dict[str, tuple[int, str]]) -> None:
     code, printed = ended["importing"]
     assert code == 0, printed
-    # The compiler of 2.11 does not take a subclass for a mesh, so it is told that ours are meshes.
+    # The compiler of 2.11 does not take a subclass for a mesh, so a hook says that ours are meshes.
     expected = [("DeviceMesh", name) for name in ("__new__", "_concatenate")]
     if MESHES_ARE_PLAIN_CLASSES:
         expected.append(("DeviceMeshVariable", "is_device_mesh"))

@@ -25,16 +25,16 @@ def _rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def _told() -> dict[str, tuple[set[str], str]]:
+def _listed() -> dict[str, tuple[set[str], str]]:
     """Name -> the files that read it, and since when torch has it."""
     rows = _rows("Private names that Meshverse reads")
-    told = {row[0].strip("`").rpartition(".")[2]: (set(row[1].split(", ")), row[2]) for row in rows}
-    assert len(told) == len(rows), "a name is told of twice"
-    return told
+    seen = {row[0].strip("`").rpartition(".")[2]: (set(row[1].split(", ")), row[2]) for row in rows}
+    assert len(seen) == len(rows), "a name is seen of twice"
+    return seen
 
 
 def test_the_page_tells_who_reads_each_name() -> None:
-    assert {name: files for name, (files, _) in _told().items()} == names_read()
+    assert {name: files for name, (files, _) in _listed().items()} == names_read()
 
 
 def test_the_page_tells_since_when_and_what_replaces_it() -> None:
@@ -43,15 +43,15 @@ def test_the_page_tells_since_when_and_what_replaces_it() -> None:
         assert len(row[3]) > 5, row
 
 
-def test_names_that_are_checked_at_import_are_told_of() -> None:
+def test_names_that_are_checked_at_import_are_listed() -> None:
     lists = private_names._PRIVATE_NAMES + private_names._PRIVATE_NAMES_SINCE_2_12
     listed = {name for _, name in lists if not name.startswith("__")}
     while_compiling = private_names._PRIVATE_NAMES_WHILE_COMPILING.values()
     listed.update(name for names in while_compiling for name in names)
     listed -= _INHERITED
     assert listed <= names_read().keys(), "the list has names that nobody reads"
-    assert listed <= _told().keys()
-    newer = {name for name, (_, since) in _told().items() if since > "2.12"}
+    assert listed <= _listed().keys()
+    newer = {name for name, (_, since) in _listed().items() if since > "2.12"}
     assert listed.isdisjoint(newer), "a torch without it would be refused"
 
 
@@ -63,11 +63,11 @@ def test_every_file_of_the_room_is_read() -> None:
 
 def test_the_page_tells_what_torch_reads_of_our_meshes() -> None:
     cells = [row[0] for row in _rows("Private names that torch reads of our meshes")]
-    told = set(re.findall(r"`(\w+)`", " ".join(cells)))
+    result = set(re.findall(r"`(\w+)`", " ".join(cells)))
     with fake_world(8, 5):
         stock = StockDeviceMesh("cpu", list(range(8)), mesh_dim_names=("a",))
         of_stock = {*vars(stock), *dir(StockDeviceMesh)}
     ours = _own_attributes(DeviceMesh).union(vars(DeviceMesh))
     private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
-    assert told >= private & of_stock
-    assert told <= private
+    assert result >= private & of_stock
+    assert result <= private

@@ -26,7 +26,7 @@ _NAMES = ("pp", "dp", "tp")
 
 
 def _at_once(program: Callable[[int], Any]) -> list[Any]:
-    """What each of the threads gets of it; raises what one of them raises."""
+    """Return the result of each of the threads; raise what one of them raises."""
     answers: dict[int, Any] = {}
     errors: list[BaseException] = []
     start = threading.Barrier(_THREADS)

@@ -116,26 +116,26 @@ def _totals(how: str) -> dict[str, Any]:
         for index, (name, mesh) in enumerate(meshes.items())
     }
     partial = {name: tensors[name].sum(0) for name in _in_order(_NAMES)}  # without communication
-    told: dict[str, Any] = {"equal": meshes["first"] == meshes["second"]}
-    told["is on its mesh"] = all(partial[name].device_mesh is meshes[name] for name in _NAMES)
-    told.update({name: _outcome(partial[name].full_tensor) for name in _NAMES})
+    seen: dict[str, Any] = {"equal": meshes["first"] == meshes["second"]}
+    seen["is on its mesh"] = all(partial[name].device_mesh is meshes[name] for name in _NAMES)
+    seen.update({name: _outcome(partial[name].full_tensor) for name in _NAMES})
     _clear_sharding_prop_cache()
-    return told
+    return seen
 
 
 @pytest.mark.parametrize("how", ["stock", "ours"])
 def test_ranks_that_use_equal_meshes_in_another_order_wait_for_ever(crew: Crew, how: str) -> None:
-    for told in crew.run(_totals, 2, how):
-        assert told["equal"]
-        assert told["first"] == _TIMED_OUT
+    for answer in crew.run(_totals, 2, how):
+        assert answer["equal"]
+        assert answer["first"] == _TIMED_OUT
 
 
 @pytest.mark.parametrize("how", ["one universe", "share='world'", "isolate="])
 def test_either_cure_helps(crew: Crew, how: str) -> None:
-    for told in crew.run(_totals, 2, how):
-        assert told["equal"] is (how != "isolate=")
-        assert told["is on its mesh"] is (how == "isolate=")  # or else on an equal one
-        assert (told["first"], told["second"]) == ([4.0] * 3, [8.0] * 3)
+    for answer in crew.run(_totals, 2, how):
+        assert answer["equal"] is (how != "isolate=")
+        assert answer["is on its mesh"] is (how == "isolate=")  # or else on an equal one
+        assert (answer["first"], answer["second"]) == ([4.0] * 3, [8.0] * 3)
 
 
 # --- used at the same time -----------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _two_models(how: str) -> dict[str, Any]:
         name: _model(mesh, index + 1.0)
         for index, (name, mesh) in enumerate(zip(_NAMES, _MESHES[how](), strict=True))
     }
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     follower = list(_in_order(_NAMES))[1]
     before = collectives()
 
@@ -165,7 +165,7 @@ def _two_models(how: str) -> dict[str, Any]:
         while name == follower and collectives() == before:
             sleep(0.001)  # until the leader waits for the other rank
         with torch.no_grad():
-            told[name] = _outcome(lambda: models[name](torch.ones(1, _WIDTH)))
+            seen[name] = _outcome(lambda: models[name](torch.ones(1, _WIDTH)))
 
     threads = [threading.Thread(target=use, args=(name,)) for name in _NAMES]
     for thread in threads:
@@ -173,7 +173,7 @@ def _two_models(how: str) -> dict[str, Any]:
     for thread in threads:
         thread.join()
     _clear_sharding_prop_cache()
-    return told
+    return seen
 
 
 _RIGHT = {"first": [[32.0] * _WIDTH], "second": [[128.0] * _WIDTH]}
@@ -181,9 +181,9 @@ _RIGHT = {"first": [[32.0] * _WIDTH], "second": [[128.0] * _WIDTH]}
 
 def test_two_models_on_equal_meshes_of_torch_mix_their_numbers(crew: Crew) -> None:
     # Or deadlock, if they communicate in other shapes.
-    for told in crew.run(_two_models, 2, "stock"):
-        assert told["first"] != _RIGHT["first"]
-        assert told["second"] != _RIGHT["second"]
+    for answer in crew.run(_two_models, 2, "stock"):
+        assert answer["first"] != _RIGHT["first"]
+        assert answer["second"] != _RIGHT["second"]
 
 
 def test_two_models_of_which_one_is_isolated_do_not(crew: Crew) -> None:

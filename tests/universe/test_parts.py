@@ -193,15 +193,15 @@ def test_explain_tells_of_all_parts() -> None:
     job = _job()
     parts = init_mesh_partition("cpu", _PARTS, universe=job.universe)
     parts["rollout"].flatten("all")
-    told = job.universe.explain()
-    assert told.parts == ("ranks 0 to 3", "ranks 4, 5, 6, 7")
-    assert (told.requested, told.created, told.avoided) == (5, 4, 1)
-    by_ranks = {group.ranks: group for group in told.groups}
+    report = job.universe.explain()
+    assert report.parts == ("ranks 0 to 3", "ranks 4, 5, 6, 7")
+    assert (report.requested, report.created, report.avoided) == (5, 4, 1)
+    by_ranks = {group.ranks: group for group in report.groups}
     assert by_ranks[4, 5, 6, 7].requests == {"rank": 1, "all": 1}
     assert by_ranks[4, 5, 6, 7].over == ("ranks 0 to 7", "ranks 4, 5, 6, 7")
     assert by_ranks[4, 5].over == ("ranks 4, 5, 6, 7",)
-    assert "Its parts: ranks 0 to 3; ranks 4, 5, 6, 7." in str(told)
-    assert told.to_dict()["groups"][0]["over"] == ("ranks 0 to 7",)
+    assert "Its parts: ranks 0 to 3; ranks 4, 5, 6, 7." in str(report)
+    assert report.to_dict()["groups"][0]["over"] == ("ranks 0 to 7",)
     own = parts["rollout"].universe.explain()
     assert (own.requested, own.created, own.parts) == (3, 2, ())
     assert str(job.universe.draw())
@@ -323,7 +323,7 @@ def test_a_mesh_is_no_universe(make: Any) -> None:
         make("cpu", given, universe=_job())
 
 
-def test_names_that_are_near_are_told() -> None:
+def test_names_that_are_near_are_suggested() -> None:
     parts = init_mesh_partition("cpu", _PARTS)
     with pytest.raises(KeyError, match=r"There is no part 'trainr': .* Did you mean 'trainer'\?"):
         parts["trainr"]

@@ -80,7 +80,7 @@ def _differ(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["shape", "apart"])
-def test_ranks_that_disagree_about_a_part_are_told(crew: Crew, how: str) -> None:
+def test_ranks_that_disagree_about_a_part_get_an_error(crew: Crew, how: str) -> None:
     answers = crew.run(_differ, 8, how)
     says = {
         "shape": "axis dp: ",
@@ -96,8 +96,8 @@ def test_ranks_that_disagree_about_a_part_are_told(crew: Crew, how: str) -> None
         assert f"{Path(__file__).name}:" in text
 
 
-def test_ranks_that_disagree_about_the_ranks_of_a_part_are_told(crew: Crew) -> None:
+def test_ranks_that_disagree_about_the_ranks_of_a_part_get_an_error(crew: Crew) -> None:
     answers = crew.run(_differ, 8, "ranks")
-    told = [rank for rank in range(8) if answers[rank]["ending"].message != "no error"]
-    assert {0, 2, 4, 6}.issubset(told)
-    assert not {1, 3, 5} & set(told)
+    seen = [rank for rank in range(8) if answers[rank]["ending"].message != "no error"]
+    assert {0, 2, 4, 6}.issubset(seen)
+    assert not {1, 3, 5} & set(seen)

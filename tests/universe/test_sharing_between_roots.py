@@ -68,7 +68,7 @@ class TestWorldWide:
         with groups_created(1):
             DeviceMesh("cpu", [4, 5, 6], mesh_dim_names=("part",))
 
-    def test_options_and_tags_are_told_apart(self) -> None:
+    def test_options_and_tags_are_distinguished(self) -> None:
         mesh = _mesh()
         with isolate("mine"), groups_created(2):
             own = _mesh()

@@ -1,4 +1,4 @@
-"""What rooms keep for a world: one object each, let go of when the world ends."""
+"""State of the rooms for a world: one object each, dropped when the world ends."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ from .private_names import (
     TorchLayout,
 )
 from .saved_stock import StockState, is_made_by_stock, is_unread, read_stock_state
-from .sleep import memory_stats, resume, suspend
+from .suspension import memory_stats, resume, suspend
 from .tracing import (
     has_no_values,
     hook_concatenate,

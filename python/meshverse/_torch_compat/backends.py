@@ -8,7 +8,7 @@
 | torchcomms, where torch has it split the default group | all ranks take part |
 | none of the above | the members make the group |
 | its creator is known to return at once, and nothing is connected for it | nobody waits |
-| nothing is known of its creator | members wait for each other, and meet first |
+| nothing is known of its creator | members wait for each other, after a rendezvous |
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .groups import current_default_group, default_backend
 from .options import options_of
 from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 
-# 2.13 and newer split only the backends of some devices, if told so.
+# 2.13 and newer can split only the backends of some devices.
 _SPLITS_SOME_DEVICES = "device_types" in (dist.ProcessGroup.split_group.__doc__ or "")
 # When a group is split, 2.15 and newer give each of its backends its own options. Older versions
 # give all of them the options of one: gloo ignores them with a warning, other backends refuse.
-_SPLITS_OPTIONS_APART = hasattr(c10d_core.Backend, "split")
+_SPLITS_WITH_OWN_OPTIONS = hasattr(c10d_core.Backend, "split")
 # 2.15 and newer split the default group for its own backend only.
 _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_source).parameters
 # 2.15 and newer tell torchcomms the rank and the size of a group, so its members can make it.
@@ -82,7 +82,7 @@ def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.dev
         devices.setdefault(wanted[device], []).append(torch.device(device))
     if not (_SPLITS_SOME_DEVICES or len(wanted) == len(there) == len(devices)):
         return None
-    if devices.keys() - {wanted[bound.type], "gloo"} and not _SPLITS_OPTIONS_APART:
+    if devices.keys() - {wanted[bound.type], "gloo"} and not _SPLITS_WITH_OWN_OPTIONS:
         return None
     can = all(group._get_backend(each[0]).supports_splitting for each in devices.values())
     return devices if can else None
@@ -125,7 +125,7 @@ def _is_made_by_splitting(group: ProcessGroup, backend: str) -> bool:
     split_source: Any = c10d._get_split_source
     if _SPLITS_SAME_ONLY:
         return split_source(group, backend) is not None
-    # Before 2.15 only c10d's own NCCL is told what to split; others are made as ever.
+    # Before 2.15 c10d passes a group to split to its own NCCL only; other backends make a new one.
     return "nccl" in _names(backend) and split_source(group) is not None
 
 
@@ -148,8 +148,8 @@ def creation_blocks(backend: str) -> bool:
 def _is_classic_nccl(name: str) -> bool:
     """Whether c10d makes a backend of this name as the NCCL that connects at its first collective.
 
-    2.15 registers NCCLs under several names: "nccl" is, unless told otherwise, one that connects
-    when it is made.
+    2.15 registers NCCLs under several names: "nccl" is by default one that connects when it is
+    created.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)  # 2.15
     if register is not None:

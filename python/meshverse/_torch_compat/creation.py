@@ -107,10 +107,10 @@ def create_by_split(
     """
     devices = split_devices(default_group, backend) or {}
     first = [each[0] for each in devices.values()]
-    if default_group not in _told_their_ranks:
+    if default_group not in _know_their_ranks:
         for device in first:
-            _tell_ranks(default_group._get_backend(device), default_group.size())
-        _told_their_ranks.add(default_group)
+            _set_ranks(default_group._get_backend(device), default_group.size())
+        _know_their_ranks.add(default_group)
     only = {} if len(first) == len(default_group._device_types) else {"device_types": first}
     known_as: Any = name  # torch's own type of names is a str to everybody else
     group = default_group.split_group(
@@ -136,11 +136,11 @@ def create_by_split(
 
 
 # Default groups whose backends know the ranks of their members.
-_told_their_ranks: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_know_their_ranks: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
-def _tell_ranks(backend: Any, size: int) -> None:
-    """Let a backend of the default group know its ranks, which are all. O(world), once.
+def _set_ranks(backend: Any, size: int) -> None:
+    """Set the ranks of a backend of the default group, which are all. O(world), once.
 
     gloo and NCCL look them up where they are split. Only those of the first default group of a
     process know them by themselves; the others read memory that is not theirs. 2.11-2.13.

@@ -27,7 +27,7 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def group_ranks_of(mesh: Any) -> list[list[int]]:
     """Return the ranks of this rank's groups along the axes of a mesh, in group-rank order.
 
-    Those of lazy groups, which are not made yet, are left out; a mesh without groups has none.
+    Those of lazy groups, which are not created yet, are left out; a mesh without groups has none.
     """
     names = list.__iter__(getattr(mesh, "_dim_group_names", None) or [])
     found = [find_group(name) for name in names if name is not None]

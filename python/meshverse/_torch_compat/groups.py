@@ -112,7 +112,7 @@ def clone_store(store: Any) -> Any:
 
 
 def can_meet_in_store(default_group: ProcessGroup) -> bool:
-    """Whether ranks can meet in the default group's store: it has all of c10d's operations.
+    """Whether ranks can have a rendezvous in the default group's store: it has c10d's operations.
 
     Not so for MPI, which has no store, for the fake backend, whose store does nothing, and for
     stores written in Python without `compare_set`, such as torchelastic's for etcd.
@@ -151,7 +151,7 @@ class Ranks(dict[int, int]):
 
 
 class _Watch(weakref.ref[Ranks]):
-    """What waits for the end of a group."""
+    """A weak reference that calls a function at the end of a group."""
 
     __slots__ = ("arguments", "callback", "key")
     key: int
@@ -166,9 +166,9 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
     """Call a function once when somebody destroys or aborts the group.
 
     If this is called several times for a group, the first function counts. c10d has no such event.
-    But it keeps a dictionary of the members' ranks, which nobody else holds, and drops it then. So
-    a weak reference to that dictionary tells. 2.11-2.15. O(group) for a group that
-    `create_by_members` did not make.
+    But it keeps a dictionary of the members' ranks, to which it has the only reference, and drops
+    it then. So a weak reference to that dictionary shows the end. 2.11-2.15. O(group) for a group
+    that `create_by_members` did not make.
     """
     kept = c10d._world.pg_group_ranks
     ranks = kept.get(group)

@@ -59,8 +59,8 @@ HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDevice
 # From 2.12 on, meshes are opaque types to torch.compile; before, DeviceMesh has no metaclass.
 MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
-# What is used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
-# docs/torch_versions.md tells of each, and of those that are read where a torch has them.
+# Names used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
+# docs/torch_versions.md describes each, and those that are read where a torch has them.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_abort_process_group"),
     (c10d, "_get_default_timeout"),

@@ -8,7 +8,7 @@ import sys
 from datetime import timedelta
 
 from meshverse.doctor import Examination, NotAllHereError, examine
-from meshverse.doctor.roll_call import report_once
+from meshverse.doctor.membership import report_once
 from meshverse.pictures.model import printable
 
 from .plan_command import one_view

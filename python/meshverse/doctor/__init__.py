@@ -1,6 +1,6 @@
 """Checking a job's machines before the job: are all ranks there, and do they reach each other?
 
-- `roll_call`: which ranks are there, which ones the others wait for, and which one speaks.
+- `membership`: which ranks are there, which ones the others wait for, and which one reports.
 - `doctor`: the steps of an examination, and the measurements of one rank.
 - `examination`: the result, judged from the measurements of all ranks; as data and as a table.
 """
@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from .doctor import examine
 from .examination import AxisExamined, Examination
-from .roll_call import NotAllHereError
+from .membership import NotAllHereError
 
 __all__ = ["AxisExamined", "Examination", "NotAllHereError", "examine"]

@@ -21,7 +21,7 @@ from meshverse.report.environment import environment_report
 from meshverse.wording import rank_list
 
 from .examination import Examination, judge
-from .roll_call import NotAllHereError, Report, RollCall, place_of_this_rank
+from .membership import Membership, NotAllHereError, Report, rank_from_environment
 
 _calls = itertools.count()
 _LONGEST, _SHORTEST = timedelta(days=30), timedelta(milliseconds=1)
@@ -64,7 +64,7 @@ def examine(
             default process group already. Nothing was started then.
     """
     call = next(_calls)  # first: also a rank that cannot take part has then had this call
-    rank, world_size = place_of_this_rank()
+    rank, world_size = rank_from_environment()
     _check_limits(timeout, large_bytes)
     planned = plan(
         views or [{"world": world_size}],
@@ -80,17 +80,19 @@ def examine(
         )
     report = report or (lambda _: None)
     try:
-        roll = RollCall(rank, world_size, timeout, call, report)
+        membership = Membership(rank, world_size, timeout, call, report)
     except NotAllHereError as error:  # of this rank alone: it cannot reach the others
         report(error)
         raise
-    with roll.living():
-        measured = roll.gather("measured", _Examiner(planned, roll, timeout).measure(large_bytes))
+    with membership.heartbeat():
+        measured = membership.gather(
+            "measured", _Examiner(planned, membership, timeout).measure(large_bytes)
+        )
         found = None if measured is None else judge(planned, measured)
         if found is not None:
             report(found)
-        data = roll.tell("found", found and found.to_dict())
-        roll.gather("read", True)  # rank 0 may host the store, so it leaves last
+        data = membership.broadcast("found", found and found.to_dict())
+        membership.gather("read", True)  # rank 0 may host the store, so it leaves last
     return Examination.from_dict(data)
 
 
@@ -142,7 +144,7 @@ def _own_device(backend: str) -> Iterator[torch.device]:
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Keep NCCL from ending the process when a rank does not answer: nobody would say which."""
+    """Keep NCCL from ending the process if a rank does not answer: no rank would name that one."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -154,35 +156,35 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class _Examiner:
-    """The measurements of one rank.
+    """Takes the measurements of one rank.
 
     Args:
         planned: the groups to make.
-        roll: notes of the ranks.
+        membership: of the job, for its steps.
         timeout: how long to wait for another rank.
     """
 
-    def __init__(self, planned: Plan, roll: RollCall, timeout: timedelta) -> None:
-        self._plan, self._roll, self._timeout = planned, roll, timeout
+    def __init__(self, planned: Plan, membership: Membership, timeout: timedelta) -> None:
+        self._plan, self._membership, self._timeout = planned, membership, timeout
         self._host = socket.gethostname()
 
     def measure(self, large_bytes: int) -> dict[str, Any]:
         """Measure the store, the clock, this rank's speed and its groups, as plain data."""
         rank, everybody = self._plan.mine.rank, range(self._plan.world)
-        with self._step("the roll call", everybody):
-            self._roll.gather("here", True)
-            self._roll.tell("all here")
+        with self._step("the health check", everybody):
+            self._membership.gather("here", True)
+            self._membership.broadcast("all here")
         report: dict[str, Any] = {
             "host": self._host,
             "environment": environment_report(),
-            "store_seconds": _store_seconds(self._roll.store, rank),
+            "store_seconds": _store_seconds(self._membership.store, rank),
         }
         with _own_device(self._plan.backend) as device:
             try:
                 with self._step("starting the default process group", everybody):
                     dist.init_process_group(
                         self._plan.backend,
-                        store=dist.PrefixStore("default group", self._roll.store),
+                        store=dist.PrefixStore("default group", self._membership.store),
                         rank=rank,
                         world_size=self._plan.world,
                         timeout=self._timeout,
@@ -230,14 +232,14 @@ class _Examiner:
 
     @contextmanager
     def _step(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Note a step that other ranks take part in; if it fails, find out whom they wait for."""
+        """Run a step that other ranks take part in; if it fails, name the ranks they wait for."""
         try:
-            self._roll.begin(what, self._host)
+            self._membership.begin(what, self._host)
             yield
         except NotAllHereError:
             raise
         except RuntimeError as error:
-            raise self._roll.failure(
+            raise self._membership.failure(
                 f"Rank {self._plan.mine.rank} on {self._host} failed in {what}, with ranks "
                 f"{rank_list(ranks)}",
                 f" The error was: {str(error).splitlines()[0]}",
@@ -248,7 +250,7 @@ class _Examiner:
 
 
 def _store_seconds(store: dist.Store, rank: int) -> float:
-    """Seconds that writing a key of the store and reading it take; the median of 20."""
+    """Measure the seconds that writing and reading a key of the store take; the median of 20."""
 
     def write_and_read() -> None:
         store.set(f"latency {rank}", "x")
@@ -258,7 +260,7 @@ def _store_seconds(store: dist.Store, rank: int) -> float:
 
 
 def _clock_readings() -> list[float]:
-    """This rank's clock after each of 5 barriers, which all ranks leave at nearly the same time."""
+    """Read this rank's clock after each of 5 barriers, which all ranks leave at nearly one time."""
     readings = []
     for _ in range(_CLOCK_TURNS):
         dist.barrier()
@@ -267,7 +269,7 @@ def _clock_readings() -> list[float]:
 
 
 def _compute_seconds(device: torch.device) -> float:
-    """Seconds that a product of two 512 x 512 matrices takes on this rank; the median of 5."""
+    """Measure the seconds of a product of two 512 x 512 matrices on this rank; the median of 5."""
     matrix = torch.ones(_MATRIX, _MATRIX, device=device)
 
     def multiply() -> None:
@@ -313,7 +315,7 @@ def _measure_group(
 def _group_dict(
     ranks: Sequence[int], is_right: bool, small: float, large: float, large_bytes: int
 ) -> dict[str, Any]:
-    """All-reduces in one group, as one rank saw them: whether sums were right, medians in s."""
+    """Return one rank's view of one group's all-reduces: whether sums were right, medians in s."""
     return {
         "ranks": list(ranks),
         "is_right": is_right,

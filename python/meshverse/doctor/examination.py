@@ -95,28 +95,28 @@ class Examination:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, ready for JSON."""
+        """Return the same as plain data, ready for JSON."""
         return {**asdict(self), "is_well": self.is_well}
 
     def to_json(self) -> str:
-        """`to_dict()` as a JSON document."""
+        """Return `to_dict()` as a JSON document."""
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Examination:
-        """Read what `to_dict` gave."""
+        """Return the examination that `to_dict` gave."""
         fields = {name: value for name, value in data.items() if name != "is_well"}
         return Examination(**{**fields, "axes": [AxisExamined(**one) for one in data["axes"]]})
 
     def rows(self) -> list[list[str]]:
-        """The table of axes, titles first."""
+        """Return the table of axes, titles first."""
         titles = ["axes", "layout", "size", "groups", "sums", "8 bytes"]
         large = in_bytes(self.axes[0].large_bytes) if self.axes else ""
         titles += [large, "bandwidth", "nodes a group", "slow groups"]
         return [titles, *map(_row, self.axes)]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Measurements of the ranks themselves: names and values."""
+        """Return the measurements of the ranks themselves: names and values."""
         hosts = counted(len(set(self.hosts)), "host")
         return [
             ("ranks", f"{self.world:,} on {hosts}, backend {self.backend}"),
@@ -130,7 +130,7 @@ class Examination:
         ]
 
     def verdict(self) -> list[str]:
-        """Problems and notes, a line each, and the last word."""
+        """Return problems and notes, a line each, and the conclusion."""
         lines = [f"Problem: {problem}" for problem in self.problems]
         lines += [f"Note: {note}" for note in self.notes]
         last = "All is well." if self.is_well else f"{counted(len(self.problems), 'problem')}."

@@ -101,7 +101,7 @@ class CoordinateArguments(NamedTuple):
 
 
 def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt | None:
-    """My coordinate along an axis, as a number that is computed when the graph runs.
+    """Return my coordinate along an axis, as a number that is computed when the graph runs.
 
     Args:
         axis: over positions of the rank map.
@@ -117,7 +117,7 @@ def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt
 
 
 def coordinate_arguments(axis: AxisLayout, rank_map: RankMap) -> CoordinateArguments | None:
-    """The operator's arguments for an axis: a few numbers, however many ranks there are."""
+    """Return the operator's arguments for an axis: a few numbers, however many ranks there are."""
     digits = rank_digits(rank_map)
     if digits is None:
         return None
@@ -132,7 +132,7 @@ _known: weakref.WeakKeyDictionary[RankMap, RankDigits | None] = weakref.WeakKeyD
 
 
 def rank_digits(rank_map: RankMap) -> RankDigits | None:
-    """The arithmetic of a rank map, if it has one. O(ranks), once; O(1) for ranks 0, 1, 2, ...
+    """Return the arithmetic of a rank map, or None. O(ranks), once; O(1) for ranks 0, 1, 2, ...
 
     It has one if the ranks are an `arange(...)` that was sliced, reshaped and permuted. Each digit
     of the position is a digit of the rank then.

@@ -19,7 +19,7 @@ from .user_input import AxisNames, check_axis_names
 
 
 class MeshDescription(NamedTuple):
-    """A mesh, apart from its universe and its process groups.
+    """A mesh without its universe and its process groups.
 
     Attributes:
         device_type: "cpu", "cuda", ... without an index.

@@ -73,20 +73,20 @@ class RankViews:
 
     @computed
     def tensor(self) -> torch.Tensor:
-        """The global rank at every position: int32 CPU tensor of shape (n,)."""
+        """Return the global rank at every position: int32 CPU tensor of shape (n,)."""
         with compat.untraced():
             return torch.frombuffer(self._ranks(), dtype=torch.int32)
 
     @computed
     def hashed(self) -> HashedRanks:
-        """What has the hash of the tuple."""
+        """Return an object with the hash of the tuple."""
         rank_map = self._rank_map()
         assert rank_map is not None
         return HashedRanks(rank_map)
 
     @computed
     def tuple(self) -> RankTuple:
-        """The global rank at every position."""
+        """Return the global rank at every position."""
         return RankTuple(self._ranks().tolist())
 
 
@@ -95,7 +95,7 @@ _views_lock = threading.Lock()  # protects _views; building a view is cheap, its
 
 
 def rank_views(rank_map: RankMap) -> RankViews:
-    """The views of a rank map; the same object for equal rank maps."""
+    """Return the views of a rank map; the same object for equal rank maps."""
     views = _views.get(rank_map)
     if views is None:
         with _views_lock:

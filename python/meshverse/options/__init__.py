@@ -1,4 +1,4 @@
-"""What one process group shall be: its backend, options, timeout and isolation tag.
+"""The settings of one process group: its backend, options, timeout and isolation tag.
 
 - `isolation`: the tag of the `isolate` blocks around this code, and how tags add up.
 - `group_options`: what a user gives for single axes and universes, with every default filled in;

@@ -31,7 +31,7 @@ Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
 """One axis's override: backend name and backend options, None where the default is meant."""
 
 SingleOverride: TypeAlias = "str | compat.BackendOptions | Override"
-"""What a user may write for one axis: a backend name, an options object, or both as a pair."""
+"""The override of one axis: a backend name, an options object, or both as a pair."""
 
 BackendOverride: TypeAlias = "Mapping[int | str, SingleOverride]"
 """Overrides of some axes, by axis index or name."""
@@ -248,7 +248,7 @@ class GroupOptions:
         return self._separate(self.tag, keeps_order=True)
 
     def _separate(self, tag: str, keeps_order: bool) -> GroupOptions:
-        # What separates groups beside their options is one text in the key.
+        # Beside the options, one text in the key separates groups.
         text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
         return replace(self, key=self.key.with_tag(text), tag=tag, keeps_order=keeps_order)
 

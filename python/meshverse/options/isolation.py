@@ -23,7 +23,7 @@ current_tag = _tag.get
 
 @contextlib.contextmanager
 def isolate(tag: str) -> Iterator[None]:
-    """Process groups of their own for the mesh operations inside the block.
+    """Create separate process groups for the mesh operations inside the block.
 
     Meshes made inside (created, sliced, flattened, unflattened or concatenated) are on groups that
     are shared under the same tag only; `explain()` shows the tag. The tag is part of what a mesh

@@ -1,9 +1,9 @@
 """Process groups as pictures: on a terminal, as SVG, and as an HTML page.
 
-- `model`: what is drawn: groups and views of one world, and the lines that show them.
-- `palette`: colours that the colour-blind tell apart too.
-- `repeats`: what repeats, found, so that it is drawn once and counted.
-- `lines`: the ranks by node, a line each, and what stands for many of them.
+- `model`: the data of a picture: groups and views of one world, and the lines that show them.
+- `palette`: colours that the colour-blind distinguish too.
+- `repeats`: finds rows that repeat, so that they are drawn once and counted.
+- `lines`: the ranks by node, a line each, or one line for many nodes.
 - `terminal`, `svg`, `page`: the three ways to show it.
 - `picture`: `Picture`, which has all of them.
 

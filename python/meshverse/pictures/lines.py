@@ -70,7 +70,7 @@ def panel_of(
 
 
 def _seams(groups: RankGroups, pieces: Sequence[Piece]) -> list[int]:
-    """Numbers of lines after which a digit of the layouts changes."""
+    """Return the numbers of lines after which a digit of the layouts changes."""
     if not groups.rank_map.is_identity:
         return []
     in_line = len(pieces[0])
@@ -156,7 +156,7 @@ class _Drawer:
         return sorted({0, *mine, run.count - 1})
 
     def _mine_of(self, parts: Sequence[Part], starts: Sequence[int], me: int | None) -> list[int]:
-        """Find the parts that have me, and the first few that have ranks of my group."""
+        """Return the parts with this rank, and the first few with ranks of its group."""
         pairs = list(zip(parts, starts, strict=True))
         with_me = [i for i, (part, start) in enumerate(pairs) if _covers(part, start, me)]
         with_mine = (
@@ -215,7 +215,7 @@ _Times = tuple[tuple[int, int], ...]
 
 
 def _n_lines(part: Part) -> int:
-    """Lines that stand for a part, if all of it that differs is drawn."""
+    """Return the number of lines of a part, if all of it that differs is drawn."""
     if isinstance(part, Row):
         return 1
     if isinstance(part, Run):

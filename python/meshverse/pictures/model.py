@@ -1,4 +1,4 @@
-"""What is drawn: process groups over the ranks of one world, and the lines that show them."""
+"""The data of a picture: process groups over the ranks of one world, and lines that show them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PicturedGroups:
         made: how often they were made: once, or not at all; None where that is unknown.
         stock_copies: how often stock would make them; None where that is unknown.
         bytes_each: estimated device memory of one communicator; None where that is unknown.
-        facts: what else a page says of them, by title.
+        facts: other facts that a page shows, by title.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class PicturedView:
     """One way to split the world.
 
     Attributes:
-        title: what it is called.
+        title: its name.
         axes: names of its axes, each with the index of its groups in `Picture.groups`.
     """
 
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Gap:
-    """What is left out between two lines: more of the same, with other groups."""
+    """Lines that are left out between two others: more of the same, with other groups."""
 
     text: str
 
@@ -114,5 +114,5 @@ class Panel:
 
 
 def printable(name: str) -> str:
-    """Return a name without what would change a terminal, or what no XML may have."""
+    """Return a name without characters that change a terminal, or that XML forbids."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

@@ -1,4 +1,4 @@
-"""Colours of groups, which are told apart with any kind of colour blindness.
+"""Colours of groups, distinguishable with any kind of colour blindness.
 
 They are those of Masataka Okabe and Kei Ito, "Color Universal Design" (2008), with a grey in the
 place of black. The number of a group is always written too: colour alone says nothing.
@@ -17,7 +17,7 @@ COLOURS = (
     "#b8b8b8",  # grey
 )
 INKS = ("#000", "#000", "#000", "#000", "#fff", "#000", "#000", "#000")
-"""What is written on each of them."""
+"""Colours of the text on each of them."""
 
 
 def colour_index(group: int) -> int:

@@ -98,7 +98,7 @@ class Picture:
         return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
 
     def show(self) -> None:
-        """Print it: in colours if rich is installed, which `meshverse[pictures]` brings."""
+        """Print the picture: in colours if rich is there, which `meshverse[pictures]` brings."""
         try:
             from rich.console import Console
         except ImportError:

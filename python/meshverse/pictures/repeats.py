@@ -1,8 +1,8 @@
-"""What repeats, found: rows of group numbers, folded into runs of rows that are alike.
+"""Repeats of rows of group numbers: rows that are alike are folded into runs.
 
 Rows are alike if their numbers are the same but for a number that is added to all of them. A run
-is the same thing several times, a constant number further each time; the thing is a row, or a
-block of several, or a run itself. Any rows unfold to what they were folded from.
+repeats one part several times, a constant number further each time; the part is a row, a block of
+several, or a run itself. Unfolding returns the rows that were folded.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _relative(items: Folded, start: int, count: int) -> tuple[tuple[Part, int], 
 
 
 def unfold(folded: Folded) -> Iterator[tuple[int, ...]]:
-    """Return the rows that were folded."""
+    """Yield the rows that were folded."""
     for part, add in folded:
         if isinstance(part, Row):
             yield tuple(number + add for number in part.numbers)

@@ -15,7 +15,7 @@ _CELLS_IN_ROW = 8
 
 
 def as_text(panels: Sequence[Panel], legend: str) -> str:
-    """Panels below each other. My group's number is in brackets, this rank's in angle brackets."""
+    """Return panels, one below the other. Brackets mark my group, angle brackets this rank."""
     return "".join(text for text, _ in _pieces(panels, legend)).rstrip("\n")
 
 

@@ -47,7 +47,7 @@ class Places:
 
     @staticmethod
     def of_topology(topology: Topology) -> list[Places]:
-        """The levels of a topology, innermost first."""
+        """Return the levels of a topology, innermost first."""
         return [Places(level.name, level.of_rank) for level in topology.levels]
 
     @property
@@ -98,7 +98,7 @@ class Crossing:
 
 @compat.untraced()
 def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
-    """The ranks of every group of an axis, shape (number of groups, group size). O(world)."""
+    """Return the ranks of all groups of an axis, shape (number of groups, group size). O(world)."""
     groups = RankGroups(axis, RankMap.identity(world_size))
     return torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
 

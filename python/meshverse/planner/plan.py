@@ -110,7 +110,7 @@ class Plan:
         return self.world * self.mine.stock_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, ready for JSON."""
+        """Return the same as plain data, ready for JSON."""
         return {
             "world": self.world,
             "backend": self.backend,
@@ -124,7 +124,7 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """`to_dict()` as a JSON document."""
+        """Return `to_dict()` as a JSON document."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
@@ -132,7 +132,7 @@ class Plan:
         return self.picture.to_html()
 
     def to_svg(self) -> str:
-        """An SVG document: the ranks by node, coloured by group, a panel for each set of groups."""
+        """Return an SVG document: ranks by node, coloured by group, one panel a set of groups."""
         return self.picture.to_svg()
 
     @property
@@ -172,7 +172,7 @@ def _counts(mine: Mine) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Memory of the communicators, in words; empty where that is nothing, or unknown."""
+    """Return the memory of the communicators, in words; "" if that is nothing, or unknown."""
     mine = plan.mine
     if not mine.stock_bytes or any(group.bytes_each is None for group in plan.groups):
         return ""

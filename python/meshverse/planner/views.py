@@ -104,7 +104,7 @@ class View:
         return math.prod(self.sizes.values())
 
     def axis_layouts(self) -> dict[str, AxisLayout]:
-        """The layout of every axis over the ranks 0, 1, 2, ..., flattened ones last."""
+        """Return the layout of every axis over the ranks 0, 1, 2, ..., flattened ones last."""
         names = list(self.sizes)
         layout = Layout.from_shape(tuple(self.sizes.values()))
         layouts = dict(zip(names, layout, strict=True))
@@ -222,7 +222,7 @@ def nearest(sizes: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
     """
 
     def left_for(*changed: str) -> int:
-        """Ranks that the other axes leave for these; 0 if they do not divide the world."""
+        """Return the ranks that other axes leave for these; 0 if they do not divide the world."""
         others = math.prod(size for name, size in sizes.items() if name not in changed)
         return 0 if world_size % others else world_size // others
 

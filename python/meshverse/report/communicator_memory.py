@@ -1,4 +1,4 @@
-"""What one communicator costs in memory: a documented estimate for each backend.
+"""Memory of one communicator: a documented estimate for each backend.
 
 NCCL: a connection has a receive buffer for every channel, of 4 MiB (`NCCL_BUFFSIZE` in NCCL's user
 guide, "Environment Variables") and, for the two low-latency protocols, of 512 KiB and 4.7 MiB (the
@@ -28,7 +28,7 @@ COMMUNICATOR_BYTES: Mapping[str, int] = {
 
 
 def estimate_bytes(backend: str, group_size: int, figures: Mapping[str, int]) -> int | None:
-    """Device memory of one communicator on this rank, in bytes; None for an unknown backend.
+    """Return a communicator's device memory on this rank, in bytes; None for an unknown backend.
 
     Args:
         backend: a name, or a list for devices ("cpu:gloo,cuda:nccl"), whose parts add up.

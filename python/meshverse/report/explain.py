@@ -71,12 +71,12 @@ class Explanation:
 
     @property
     def shared(self) -> int:
-        """Requests that no new group was made for."""
+        """Number of requests that an existing group served."""
         return self.requested - self.created
 
     @property
     def avoided(self) -> int:
-        """Groups that stock would have made besides these: it makes one for every request.
+        """Number of extra groups that stock would have created: it creates one for every request.
 
         The exception is the same there and here: an axis over the whole default group, with nothing
         overridden, uses the default group.
@@ -117,7 +117,7 @@ class Explanation:
         return self.picture
 
     def to_json(self) -> str:
-        """`to_dict()` as a JSON document."""
+        """Return `to_dict()` as a JSON document."""
         # Without indentation, for which Python's encoder takes ten times as long.
         return json.dumps(self.to_dict())
 
@@ -208,7 +208,7 @@ def explain(
         _explain_group(group, over, figures, topology)
         for group, over in _with_parts(Portion(str(rank_map), groups), parts)
     )
-    told = Explanation(
+    explanation = Explanation(
         rank_map=str(rank_map),
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
@@ -217,8 +217,8 @@ def explain(
         parts=tuple(part.ranks for part in parts),
     )
     pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
-    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{told._in_numbers()}.")
-    return replace(told, picture=picture)
+    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")
+    return replace(explanation, picture=picture)
 
 
 def _with_parts(
@@ -284,6 +284,6 @@ def _explain_group(
 
 
 def how_it_came(group: GroupUse) -> str:
-    """Return how a group came to be, in words."""
+    """Return how a group was created, in words."""
     words = _WORDS[group.origin]
     return words if group.reason is None else f"{words} ({group.reason})"

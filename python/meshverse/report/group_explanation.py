@@ -1,4 +1,4 @@
-"""What is said of one process group, as plain data."""
+"""The report on one process group, as plain data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class GroupExplanation:
         backend: its backend string.
         tag: the isolation tag it is shared under; "" for none.
         options: backend, options and tag, naming what differs from the defaults.
-        how: how the group came to be.
+        how: how the group was created.
         created: whether a new group was made for it.
         requests: how often it was requested, by axis name.
-        avoided: groups that stock would have made for these requests beside what was created.
+        avoided: extra groups that stock would have created for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
-        nodes: on how many nodes my group is; None where no topology tells.
+        nodes: on how many nodes my group is; None without a topology.
         over: in a universe with parts, the ranks of the meshes that requested it, in words: of all
             ranks, of a part, or both.
     """

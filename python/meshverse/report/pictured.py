@@ -1,4 +1,4 @@
-"""What a universe has, as a picture draws it: its groups, and its meshes as views of the ranks."""
+"""A universe as a picture draws it: its groups, and its meshes as views of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExplainedView(NamedTuple):
 
 
 def node_size_here() -> int | None:
-    """Return the ranks on each node, as torchrun says it; None where nobody does."""
+    """Return the ranks on each node, from torchrun's environment; None without it."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdecimal() and int(said) > 0 else None
 
@@ -48,39 +48,42 @@ def picture_of(
     Args:
         rank_map: of the universe.
         rank: global; whose groups are outlined.
-        groups: of the universe, with what is said of each.
+        groups: of the universe, each with its report.
         views: its meshes.
         node_size: ranks on each node; None where that is unknown.
-        summary: what a page says first.
+        summary: first sentence of a page.
     """
-    # A group of another universe, which came with a mesh of it, is over other ranks.
-    here = [(group, told) for group, told in groups if group.request.rank_map == rank_map]
+    # A group of another universe, which a mesh of it brought along, is over other ranks.
+    here = [(group, explained) for group, explained in groups if group.request.rank_map == rank_map]
     if not here:
         return None
     return Picture(
         title=f"Process groups of {rank_map}",
         rank_map=rank_map,
         rank=rank,
-        groups=tuple(_pictured(group, told) for group, told in here),
+        groups=tuple(_pictured(group, explained) for group, explained in here),
         views=tuple(_view(view, [group for group, _ in here]) for view in views),
         node_size=node_size,
         summary=summary,
     )
 
 
-def _pictured(group: GroupUse, told: GroupExplanation) -> PicturedGroups:
-    is_mine = told.avoided or told.created
-    facts = {"backend": told.backend, "made": told.how + ", suspended" * told.suspended}
-    if told.tag:
-        facts["isolated as"] = told.tag
-    asked = ", ".join(f"{name} {times}x" for name, times in told.requests.items())
+def _pictured(group: GroupUse, explained: GroupExplanation) -> PicturedGroups:
+    is_mine = explained.avoided or explained.created
+    facts = {
+        "backend": explained.backend,
+        "made": explained.how + ", suspended" * explained.suspended,
+    }
+    if explained.tag:
+        facts["isolated as"] = explained.tag
+    asked = ", ".join(f"{name} {times}x" for name, times in explained.requests.items())
     return PicturedGroups(
-        names=tuple(told.requests) or (group.request.axis_name,),
+        names=tuple(explained.requests) or (group.request.axis_name,),
         axis=group.request.axis,
         keeps_order=group.request.keeps_order,
-        made=int(told.created),
-        stock_copies=told.created + told.avoided if is_mine else 0,
-        bytes_each=told.bytes_each,
+        made=int(explained.created),
+        stock_copies=explained.created + explained.avoided if is_mine else 0,
+        bytes_each=explained.bytes_each,
         facts={**facts, "requested": asked},
     )
 

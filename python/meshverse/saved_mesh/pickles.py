@@ -23,10 +23,10 @@ _Mesh = TypeVar("_Mesh", bound=DeviceMesh)
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
-    """A mesh as plain data, root included.
+    """Return a mesh as plain data, root included.
 
-    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed. What it says
-    of process groups is which options they had, never their names.
+    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed. Of the process
+    groups it holds the options, never the names.
     """
     universe = mesh.universe
     ranks = universe.rank_map
@@ -45,12 +45,12 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
 
 
 def load_mesh(state: MeshState) -> DeviceMesh:
-    """The mesh of a saved state.
+    """Return the mesh of a saved state.
 
     In a live universe of the same ranks it is that universe's mesh, with its process groups where
     they exist. Where there is no such universe, or the mesh was saved with
-    `decouple_backend_at_save`, it comes in a universe without process groups, which
-    `mesh.bind()` gives it.
+    `decouple_backend_at_save`, it is loaded into a universe without process groups;
+    `mesh.bind()` gives it some.
 
     Raises:
         ValueError: a state that `save_mesh` could not have written; nothing is changed then.
@@ -59,12 +59,12 @@ def load_mesh(state: MeshState) -> DeviceMesh:
 
 
 def load_saved(saved: SavedState) -> DeviceMesh:
-    """The mesh of a saved state that was read; see `load_mesh`."""
+    """Return the mesh of a saved state that was read; see `load_mesh`."""
     return _loaded(DeviceMesh._in_universe, saved.mesh, _universe_of(saved))
 
 
 def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
-    """A mesh of a subclass from its saved state, without what the subclass adds.
+    """Return a mesh of a subclass from its saved state, without what the subclass adds.
 
     A new object each time, as in stock, because the subclass may give each other attributes.
 
@@ -89,17 +89,17 @@ def _is_ours(mesh_class: object) -> bool:
 
 
 def _universe_of(saved: SavedState) -> Universe:
-    """The universe that a saved mesh comes into: a live one, or one without process groups."""
-    universe = _live_universe_of(saved) or _universe_apart_of(saved)
+    """Return the universe of a saved mesh: a live one, or one without process groups."""
+    universe = _live_universe_of(saved) or _universe_without_groups_of(saved)
     if universe.root is None and saved.root is not None:
         _loaded(DeviceMesh._in_universe, saved.root, universe)
     return universe
 
 
 def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) -> _Mesh:
-    """A saved mesh in a universe, on the groups that it had, if they are there."""
+    """Return a saved mesh in a universe, on the groups that it had, if they are there."""
     mesh = make(universe, saved.description, _known_names(saved, universe))
-    if not mesh.has_groups:  # saved once more, it tells which groups it had
+    if not mesh.has_groups:  # so that a second save names the options of its groups too
         mesh._key_digests = list(saved.keys)
     return mesh
 
@@ -122,7 +122,7 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
 def _has_another_root(universe: Universe, saved: SavedState) -> bool:
     """Whether a universe has a root other than that of a saved mesh.
 
-    Programs that never met, or one without process groups, may number their universes alike.
+    Separate programs, or one without process groups, may number their universes alike.
     """
     root = universe.root
     if saved.root is None or not isinstance(root, DeviceMesh):
@@ -132,19 +132,19 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
     return root.layout != description.layout or names[0] != names[1]
 
 
-def _universe_apart_of(saved: SavedState) -> Universe:
+def _universe_without_groups_of(saved: SavedState) -> Universe:
     key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
-    universe = _apart.get(key)
+    universe = _without_groups.get(key)
     if universe is None or _has_another_root(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
         universe.stand_for(saved.serial)
-        _apart[key] = universe
+        _without_groups[key] = universe
     return universe
 
 
 # The live universes without process groups, by the universe and rank they were saved from. So
-# meshes of one universe, saved one by one by one rank, come into one universe again.
-_apart: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
+# meshes that one rank saved one by one from one universe are loaded into one universe again.
+_without_groups: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
     weakref.WeakValueDictionary()
 )
 
@@ -157,7 +157,7 @@ def _groups_of(saved: SavedState) -> list[tuple[AxisLayout, str | None]]:
 
 
 def mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
-    """What a saved state says of one mesh."""
+    """Return the fields of one mesh in a saved state."""
     return {
         "device_type": mesh.device_type,
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],

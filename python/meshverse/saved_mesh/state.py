@@ -1,7 +1,7 @@
 """A saved mesh as plain data, checked: it comes from a file, so nothing in it is taken on trust.
 
-Everything is read before anything is made of it. A field that is added to what `save_mesh` writes
-is added here: to one of the two tables of readers at the end, and to the tuple that they fill.
+All fields are read before any object is created. If `save_mesh` writes a new field, add it here: to
+one of the two tables of readers at the end, and to the tuple that they fill.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class SavedMesh(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """What a saved state says, as `save_mesh` wrote it.
+    """The contents of a saved state, as `save_mesh` wrote it.
 
     Attributes:
         rank_map: of the universe.
         rank: global rank of the process that saved it.
         serial: of the universe.
-        decoupled: whether the mesh shall be apart from a live universe.
+        decoupled: whether the mesh is loaded into a universe of its own, without process groups.
         mesh: the mesh.
         root: its root, unless it was one itself.
     """
@@ -53,7 +53,7 @@ class SavedState(NamedTuple):
 
 
 def read_state(state: object) -> SavedState:
-    """What a saved state says.
+    """Read and check a saved state.
 
     Raises:
         ValueError: a field is missing, unknown, or not what `save_mesh` could have written; names
@@ -156,7 +156,7 @@ def _tags(tags: Any, name: str) -> list[str]:
 
 
 def _listed(read: _Reader) -> Callable[[Any, str], list[Any]]:
-    """A reader of lists or tuples of what `read` reads."""
+    """Return a reader of lists or tuples of what `read` reads."""
 
     def read_all(values: Any, name: str) -> list[Any]:
         if type(values) not in (list, tuple):

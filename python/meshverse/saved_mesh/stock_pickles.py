@@ -25,14 +25,14 @@ from meshverse.world.world import World
 from .pickles import load_saved, mesh_fields
 from .state import SavedState, read_state
 
-# What may be wrong with the attributes of a mesh from a file, or from another version of torch.
+# Errors from the attributes of a mesh of a file, or of another version of torch.
 _UNREADABLE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
-    """Make a stock mesh that is being loaded one of ours, on the groups that are here.
+    """Turn a stock mesh that is being loaded into one of ours, on the groups that exist here.
 
-    It stays torch's where it has no groups, and where its groups are here: it is a copy of a mesh
+    It stays torch's if it has no groups, and if its groups exist here: then it is a copy of a mesh
     that torch made in this process, or on the default group.
 
     Args:
@@ -40,42 +40,42 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
         state: the attributes that were saved.
 
     Returns:
-        Whether that was done; otherwise torch is to load it.
+        Whether it was taken in; otherwise torch loads it.
     """
     if "_dim_group_names" not in state:
         return False
     try:
-        told = compat.read_stock_state(state)
-        saved = _as_ours(told)
+        stock = compat.read_stock_state(state)
+        saved = _as_ours(stock)
     except _UNREADABLE:
         _leave_without_groups(mesh, state)
         return True
-    if _are_stocks(told.group_names, saved):
+    if _are_stocks(stock.group_names, saved):
         return False
     live = _live_mesh(saved)
-    if live is None and compat.is_unread(told.root):
+    if live is None and compat.is_unread(stock.root):
         _leave_without_groups(mesh, state)  # until its root is loaded, which takes it in
         return True
     # The objects that are being loaded refer to this very object, so it cannot be replaced by the
     # live mesh. It has all attributes in common with it, also those that bind() will give.
     mesh.__class__ = DeviceMesh
     mesh.__dict__ = vars(live or load_saved(saved))
-    for flattened in told.flattened:
+    for flattened in stock.flattened:
         if isinstance(vars(flattened).get("_dim_group_names"), MissingGroups):
             take_in(flattened, dict(vars(flattened)))
     return True
 
 
-def _as_ours(told: compat.StockState) -> SavedState:
-    """What a stock mesh says, checked like a saved mesh of ours. O(world)."""
+def _as_ours(stock: compat.StockState) -> SavedState:
+    """Return a stock mesh as a saved state of ours, with the same checks. O(world)."""
     state = {
-        "ranks": rank_map_of(plain_ranks(told.rank_map)).ranks().tolist(),
-        "rank": told.rank,
+        "ranks": rank_map_of(plain_ranks(stock.rank_map)).ranks().tolist(),
+        "rank": stock.rank,
         "serial": 0,
         "decoupled": False,
-        "mesh": told.fields,
+        "mesh": stock.fields,
     }
-    root = told.root
+    root = stock.root
     if isinstance(root, DeviceMesh):
         state["root"] = mesh_fields(root)
     elif root is not None and not compat.is_unread(root):
@@ -98,7 +98,7 @@ def _are_stocks(names: list[str], saved: SavedState) -> bool:
 
 
 def _live_mesh(saved: SavedState) -> DeviceMesh | None:
-    """The mesh of the first live universe with a group for every axis, on these groups.
+    """Return the mesh of the first live universe with a group for every axis, on these groups.
 
     It depends on the groups that were made and their order, which are the same on all ranks. It
     does not depend on which meshes there are: each rank may have made other slices.

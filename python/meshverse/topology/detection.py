@@ -28,7 +28,7 @@ _FAILED = "!"  # begins the text of a rank that failed
 
 _BOOT = "boot"  # when a machine was started: machines of one name differ in it
 
-Place = dict[str, str]
+Location = dict[str, str]
 """Location of one rank: the name of its part of each level."""
 
 
@@ -48,19 +48,19 @@ def levels_detected(
     timeout: timedelta,
 ) -> list[Level]:
     """Find the levels together with the other ranks; arguments as of `Topology.detect`."""
-    places = _with_unique_nodes(_gather(node, domain, switches, world, timeout))
+    locations = _with_unique_nodes(_gather(node, domain, switches, world, timeout))
     # A rank that cannot read it fails now, and keeps no other rank waiting.
     network = None if network_file is None else read_network_file(network_file)
-    nodes = [place["node"] for place in places]
+    nodes = [location["node"] for location in locations]
     levels = levels_on_nodes(nodes, network)
     known = {level.name for level in levels}
-    own = dict.fromkeys(name for place in places for name in place if name not in known)
-    return levels + [level_of(name, _parts(name, places, nodes)) for name in own]
+    own = dict.fromkeys(name for location in locations for name in location if name not in known)
+    return levels + [level_of(name, _parts(name, locations, nodes)) for name in own]
 
 
-def _parts(name: str, places: Sequence[Place], nodes: Sequence[str]) -> list[str]:
-    """The part of each rank at a level that some ranks have given."""
-    parts = [place.get(name, "") for place in places]
+def _parts(name: str, locations: Sequence[Location], nodes: Sequence[str]) -> list[str]:
+    """Return the part of each rank at a level that some ranks have given."""
+    parts = [location.get(name, "") for location in locations]
     if name == "domain":
         return [part or f"node {node}" for part, node in zip(parts, nodes, strict=True)]
     if "" in parts:
@@ -79,12 +79,12 @@ def _gather(
     switches: Mapping[str, str] | None,
     world: World,
     timeout: timedelta,
-) -> list[Place]:
+) -> list[Location]:
     """Find out where each rank is. All ranks call this together.
 
     Raises:
         RuntimeError: ranks did not come in time, or failed; the default group has no store that
-            ranks could meet in.
+            ranks could have a rendezvous in.
     """
     if world.run_store is None:
         raise RuntimeError(
@@ -99,7 +99,7 @@ def _gather(
     detections.count += 1  # first: whatever fails here, all ranks count the same
     failure: Exception | None = None
     try:
-        text = json.dumps(_own_place(node, domain, switches))
+        text = json.dumps(_own_location(node, domain, switches))
     except (OSError, TypeError, ValueError) as error:  # which the other ranks must know
         failure, text = error, f"{_FAILED}{error}"
     rendezvous, ranks = world.state(Rendezvous), range(world.size)
@@ -116,42 +116,44 @@ def _gather(
     return [json.loads(text) for text in texts]
 
 
-def _own_place(node: str | None, domain: str | None, switches: Mapping[str, str] | None) -> Place:
+def _own_location(
+    node: str | None, domain: str | None, switches: Mapping[str, str] | None
+) -> Location:
     """Find out where this process is, but for what is given.
 
     Raises:
         TypeError: names that are no strings.
         ValueError, OSError: the environment or the system cannot be read.
     """
-    place = own_switches(os.environ) if switches is None else dict(switches)
+    location = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
-        place["node"] = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        place[_BOOT] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
+        location["node"] = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        location[_BOOT] = _BOOT_ID.read_text().strip()[:8] if _BOOT_ID.exists() else ""
     else:
-        place["node"] = node
+        location["node"] = node
     if domain is None:
-        domain = nvlink_domain() or place.get("domain", "")
+        domain = nvlink_domain() or location.get("domain", "")
     if domain:
-        place["domain"] = domain
-    given: dict[Any, Any] = dict(place)  # users name the switches
+        location["domain"] = domain
+    given: dict[Any, Any] = dict(location)  # users name the switches
     for name, part in given.items():
         if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
             raise TypeError(
                 f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
                 'the part by that of its level, such as switches={"switch": "leaf3"}.'
             )
-    return place
+    return location
 
 
-def _with_unique_nodes(places: list[Place]) -> list[Place]:
-    """Places without boots, which are in the names of nodes where those alone are not unique."""
+def _with_unique_nodes(locations: list[Location]) -> list[Location]:
+    """Return the locations with unique names of nodes: the boot is added where it is needed."""
     boots: dict[str, set[str]] = {}
-    for place in places:
-        boots.setdefault(place["node"], set()).add(place.get(_BOOT, ""))
+    for location in locations:
+        boots.setdefault(location["node"], set()).add(location.get(_BOOT, ""))
     named = []
-    for place in places:
-        node, boot = place.pop("node"), place.pop(_BOOT, "")
-        named.append({"node": node if len(boots[node]) == 1 else f"{node} ({boot})", **place})
+    for location in locations:
+        node, boot = location.pop("node"), location.pop(_BOOT, "")
+        named.append({"node": node if len(boots[node]) == 1 else f"{node} ({boot})", **location})
     return named
 
 
@@ -170,7 +172,7 @@ class _FabricInfo(ctypes.Structure):
 
 
 def nvlink_domain(library: str = _LIBRARY) -> str:
-    """The clique that all GPUs of this machine are in, such as "1c64...-32766".
+    """Return the clique that all GPUs of this machine are in, such as "1c64...-32766".
 
     Machines whose NVLink reaches over several nodes have a fabric manager, which gives each GPU a
     cluster and a clique in it: GPUs of one clique reach each other by NVLink. NVML, the driver's

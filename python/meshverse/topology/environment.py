@@ -77,7 +77,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> list[str]:
 
 
 def _slurm(environment: Mapping[str, str], name: str) -> str:
-    """A variable of the step, or else of the job."""
+    """Return a variable of the step, or else of the job."""
     names = (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}")
     return next((environment[each] for each in names if environment.get(each)), "")
 
@@ -109,7 +109,7 @@ def _of_slurm(environment: Mapping[str, str]) -> list[str]:
 
 
 def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
-    """The host of each task, as `srun --distribution` hands tasks out."""
+    """Return the host of each task, as `srun --distribution` hands tasks out."""
     across_nodes = how.replace(",", ":").split(":")[0].lower()
     if across_nodes in ("", "*", "block", "pack", "nopack"):
         return [host for host, count in zip(hosts, tasks, strict=True) for _ in range(count)]
@@ -124,7 +124,7 @@ def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
 
 
 def own_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """The switches of this process's node, by level, from `SLURM_TOPOLOGY_ADDR`."""
+    """Return the switches of this process's node, by level, from `SLURM_TOPOLOGY_ADDR`."""
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     return switches_of_address(address, pattern) if address and pattern else {}

@@ -28,7 +28,7 @@ _Piece = tuple[int, int, str]  # first rank, last rank, the part that they are o
 def levels_of_file(
     path: str | os.PathLike[str], nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
-    """The levels in a file of either form; see `Topology.from_file`."""
+    """Return the levels in a file of either form; see `Topology.from_file`."""
     source, text = os.fspath(path), _read_text(path)
     if not text.lstrip().startswith(("{", "[")):
         return _levels_of_network(text, source, nodes, node_size)
@@ -48,13 +48,13 @@ def _read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_network_file(path: str | os.PathLike[str]) -> Network:
-    """The network in a topology.conf."""
+    """Return the network in a topology.conf."""
     return read_network(_read_text(path), os.fspath(path))
 
 
 @compat.untraced()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
-    """The ranks of each part of each level, in ranges such as "0-7,16-23"."""
+    """Return the ranks of each part of each level, in ranges such as "0-7,16-23"."""
     found = {}
     for level in levels:
         of_parts = torch.split(level.of_rank.argsort(stable=True), level.sizes.tolist())
@@ -73,7 +73,7 @@ def _text(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def _levels_of_json(text: str, source: str) -> list[Level]:
-    """The levels in a file of ours.
+    """Return the levels in a file of ours.
 
     Raises:
         ValueError: no JSON, or not of this form; a name that is there twice; a rank that is on no
@@ -95,7 +95,7 @@ def _levels_of_json(text: str, source: str) -> list[Level]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; `json.loads` alone keeps the last of several that have one name."""
+    """Return a JSON object; `json.loads` alone keeps the last of several that have one name."""
     counts = Counter(name for name, _ in pairs)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"it has {repeated[0]!r} twice in one object, of which one would be lost")
@@ -103,7 +103,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _pieces(level: str, given: Mapping[str, Any], source: str) -> list[_Piece]:
-    """The ranks of a level in ascending order, as ranges: a short text can have very many."""
+    """Return a level's ranks in ascending order, as ranges: a short text can have very many."""
     pieces = sorted(
         (first, last, part)
         for part, ranks in given.items()
@@ -131,7 +131,7 @@ def _complete(level: str, pieces: Sequence[_Piece], world_size: int, source: str
 
 
 def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
-    """The ranges, as first and last rank, in "0-7,16-23" or in a list of ranks."""
+    """Return the ranges, as first and last rank, in "0-7,16-23" or in a list of ranks."""
     ranges = []
     if isinstance(given, list):
         ranges = [(rank, rank) if type(rank) is int else (1, 0) for rank in given]
@@ -153,7 +153,7 @@ def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
 def _levels_of_network(
     text: str, source: str, nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
-    """The levels of ranks that fill nodes of a topology.conf one after the other.
+    """Return the levels of ranks that fill nodes of a topology.conf one after the other.
 
     Args:
         text: of the file.
@@ -189,7 +189,7 @@ def _levels_of_network(
 
 
 def levels_on_nodes(node_of_rank: Sequence[str], network: Network | None) -> list[Level]:
-    """The levels of ranks on these nodes.
+    """Return the levels of ranks on these nodes.
 
     Raises:
         ValueError: nodes that the network does not name.

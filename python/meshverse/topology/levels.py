@@ -116,7 +116,7 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def _torn(inner: Level, outer: Level) -> torch.Tensor:
-    """Ranks on another part of the outer level than the first rank of their part of the inner."""
+    """Return ranks on another outer part than the first rank of their inner part."""
     first = torch.empty(len(inner.parts), dtype=torch.int64)
     # The last rank to write wins, so written from the back it is the first one.
     first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)

@@ -85,7 +85,7 @@ class Placements:
         return self.spot_of_rank.bincount()
 
     def ring_steps(self, placements: torch.Tensor) -> torch.Tensor:
-        """Ring steps that leave a part, of all groups of an axis together.
+        """Return the ring steps that leave a part, of all groups of an axis together.
 
         Args:
             placements: the spot at each position, shape (placements, world size).
@@ -109,7 +109,7 @@ class Placements:
         return steps
 
     def costs(self, placements: torch.Tensor) -> torch.Tensor:
-        """Costs of placements: ring steps times the axis's weight and the level's factor.
+        """Return costs of placements: ring steps times the axis's weight and the level's factor.
 
         Args:
             placements: the spot at each position, shape (placements, world size).
@@ -126,7 +126,7 @@ class Placements:
         return (steps * each).sum(dim=(1, 2))
 
     def ranks(self, placement: torch.Tensor) -> torch.Tensor:
-        """The ranks of placements: at each position the lowest of its spot that is left.
+        """Return the ranks of placements: at each position the lowest of its spot that is left.
 
         Args:
             placement: the spot at each position, shape (..., world size), as the result.
@@ -206,7 +206,7 @@ def _checked(
 
 
 def best_order(problem: Placements) -> torch.Tensor:
-    """The ranks of the cheapest placement that was found; 0, 1, 2, ... if none is cheaper.
+    """Return the ranks of the cheapest placement that was found; 0, 1, 2, ... if none is cheaper.
 
     Returns:
         The rank at each position, shape (world size,).
@@ -235,7 +235,7 @@ def _best_order(problem: Placements) -> torch.Tensor:
 
 
 def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """Of placements that cost the same, the one whose ranks descend along axes least often.
+    """Return the placement, of those that cost the same, whose ranks descend least often.
 
     Where its ranks ascend along an axis, groups have the order that they would have anyway.
     """
@@ -248,7 +248,7 @@ def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tens
 
 
 def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """The placements with the slices along each axis in the order of their lowest ranks.
+    """Return the placements with the slices along each axis in the order of their lowest ranks.
 
     The groups have the same spots as before, so it costs the same.
     """
@@ -265,7 +265,7 @@ def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(problem: Placements) -> list[torch.Tensor]:
-    """Placements that may be good; at least some, however large the world is."""
+    """Return placements that may be good; at least some, however large the world is."""
     budget = max(4, _EVALUATED // len(problem.spot_of_rank))
     sequences = list(_spot_sequences(problem))
     placements: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ def candidates(problem: Placements) -> list[torch.Tensor]:
 
 
 def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
-    """The positions of a mesh in the order in which digits count them."""
+    """Return the positions of a mesh in the order in which digits count them."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     positions = torch.zeros(1, dtype=torch.int64)
     for axis, size in digits:
@@ -295,7 +295,7 @@ def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
 
 
 def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
-    """The spots of all ranks, those of a part together: as they are numbered; large parts first."""
+    """Yield the spots of all ranks, a part's together: as numbered, then large parts first."""
     spots = torch.arange(problem.part_of_spot.shape[1])
     sizes = problem.sizes
     yield spots.repeat_interleave(sizes)
@@ -310,7 +310,7 @@ def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
 
 
 def _to_pack(problem: Placements, digits: _Digits) -> list[int]:
-    """Sizes of boxes, inside each other, of which parts of the cluster hold some and a rest."""
+    """Return sizes of nested boxes of which parts of the cluster hold some and a rest."""
     boxes = list(itertools.accumulate((size for _, size in digits), int.__mul__))
     packed = []
     for sizes in _part_sizes(problem):
@@ -322,7 +322,7 @@ def _to_pack(problem: Placements, digits: _Digits) -> list[int]:
 
 
 def _packed(problem: Placements, box: int) -> torch.Tensor:
-    """The spots of all ranks, so that each part has as many whole boxes as it can hold.
+    """Return the spots of all ranks, so that each part has as many whole boxes as it can hold.
 
     What is left on the parts of one level makes up boxes within the parts of the next.
 
@@ -344,7 +344,7 @@ def _packed(problem: Placements, box: int) -> torch.Tensor:
 
 
 def _part_sizes(problem: Placements) -> list[torch.Tensor]:
-    """Ranks of each part, level by level."""
+    """Return the number of ranks of each part, level by level."""
     return [_ranks_of_parts(parts, problem.sizes) for parts in problem.part_of_spot]
 
 
@@ -353,18 +353,18 @@ def _ranks_of_parts(parts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _by_weight(problem: Placements) -> list[int]:
-    """The axes, those with the most traffic first; of equal ones the last axis."""
+    """Return the axes, those with the most traffic first; of equal ones the last axis."""
     return sorted(range(len(problem.shape)), key=lambda axis: (-problem.weights[axis], -axis))
 
 
 def _stacks(problem: Placements) -> Iterator[_Digits]:
-    """Whole axes inside each other, the one that has the most traffic innermost, and all others."""
+    """Yield whole axes, nested: the one with the most traffic innermost, and all others."""
     for axes in itertools.islice(itertools.permutations(_by_weight(problem)), 720):
         yield [(axis, problem.shape[axis]) for axis in axes]
 
 
 def _chains(problem: Placements) -> Iterator[_Digits]:
-    """The cheapest boxes inside boxes, for several sizes of boxes at each level."""
+    """Yield the cheapest boxes inside boxes, for several sizes of boxes at each level."""
     shape = problem.shape
     if math.prod(len(_divisors(size)) for size in shape) > _LARGEST_CHAIN:
         return
@@ -387,7 +387,7 @@ def _chains(problem: Placements) -> Iterator[_Digits]:
 
 
 def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
-    """Sizes of boxes that suit parts of these sizes: the most usual, the common divisor, near ones.
+    """Return sizes of boxes for parts of these sizes: the most usual, common divisor, near ones.
 
     Args:
         known: sizes that boxes can have.
@@ -403,7 +403,7 @@ def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
 def _cheapest_chains(
     problem: Placements, boxes: Sequence[Sequence[_Box]]
 ) -> list[tuple[float, tuple[_Box, ...]]]:
-    """For each box of the last level, the cheapest chain of boxes inside each other up to it."""
+    """Return, for each box of the last level, the cheapest chain of boxes inside it."""
     chains: dict[_Box, tuple[float, tuple[_Box, ...]]] = {(1,) * len(problem.shape): (0.0, ())}
     for level, of_level in enumerate(boxes):
         longer: dict[_Box, tuple[float, tuple[_Box, ...]]] = {}
@@ -420,7 +420,7 @@ def _cheapest_chains(
 
 
 def _cost_of_box(problem: Placements, box: _Box) -> float:
-    """Traffic out of the parts of one level if each has a box of the mesh, but for the factor."""
+    """Return the traffic out of one level's parts, each with a box of the mesh; no factor."""
     world_size = math.prod(problem.shape)
     axes = zip(problem.shape, problem.weights, box, strict=True)
     return sum(weight * world_size / inside for size, weight, inside in axes if inside < size)
@@ -446,7 +446,7 @@ def _count(problem: Placements) -> int:
 
 
 def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
-    """All sequences that have each spot as often as is left of it."""
+    """Yield all sequences that have each spot as often as is left of it."""
     if not any(left):
         yield ()
         return
@@ -457,7 +457,7 @@ def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _improved(problem: Placements, placement: torch.Tensor) -> torch.Tensor:
-    """A placement after swaps of two ranks, each the one that saves most, while any does."""
+    """Return a placement after swaps of two ranks, each the one that saves most, while any does."""
     first, second = torch.triu_indices(len(placement), len(placement), offset=1)
     cost = float(problem.costs(placement.unsqueeze(0)))
     for _ in range(_IMPROVEMENTS):

@@ -20,7 +20,7 @@ _BLOCK_TIERS = ("domain", "block")  # topology/block is for NVLink domains
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list such as "tux[0-2,07],gpu-[1-2]n[1-2],login", in its order.
+    """Return the hosts of a list such as "tux[0-2,07],gpu-[1-2]n[1-2],login", in its order.
 
     Raises:
         ValueError: brackets that do not match, a range that runs backwards, or too many hosts.
@@ -47,7 +47,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _numbers(piece: str, text: str) -> Sequence[str]:
-    """The numbers of "3" or "01-12", with the zeros that they begin with."""
+    """Return the numbers of "3" or "01-12", with the zeros that they begin with."""
     found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
     first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
     if int(last) < int(first):
@@ -62,7 +62,7 @@ def _numbers(piece: str, text: str) -> Sequence[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Tasks on each node, from a list such as "8(x3),4".
+    """Return the tasks on each node, from a list such as "8(x3),4".
 
     Raises:
         ValueError: something else.
@@ -78,7 +78,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def switches_of_address(address: str, pattern: str) -> dict[str, str]:
-    """The switches of one node, by level, from `SLURM_TOPOLOGY_ADDR` and its pattern.
+    """Return the switches of one node, by level, from `SLURM_TOPOLOGY_ADDR` and its pattern.
 
     Example: "core0.leaf3.tux7" with "switch.switch.node" is {"switch": "leaf3", "spine": "core0"}.
 
@@ -120,7 +120,7 @@ class Network:
     levels: Mapping[str, Mapping[str, str]]
 
     def of_nodes(self, nodes: Sequence[str]) -> dict[str, list[str]]:
-        """The part that each of these nodes is on, by level.
+        """Return the part that each of these nodes is on, by level.
 
         Raises:
             ValueError: nodes that the file does not name.
@@ -137,7 +137,7 @@ class Network:
 
 
 def read_network(text: str, source: str) -> Network:
-    """The network of a topology.conf: its switches (topology/tree) or blocks (topology/block).
+    """Return the network of a topology.conf: switches (topology/tree) or blocks (topology/block).
 
     Levels are "switch", "spine", "core", ... from the switches that nodes are connected to, and
     "domain" for blocks. Where some nodes are fewer switches away from the top than others, their

@@ -24,7 +24,7 @@ def _never_packed(position_ids: Any, batch_size: int) -> bool:
 
 
 def _no_indices(position_ids: Any) -> None:
-    """In place of transformers' own, which would find sequences."""
+    """Replace transformers' own, which would find sequences."""
 
 
 def patch_is_packed_sequence() -> bool:

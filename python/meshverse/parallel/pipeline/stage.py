@@ -28,7 +28,7 @@ from .structure import Structure, copy_attributes, describe, hidden_of, shallow_
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# What a stage alone cannot give.
+# Arguments for outputs that one stage alone cannot give.
 _REFUSED = (
     *("labels", "logits_to_keep", "past_key_values", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),

@@ -1,4 +1,4 @@
-"""How a transformers model runs its layers: found by running it once with empty layers."""
+"""Order in which a transformers model runs its layers, found by running it with empty layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 _TOKENS = (2, 3)  # sequences, and tokens of each
 _LAYER = ""  # among the names of children
 _NOTHING = object()  # what a layer gives beside its hidden states
-# What a model may raise whose layers are none.
+# Exceptions that a model may raise when its layers are left out.
 _FROM_MODELS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
 _FROM_MODELS += (LookupError, RuntimeError, TypeError, ValueError)
 

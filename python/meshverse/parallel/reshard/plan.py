@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes of the largest element
 
 
 class Sharding(NamedTuple):
-    """How some ranks lay a tensor out, as the core's planner takes it.
+    """Layout of a tensor on some ranks, as the core's planner takes it.
 
     By axis of the holders' layout: the dimension that it splits or -1, and the split factor of a
     `_StridedShard` or 1. Right to left, strided splits are chunks of what the plain splits leave.

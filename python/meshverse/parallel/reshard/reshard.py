@@ -198,7 +198,7 @@ class Reshard:
 
     @contextlib.contextmanager
     def _breaking(self, what: str, state: str) -> Iterator[None]:
-        """After an error inside, no run can be told from what is left of this one: none begins."""
+        """Refuse all later runs after an error inside: they would read what is left of this one."""
         try:
             yield
         except BaseException as error:

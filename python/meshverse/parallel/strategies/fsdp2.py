@@ -156,7 +156,7 @@ def fsdp2_strategy_parallelize(
     apply_fsdp_sharding_recursively(
         model,
         fsdp_mesh,
-        # What is between the layers and the root's own has the parameters' precision.
+        # Outputs of modules between the layers and the root have the parameters' precision.
         replace(precision, output_dtype=precision.param_dtype or precision.output_dtype),
         offload,
         reshard_after_forward=config.reshard_after_forward,

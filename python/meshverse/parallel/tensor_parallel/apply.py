@@ -40,7 +40,7 @@ from .gaps import fill_gaps, has_local_output
 _logger = logging.getLogger(__name__)
 _FIRST, _SECOND = "lora_A", "lora_B"  # PEFT's names, by which it also saves them
 
-# What attention modules of transformers and of its relatives call the number of their heads.
+# Names of the number of heads in attention modules of transformers and of its relatives.
 _HEAD_COUNTS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head"),
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),

@@ -204,7 +204,7 @@ def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str
 
     Raises:
         ValueError: the model has no such layers, a norm needs all heads at once, or sequence
-            parallelism meets a module with parameters that is not like one of Llama's.
+            parallelism finds a module with parameters that is not like one of Llama's.
     """
     queries = f"layers.*.{_QUERIES}"
     around = (name for name, module in model.named_modules() if is_present(module, queries))

@@ -1,4 +1,4 @@
-"""The mark that has a test run at several places, and with several kinds of default group there."""
+"""The mark for a test that runs on several platforms, with several kinds of default group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def at(*ways: str) -> pytest.MarkDecorator:
     """Run a test in each of these ways, given to it as `way`.
 
     Args:
-        ways: a place, then "bound" or "mixed" or both; see `helpers.places.World`.
+        ways: a platform, then "bound" or "mixed" or both; see `helpers.platforms.World`.
     """
     return pytest.mark.parametrize("way", [pytest.param(way, marks=_marks(way)) for way in ways])
 

@@ -1,4 +1,4 @@
-"""Where one and the same test runs: NCCL with all ranks on one GPU, or what the CPU has instead."""
+"""Platforms of one and the same test: NCCL with all ranks on one GPU, or a backend on the CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from helpers import splitting
 from helpers.crew import WORLD_TIMEOUT_SECONDS
 from one_gpu import one_gpu_environment
 
-__all__ = ["PLACES", "Place", "World", "backend_of", "world_at"]
+__all__ = ["PLATFORMS", "Platform", "World", "backend_of", "world_at"]
 
 
-class Place(NamedTuple):
+class Platform(NamedTuple):
     """A backend, and where its tensors are.
 
     Attributes:
@@ -38,25 +38,25 @@ class Place(NamedTuple):
     compiler: str = "aot_eager"  # inductor takes minutes on a busy machine without a cache
 
 
-PLACES = {
-    "gloo": Place("gloo", "cpu:gloo", "cpu", None),
+PLATFORMS = {
+    "gloo": Platform("gloo", "cpu:gloo", "cpu", None),
     # As strict as NCCL where groups are split, but on the CPU: see backends/splitting_backend.hpp.
-    "splitting": Place(
+    "splitting": Platform(
         splitting.NAME,
         f"cpu:gloo,{splitting.DEVICE}:{splitting.NAME}",
         "cpu",
         f"{splitting.DEVICE}:0",
     ),
     # The ranks take turns on the GPU, some milliseconds each, and a collective needs all of them.
-    "nccl": Place("nccl", "cpu:gloo,cuda:nccl", "cuda", "cuda:0", 6, "inductor"),
+    "nccl": Platform("nccl", "cpu:gloo,cuda:nccl", "cuda", "cuda:0", 6, "inductor"),
 }
 
 
 class World(NamedTuple):
-    """How a test wants the default group at a place.
+    """The default group that a test wants on a platform.
 
     Attributes:
-        place: name of one of `PLACES`.
+        platform: name of one of `PLATFORMS`.
         folder: of its own, for the store.
         library: the compiled backends of the tests.
         is_bound: whether it is bound to the device.
@@ -64,7 +64,7 @@ class World(NamedTuple):
         survives: whether what fails in its groups is an error there, not the end of the process.
     """
 
-    place: str
+    platform: str
     folder: str
     library: str
     is_bound: bool = False
@@ -73,22 +73,22 @@ class World(NamedTuple):
 
 
 @contextlib.contextmanager
-def world_at(wanted: World) -> Iterator[Place]:
-    """In a process of a crew: have this default group in the block, in place of the crew's own."""
-    place, rank, size = PLACES[wanted.place], dist.get_rank(), dist.get_world_size()
+def world_at(wanted: World) -> Iterator[Platform]:
+    """Replace the default group of a crew's process by this one, inside the block."""
+    platform, rank, size = PLATFORMS[wanted.platform], dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     kept = dict(os.environ)
-    backend = place.mixed if wanted.is_mixed else place.backend
-    if wanted.place == "splitting":
+    backend = platform.mixed if wanted.is_mixed else platform.backend
+    if wanted.platform == "splitting":
         splitting.start(
             wanted.library, wanted.folder, rank, size, backend, is_bound=wanted.is_bound
         )
     else:
-        _start(place, wanted, backend, rank, size)
-    yield place
+        _start(platform, wanted, backend, rank, size)
+    yield platform
     if dist.is_initialized():
-        if place.device == "cuda":
+        if platform.device == "cuda":
             torch.cuda.synchronize()
         if wanted.survives:  # some groups are broken, and waiting for them would take long
             dist.distributed_c10d._abort_process_group()
@@ -96,11 +96,11 @@ def world_at(wanted: World) -> Iterator[Place]:
             dist.destroy_process_group()
     for name in os.environ.keys() - kept.keys() - one_gpu_environment(0).keys():
         del os.environ[name]
-    _start(PLACES["gloo"], wanted._replace(folder=wanted.folder + "/after"), "gloo", rank, size)
+    _start(PLATFORMS["gloo"], wanted._replace(folder=wanted.folder + "/after"), "gloo", rank, size)
 
 
-def _start(place: Place, wanted: World, backend: str, rank: int, size: int) -> None:
-    if place.device == "cuda":
+def _start(platform: Platform, wanted: World, backend: str, rank: int, size: int) -> None:
+    if platform.device == "cuda":
         os.environ.update(one_gpu_environment(rank))
         if wanted.survives:
             # Otherwise NCCL's watchdog ends the process when an operation fails or times out.
@@ -113,13 +113,15 @@ def _start(place: Place, wanted: World, backend: str, rank: int, size: int) -> N
         store=dist.FileStore(os.path.join(wanted.folder, "store"), size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS * place.slowness),
-        device_id=torch.device(place.bound) if wanted.is_bound and place.bound else None,
+        timeout=timedelta(seconds=WORLD_TIMEOUT_SECONDS * platform.slowness),
+        device_id=torch.device(platform.bound) if wanted.is_bound and platform.bound else None,
     )
 
 
 def backend_of(group: Any, wanted: World) -> Any:
-    """A group's backend at the place."""
-    place = PLACES[wanted.place]
-    device = place.bound if wanted.is_bound or wanted.place == "splitting" else place.device
-    return group._get_backend(torch.device(device or place.device))
+    """Return a group's backend on the platform."""
+    platform = PLATFORMS[wanted.platform]
+    device = (
+        platform.bound if wanted.is_bound or wanted.platform == "splitting" else platform.device
+    )
+    return group._get_backend(torch.device(device or platform.device))

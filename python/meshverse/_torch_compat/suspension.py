@@ -13,11 +13,11 @@ def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
 
     A backend with counters can be suspended too: c10d implements both for the same backends.
     """
-    told = [stats for backend in _backends(group) if (stats := _stats(backend)) is not None]
-    if not told:
+    counters = [stats for backend in _backends(group) if (stats := _stats(backend)) is not None]
+    if not counters:
         return None
     total: Counter[str] = Counter()
-    for stats in told:
+    for stats in counters:
         total.update(stats)
     return dict(total)
 

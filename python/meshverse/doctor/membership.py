@@ -1,12 +1,12 @@
-"""Membership and health of a job's ranks, through its store, and one rank that speaks for all.
+"""Membership and health check of a job's ranks, through its store; one rank reports for all.
 
-Every rank notes the step that it begins, and a thread of it counts up a number while it lives. The
+Every rank writes the step that it begins, and a thread of it counts up a number: its heartbeat. The
 first rank that fails, or has waited too long, looks for the ranks that the others wait for: those
-whose numbers stand still, or else those that are behind. It reports them, and then all ranks raise
-the same error.
+whose heartbeat has stopped, or else those that are behind. It reports them, and then all ranks
+raise the same error.
 
-Example: ranks 0, 1 and 3 note step 2, "axis dp". Rank 2 has noted step 1. The others wait in the
-all-reduce until the timeout. One of them reads the notes and says: rank 2 on host n1 is still in
+Example: ranks 0, 1 and 3 write step 2, "axis dp". Rank 2 has written step 1. The others wait in the
+all-reduce until the timeout. One of them reads the steps and reports: rank 2 on host n1 is still in
 step 1.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-_FAILED, _SPEAKER, _HEARD = "failed", "speaker", "heard"  # keys
-_SECONDS_TO_SPEAK = 30.0  # that others wait for a rank that prints
-_BEATS_TO_WAIT = 10  # for a sign of life
+_FAILED, _REPORTER, _READ = "failed", "speaker", "heard"  # keys
+_SECONDS_TO_REPORT = 30.0  # that others wait for a rank that prints
+_BEATS_TO_WAIT = 10  # before a rank without a heartbeat counts as silent
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 Report = Callable[[Any], None]
@@ -35,12 +35,12 @@ class NotAllHereError(RuntimeError):
     """Some ranks did not answer in time. The message names them."""
 
 
-# The server that rank 0 hosts, for as long as its process runs: others may already be in their
-# next call, or in init_process_group, on the same server when rank 0 leaves the examination.
+# The store's server on rank 0, kept until its process ends: when rank 0 leaves the examination,
+# other ranks may already be in their next call, or in init_process_group, on the same server.
 _hosted: list[dist.Store] = []
 
 
-def place_of_this_rank() -> tuple[int, int]:
+def rank_from_environment() -> tuple[int, int]:
     """Return this rank and the number of ranks, as torchrun or another launcher gives them.
 
     Raises:
@@ -74,37 +74,39 @@ def _variable(name: str, smallest: int, largest: int | None) -> int:
 
 
 def report_once(error: Exception, report: Report) -> None:
-    """Report what is wrong with a command that all ranks were given: one does, the others wait.
+    """Report on one rank what is wrong with a command that all ranks were given; the others wait.
 
     If the launcher's variables or the store are missing, each rank reports it.
     """
     with contextlib.suppress(ValueError, NotAllHereError):
-        rank, world_size = place_of_this_rank()
+        rank, world_size = rank_from_environment()
         if world_size > 1:
-            roll = RollCall(rank, world_size, timedelta(seconds=_SECONDS_TO_SPEAK), 0, report)
-            roll.fail(str(error), lambda: (error, []))
+            membership = Membership(
+                rank, world_size, timedelta(seconds=_SECONDS_TO_REPORT), 0, report
+            )
+            membership.fail(str(error), lambda: (error, []))
             return
     report(error)
 
 
-class RollCall:
-    """The notes that the ranks of a job write for each other.
+class Membership:
+    """The ranks of a job: which of them are there, and in which step each one is.
 
-    Making one does not wait for other ranks, unlike torch's own rendezvous, which then could not
-    say who is missing.
+    The constructor does not wait for other ranks: torch's own rendezvous does, and cannot say which
+    rank is missing.
 
     Args:
         rank: this one.
         world_size: number of ranks.
         timeout: how long to wait for the store, and for another rank.
-        call: number of examinations that this process had before. Each has keys of its own.
-        report: called on one rank with an error that all ranks raise.
+        call: how many examinations this process did before. Each has keys of its own.
+        report: called on one rank, with the error that all ranks raise.
 
     Attributes:
         store: of the job.
 
     Raises:
-        NotAllHereError: nobody answers at the store's address.
+        NotAllHereError: no store answers at the job's address.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class RollCall:
         self.store = dist.PrefixStore(f"meshverse doctor {restarts} {call}", store)
 
     @contextlib.contextmanager
-    def living(self) -> Iterator[None]:
-        """Give signs of life meanwhile, from a thread with a connection of its own."""
+    def heartbeat(self) -> Iterator[None]:
+        """Write this rank's heartbeat meanwhile, from a thread with a connection of its own."""
         store: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # its stub lacks it
         is_over = threading.Event()
 
@@ -156,38 +158,38 @@ class RollCall:
             thread.join()
 
     def begin(self, step: str, host: str) -> None:
-        """Note that this rank begins a step."""
+        """Write that this rank begins a step."""
         self._step += 1
         note = {"step": self._step, "what": step, "host": host}
         self.store.set(f"note {self._rank}", json.dumps(note))
 
     def gather(self, name: str, mine: Any) -> list[Any] | None:
-        """Give rank 0 what all ranks have to say, in order of rank; None on the others.
+        """Gather the values of all ranks on rank 0, in order of rank; return None on the others.
 
         Raises:
-            NotAllHereError: on rank 0, some rank did not say anything in time; a rank has failed.
+            NotAllHereError: on rank 0, a rank did not give its value in time; a rank has failed.
         """
         self.store.set(f"{name} {self._rank}", json.dumps(mine))
         if self._rank:
             return None
         keys = [f"{name} {rank}" for rank in range(self._size)]
         self._wait(keys, self._timeout.total_seconds())
-        said = [json.loads(text) for text in self.store.multi_get(keys)]
+        values = [json.loads(text) for text in self.store.multi_get(keys)]
         for key in keys:  # nobody else reads them, and the store may outlive the examination
             self.store.delete_key(key)
-        return said
+        return values
 
-    def tell(self, name: str, what: Any = None) -> Any:
-        """Tell all ranks what rank 0 says. Rank 0 does not wait for them.
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Send a value of rank 0 to all ranks, and return it. Rank 0 does not wait for them.
 
         Raises:
-            NotAllHereError: rank 0 says nothing in time, or a rank has failed.
+            NotAllHereError: rank 0 sent nothing in time, or a rank has failed.
         """
         if self._rank == 0:
-            self.store.set(name, json.dumps(what))
-            return what
-        # Rank 0 may have waited for somebody as long as it can, and then print.
-        self._wait([name], 2 * self._timeout.total_seconds() + _SECONDS_TO_SPEAK)
+            self.store.set(name, json.dumps(value))
+            return value
+        # Rank 0 may have waited for another rank until the timeout, and then print.
+        self._wait([name], 2 * self._timeout.total_seconds() + _SECONDS_TO_REPORT)
         return json.loads(self.store.get(name))
 
     def _wait(self, keys: list[str], seconds: float) -> None:
@@ -227,17 +229,19 @@ class RollCall:
             The message of the error that was reported.
         """
         try:
-            speaker = self.store.compare_set(_SPEAKER, "", str(self._rank)).decode()
-            if speaker == str(self._rank):
+            reporter = self.store.compare_set(_REPORTER, "", str(self._rank)).decode()
+            if reporter == str(self._rank):
                 error, silent = diagnosed()
                 self._report(error)
                 self.store.set(_FAILED, json.dumps([str(error), silent]))
             elif not self._poll(lambda: self.store.check([_FAILED])):
-                raise dist.DistError(f"rank {speaker} was to say who is missing, and has not")
+                raise dist.DistError(
+                    f"rank {reporter} was to report which rank is missing, and has not"
+                )
             message, silent = json.loads(self.store.get(_FAILED))
-            self.store.add(_HEARD, 1)
-            if self._is_host:  # it leaves last, when all who can have read it
-                self._poll(lambda: self.store.add(_HEARD, 0) >= self._size - len(silent))
+            self.store.add(_READ, 1)
+            if self._is_host:  # it leaves last: when all ranks that can have read the error
+                self._poll(lambda: self.store.add(_READ, 0) >= self._size - len(silent))
             return str(message)
         except dist.DistError as lost:
             return str(self._lost(what, lost))
@@ -249,22 +253,22 @@ class RollCall:
         return lost
 
     def _poll(self, is_done: Callable[[], bool]) -> bool:
-        """Wait for another rank that speaks or reads, for a bounded time."""
-        longest = _SECONDS_TO_SPEAK + self._timeout.total_seconds()
+        """Wait for another rank to report or to read, for a bounded time."""
+        longest = _SECONDS_TO_REPORT + self._timeout.total_seconds()
         deadline = time.monotonic() + longest + _BEATS_TO_WAIT * self._beat_seconds
         while not (done := is_done()) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return done
 
     def _behind(self) -> tuple[str, list[int]]:
-        """Return the ranks that the others wait for, in words, and those that show no life.
+        """Return the ranks that the others wait for, in words, and those without a heartbeat.
 
-        A rank that shows no life holds up others, which then are behind too: those are not named.
+        A rank without a heartbeat holds up others, which then are behind too: those are not named.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         notes = {rank: self._read(f"note {rank}") for rank in others}
         absent = [rank for rank in others if notes[rank] is None]
-        silent = self._without_life(rank for rank in others if notes[rank] is not None)
+        silent = self._without_heartbeat(rank for rank in others if notes[rank] is not None)
         names = {rank: f"rank {rank} on {note['host']}" for rank, note in notes.items() if note}
         behind = [f"rank {rank} has not started" for rank in absent]
         behind += [
@@ -278,8 +282,8 @@ class RollCall:
             ]
         return "; ".join(behind), absent + silent
 
-    def _without_life(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose numbers stand still for ten beats."""
+    def _without_heartbeat(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks whose heartbeat has stopped for ten beats."""
         first = {rank: self._read(f"life {rank}") for rank in ranks}
         for _ in range(2 * _BEATS_TO_WAIT):
             if not first:
