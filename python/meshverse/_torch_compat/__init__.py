@@ -25,7 +25,6 @@ from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
 from .groups import (
     abort_all,
     can_be_reconfigured,
-    can_meet_in_store,
     canonical_backend,
     check_backend,
     clone_store,
@@ -38,13 +37,14 @@ from .groups import (
     resolve_group,
     set_up_device,
     shrunk_from,
+    store_allows_rendezvous,
     store_of,
     thread_id,
     when_destroyed,
     world_lifetime,
 )
 from .layouts import (
-    FLATTENED_ARE_APART,
+    FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
     equals_stock,
     from_torch_layout,
@@ -93,7 +93,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "FLATTENED_ARE_APART",
+    "FLATTENED_ARE_DISTINCT",
     "FLATTENING_GIVES_MESH",
     "IGNORED_OPTION_FIELDS",
     "NEW_GROUP_KEEPS_ORDER",
@@ -106,7 +106,6 @@ __all__ = [
     "backend_in_words",
     "base_of",
     "can_be_reconfigured",
-    "can_meet_in_store",
     "can_split",
     "canonical_backend",
     "check_backend",
@@ -158,6 +157,7 @@ __all__ = [
     "shrunk_from",
     "split_options",
     "stock_concatenate",
+    "store_allows_rendezvous",
     "store_of",
     "suspend",
     "tag_layout",

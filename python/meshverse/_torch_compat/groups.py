@@ -111,7 +111,7 @@ def clone_store(store: Any) -> Any:
     return store.clone() if isinstance(base, dist.TCPStore) else store
 
 
-def can_meet_in_store(default_group: ProcessGroup) -> bool:
+def store_allows_rendezvous(default_group: ProcessGroup) -> bool:
     """Whether ranks can have a rendezvous in the default group's store: it has c10d's operations.
 
     Not so for MPI, which has no store, for the fake backend, whose store does nothing, and for

@@ -19,7 +19,7 @@ _MeshLayout: Any = stock_module._MeshLayout
 # 2.13 split the one layout class: `_FlatLayout` is an axis, `_MeshLayout` a tuple of axes.
 _FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
 # Before 2.13, a mesh made by flattening has another form, and is unequal to one made otherwise.
-FLATTENED_ARE_APART = _FlatLayout is None
+FLATTENED_ARE_DISTINCT = _FlatLayout is None
 # Whether stock's `_create_flatten_mesh` returns the mesh: it does in 2.11. In 2.13 it returns None,
 # and torch.compile refuses a mesh that comes from there.
 FLATTENING_GIVES_MESH = inspect.signature(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .groups import find_group
-from .layouts import FLATTENED_ARE_APART, from_torch_layout, to_torch_layout
+from .layouts import FLATTENED_ARE_DISTINCT, from_torch_layout, to_torch_layout
 from .private_names import StockDeviceMesh
 
 
@@ -46,7 +46,7 @@ def read_stock_state(state: Mapping[str, Any]) -> StockState:
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in layout],
         "names": state["_mesh_dim_names"],
         "preserve_rank_order": state.get("_preserve_rank_order", False),
-        "flattened": FLATTENED_ARE_APART and len(layout) == 1 and as_rooted != state["_layout"],
+        "flattened": FLATTENED_ARE_DISTINCT and len(layout) == 1 and as_rooted != state["_layout"],
         "keys": [],
         "tags": [],
     }

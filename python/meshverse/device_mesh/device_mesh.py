@@ -611,7 +611,7 @@ class DeviceMesh(StockDeviceMesh):
         if known is None:
             description = MeshDescription(
                 *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),
-                flattened=compat.FLATTENED_ARE_APART,
+                flattened=compat.FLATTENED_ARE_DISTINCT,
                 tags=(tag,) if tag else (),
             )
             group_names = None

@@ -92,7 +92,7 @@ def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
             layout,
             names,
             fields["preserve_rank_order"],
-            fields["flattened"] and compat.FLATTENED_ARE_APART,
+            fields["flattened"] and compat.FLATTENED_ARE_DISTINCT,
         ).with_tags(tags),
         keys,
     )

@@ -17,7 +17,7 @@ from .run_store import Run, RunStore
 
 
 class WorldState:
-    """What one room keeps for each world: a subclass a room, which `World.state` gives.
+    """State of one part of the package in a world: a subclass each, which `World.state` gives.
 
     Example: the lazy groups of a world are `world.state(LazyGroups)`.
     """
@@ -66,7 +66,7 @@ class World:
         self._why_all_ranks: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
-        self._can_meet: bool | None = None
+        self._store_allows_rendezvous: bool | None = None
 
     @staticmethod
     def current() -> World | None:
@@ -145,10 +145,10 @@ class World:
 
     @property
     def store(self) -> Any | None:
-        """The default group's store, or None where it has none that ranks could meet in."""
-        if self._can_meet is None:
-            self._can_meet = compat.can_meet_in_store(self.default_group)
-        return self.connection if self._can_meet else None
+        """The default group's store, or None where it allows no rendezvous."""
+        if self._store_allows_rendezvous is None:
+            self._store_allows_rendezvous = compat.store_allows_rendezvous(self.default_group)
+        return self.connection if self._store_allows_rendezvous else None
 
     @property
     def connection(self) -> Any:
@@ -182,7 +182,7 @@ class World:
 
     @cached_property
     def default_options(self) -> GroupOptions:
-        """What a group is when nothing is overridden."""
+        """Options of a group when nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
     def can_split(self, backend: str) -> bool:
