@@ -86,6 +86,33 @@ def test_a_new_mesh_of_the_universe_has_a_new_group() -> None:
         again.get_group("tp")
 
 
+@pytest.mark.parametrize("tag", [None, "apart"])
+def test_flattening_again_makes_a_new_group(tag: str | None) -> None:
+    root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    mesh = root["a", "b"]
+    flattened = mesh.flatten("ab", isolate=tag)
+    dist.destroy_process_group(flattened.get_group())
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        flattened.get_group()
+    again = mesh.flatten("ab", isolate=tag)
+    assert again is not flattened
+    assert dist.get_process_group_ranks(again.get_group()) == [1, 3, 5, 7]
+    assert mesh.flatten("ab", isolate=tag) is again
+    new_root = init_device_mesh(
+        "cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"), universe=root.universe
+    )
+    assert new_root["a", "b"].flatten("ab", isolate=tag) is again
+    if tag is None:
+        assert root.get_group("ab") is again.get_group()
+    else:
+        with isolate(tag):
+            assert root["a", "b"].flatten("ab") is again
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        flattened.get_group()
+    root.universe.destroy()
+    assert mesh.flatten("ab", isolate=tag) is again  # a question that needs no group
+
+
 def test_as_often_as_it_is_destroyed() -> None:
     mesh = _mesh()
     with groups_created(0):

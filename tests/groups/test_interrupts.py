@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
 from meshverse.world.world import World
@@ -88,6 +91,51 @@ def test_members_can_try_again_after_one_was_interrupted(
             assert answer == "KeyboardInterrupt"
         if rank == (1 if lazy else 2):  # the other member of the group
             assert answer == ("no error" if place == "connected" else "RuntimeError")
+
+
+class _InterruptsAtLine:
+    """Interrupt this thread at the n-th line that it executes while it creates a group."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_name not in ("create_by_members", "_new_process_group_helper"):
+            return None if code.co_filename.startswith("<") else self
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bool) -> None:
+    usual, line, is_interrupted = sys.gettrace(), 0, True
+    while is_interrupted:
+        line += 1
+        with fake_world(4, rank=3):
+            mesh = _mesh(lazy=lazy) if lazy else None
+            interrupt = _InterruptsAtLine(line)
+            sys.settrace(interrupt)
+            try:
+                mesh = _mesh(lazy=False) if mesh is None else mesh
+                mesh.get_group("tp")
+            except BaseException as error:
+                outcome: BaseException | None = error
+            else:
+                outcome = None
+            finally:
+                sys.settrace(usual)
+            is_interrupted = interrupt.left <= 0
+            assert isinstance(outcome, KeyboardInterrupt if is_interrupted else type(None)), line
+            if mesh is None:
+                mesh = _mesh(lazy=False)
+            assert dist.get_process_group_ranks(mesh.get_group("tp")) == [2, 3], line
+            mesh.universe.destroy()
+            assert len(live_groups()) <= 1, line
+    assert line > 20
 
 
 def _interrupted_at(operation: int) -> list[str]:

@@ -19,6 +19,7 @@ from .creation import (
     create_by_all,
     create_by_members,
     create_by_split,
+    find_interrupted,
     is_of_other_ranks,
 )
 from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
@@ -122,6 +123,7 @@ __all__ = [
     "end_group",
     "equals_stock",
     "find_group",
+    "find_interrupted",
     "from_torch_layout",
     "group_ranks_of",
     "has_no_values",

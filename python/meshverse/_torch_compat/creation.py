@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .backends import by_device, split_devices
-from .groups import Ranks
+from .groups import Ranks, find_group
 from .options import options_of, options_timeout
 from .private_names import BackendOptions, ProcessGroup, c10d
 
@@ -75,6 +75,19 @@ def create_by_members(
     if not isinstance(group, ProcessGroup):
         return None
     c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
+    return group
+
+
+def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
+    """Return the group that c10d made before this rank was interrupted, or None.
+
+    Args:
+        name: that `create_by_members` was given.
+        ranks: the same.
+    """
+    group = find_group(name)
+    if group is not None and group not in c10d._world.pg_group_ranks:
+        c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
     return group
 
 

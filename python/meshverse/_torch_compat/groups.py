@@ -178,8 +178,9 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
         kept[group] = ranks = Ranks(ranks)
     key = id(ranks)
     if key not in _watches:
-        watch = _watches[key] = _Watch(ranks, _end_watch)
+        watch = _Watch(ranks, _end_watch)
         watch.key, watch.callback, watch.arguments = key, callback, arguments
+        _watches[key] = watch  # whole: an interrupt can come at any line
 
 
 # The dictionary is an argument, because the module's globals may be gone when a process ends.
@@ -222,6 +223,7 @@ def end_group(name: str, *, abort: bool) -> None:
     if group is None:
         return
     tag = c10d._world.pg_to_tag.get(group)
+    c10d._world.pg_group_ranks.setdefault(group, {})  # that of a rank that was interrupted has none
     (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
     # c10d keeps the tag of the group, with an empty list, for ever (2.11 to 2.15).
     tags = c10d._world.tags_to_pg

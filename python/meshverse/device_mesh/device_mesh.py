@@ -562,7 +562,7 @@ class DeviceMesh(StockDeviceMesh):
             backend_override: of its group, if it shall differ from the default.
             isolate: tag for a group of its own, inside those of my axes; see `meshverse.isolate`.
                 Torch keeps flattened meshes by name: one that is known under this name and this
-                tag already is given as it is.
+                tag already is given as it is, unless its group was destroyed.
 
         Raises:
             RuntimeError: this mesh has no names.
@@ -608,7 +608,7 @@ class DeviceMesh(StockDeviceMesh):
         known_axis = None if known is None else known.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         universe.meshes.check_flattened_name(name, axis)
-        if known is None:
+        if known is None or any(map(universe.groups.was_destroyed, known.group_names or ())):
             description = MeshDescription(
                 *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),
                 flattened=compat.FLATTENED_ARE_DISTINCT,
@@ -1235,9 +1235,10 @@ class DeviceMesh(StockDeviceMesh):
         self._root_mesh = None if root is self else root
 
     def _add_flattened(self, name: str, flattened: DeviceMesh) -> None:
-        """Note a flattened mesh at this root, but in the place of one under fewer tags only."""
+        """Note a flattened mesh at this root, unless another has as many tags."""
         known = self._flatten_mapping.get(name)
-        if known is None or _n_tags(flattened) > _n_tags(known):
+        is_anew = known is not None and known.description == flattened.description
+        if known is None or is_anew or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
 
     def _forget_coordinate(self) -> None:

@@ -119,7 +119,8 @@ class Group:
                 handle = create(self)
             finally:
                 # c10d may have it although this rank was interrupted, as the other members do.
-                handle = handle or compat.find_group(self.name)
+                if handle is None:
+                    handle = compat.find_interrupted(self.name, self.request.my_ranks())
                 if self.state is not State.BEING_MADE:  # a signal handler, or the world, ended it
                     compat.end_group(self.name, abort=False)
                 elif handle is None:

@@ -33,7 +33,8 @@ def isolate(tag: str) -> Iterator[None]:
 
     In force for this thread or asynchronous task. Nested blocks add up: `isolate("a")` around
     `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use the same tags. Code that
-    torch.compile traces is not isolated: make the meshes before.
+    torch.compile traces is not isolated: make the meshes before. A block around the `yield` of a
+    generator is in force for the generator's caller too, until the generator goes on.
 
     Args:
         tag: any text of printable characters without "; ".

@@ -241,6 +241,15 @@ class UniverseGroups:
         """Return the use of the group of this c10d name, or None."""
         return next((use for use in self if use.name == name), None)
 
+    def was_destroyed(self, name: str) -> bool:
+        """Return whether somebody destroyed the group of this c10d name in a live universe."""
+        if name in self.process_groups or self.ended is not None:
+            return False
+        group = self._registry.find(name)
+        if group is None:
+            return compat.find_group(name) is None
+        return group.state is State.DESTROYED
+
     def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is still to be made, else None."""
         group = None if name is None else self._registry.find(name)
