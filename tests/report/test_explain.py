@@ -179,9 +179,16 @@ def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
 
 def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
+    report = mesh.universe.explain()
+    assert (report.created, report.planned, report.shared, report.avoided) == (0, 2, 0, 2)
+    assert "Requested 2 process groups: 0 created, 2 not made yet, 0 reused." in str(report)
     mesh.get_group("tp")
     report = mesh.universe.explain()
-    assert (report.requested, report.created, report.avoided) == (2, 1, 1)
+    assert (report.created, report.planned, report.shared, report.avoided) == (1, 1, 0, 1)
+    mesh.get_group("dp")
+    assert "Requested 2 process groups: 2 created, 0 reused. Saved: 0" in str(
+        mesh.universe.explain()
+    )
 
 
 def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:

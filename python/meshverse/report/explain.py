@@ -55,7 +55,9 @@ class Explanation:
         rank_map: the universe's ranks, in words.
         rank: this process's global rank.
         requested: number of requests for a group.
-        created: groups created for them; the other requests were served by an existing group.
+        created: groups created for them.
+        planned: groups that are to be made at their first use (lazy), once each; the other requests
+            were served by an existing group.
         groups: in the order they were first requested; of parts, those of this rank.
         parts: the ranks of each part of the universe, in words.
         picture: the same, to be drawn; None where no group was requested.
@@ -65,14 +67,15 @@ class Explanation:
     rank: int
     requested: int
     created: int
+    planned: int
     groups: tuple[GroupExplanation, ...]
     parts: tuple[str, ...] = ()
     picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
     def shared(self) -> int:
-        """Number of requests that an existing group served."""
-        return self.requested - self.created
+        """Number of requests that an existing group served, or one planned before."""
+        return self.requested - self.created - self.planned
 
     @property
     def avoided(self) -> int:
@@ -151,9 +154,10 @@ class Explanation:
         return f"<pre>{escape(str(self))}</pre>{drawn}"
 
     def _in_numbers(self) -> str:
+        planned = f"{self.planned} not made yet, " if self.planned else ""
         text = (
             f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
-            f"{self.created} created, {self.shared} reused. Saved: {self.avoided}"
+            f"{self.created} created, {planned}{self.shared} reused. Saved: {self.avoided}"
         )
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
@@ -213,6 +217,7 @@ def explain(
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
         created=sum(group.created for group in explained),
+        planned=sum(group.is_planned for group in explained),
         groups=explained,
         parts=tuple(part.ranks for part in parts),
     )
@@ -278,6 +283,7 @@ def _explain_group(
         avoided=asked - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
+        is_planned=group.origin is Origin.NOT_YET,
         nodes=None if topology is None else topology.spans("node", ranks),
         over=over,
     )

@@ -22,6 +22,7 @@ class GroupExplanation:
         avoided: extra groups that stock would have created for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
+        is_planned: whether it is to be made at its first use (lazy).
         nodes: on how many nodes my group is; None without a topology.
         over: in a universe with parts, the ranks of the meshes that requested it, in words: of all
             ranks, of a part, or both.
@@ -39,5 +40,6 @@ class GroupExplanation:
     avoided: int
     bytes_each: int | None
     suspended: bool = False
+    is_planned: bool = False
     nodes: int | None = None
     over: tuple[str, ...] = ()
