@@ -122,7 +122,7 @@ def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bo
             try:
                 mesh = _mesh(lazy=False) if mesh is None else mesh
                 mesh.get_group("tp")
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  # it may be masked by another
                 outcome: BaseException | None = error
             else:
                 outcome = None

@@ -1015,7 +1015,7 @@ class DeviceMesh(StockDeviceMesh):
             raise RuntimeError(
                 "In order to get the mesh Tensor of a DeviceMesh it needs to either have all its "
                 "original dimensions (e.g., no slicing) or it needs to contain the local rank. "
-                f"Rank {universe.rank} is not in {self}, which has {universe.rank_map}."
+                f"Rank {universe.rank} is not in {self}, of the universe of {universe.rank_map}."
             )
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
