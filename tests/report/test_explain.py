@@ -181,7 +181,7 @@ def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
     report = mesh.universe.explain()
     assert (report.created, report.planned, report.shared, report.avoided) == (0, 2, 0, 2)
-    assert "Requested 2 process groups: 0 created, 2 not made yet, 0 reused." in str(report)
+    assert "Requested 2 process groups: 0 created, 2 planned (lazy), 0 reused." in str(report)
     mesh.get_group("tp")
     report = mesh.universe.explain()
     assert (report.created, report.planned, report.shared, report.avoided) == (1, 1, 0, 1)

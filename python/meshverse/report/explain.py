@@ -154,7 +154,7 @@ class Explanation:
         return f"<pre>{escape(str(self))}</pre>{drawn}"
 
     def _in_numbers(self) -> str:
-        planned = f"{self.planned} not made yet, " if self.planned else ""
+        planned = f"{self.planned} planned (lazy), " if self.planned else ""
         text = (
             f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
             f"{self.created} created, {planned}{self.shared} reused. Saved: {self.avoided}"
