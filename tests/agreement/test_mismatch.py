@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -24,12 +23,8 @@ from helpers.differing import (
     raised_by_the_call,
     small_mesh,
 )
-from meshverse import (
-    DeviceMesh,
-    Universe,
-    init_device_mesh,
-    isolate,
-)
+from helpers.turns import say_when_compared, wait_for_comparison
+from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
 
 
 def _from_ranks(ranks: list[list[int]]) -> DeviceMesh:
@@ -123,15 +118,23 @@ def _build(difference: str, odd_one_first: bool) -> tuple[Ending, Ending]:
     """Return how a call ended in which ranks disagree, and how the next call ended."""
     usual, odd = _ALL[difference]
     is_odd = dist.get_rank() == ODD_RANK
-    time.sleep(0.5 if is_odd != odd_one_first else 0)
+    others = [rank for rank in _members(difference) if rank != ODD_RANK]
     meshes: list[Any] = []
-    ending = ending_of(lambda: meshes.append((odd if is_odd else usual)()))
+    with pytest.MonkeyPatch.context() as patch:
+        say_when_compared(patch)
+        if is_odd != odd_one_first:
+            wait_for_comparison(*(others if is_odd else [ODD_RANK]))
+        ending = ending_of(lambda: meshes.append((odd if is_odd else usual)()))
     dist.barrier()  # by now the ranks that differ know it
     if difference in _PART and dist.get_rank() == 1:
         return ending, ending
     if difference == "what is derived" and meshes:  # the next call that all ranks of that mesh make
         usual = partial(_flatten_all, *meshes)
     return ending, ending_of(usual)
+
+
+def _members(difference: str) -> list[int]:
+    return [0, 2, 3] if difference in _PART else [0, 1, 2, 3]
 
 
 # Ranks that wait for no other rank have left the call before the difference is known.
@@ -160,7 +163,7 @@ def test_all_ranks_of_a_call_get_an_error_that_says_who_differs(
     crew: Crew, difference: str, odd_one_first: bool
 ) -> None:
     endings = crew.run(_build, 4, difference, odd_one_first)
-    members = [0, 1, 2, 3] if difference in _DIFFERENCES else [0, 2, 3]
+    members = _members(difference)
     raised_later = [rank for rank in members if not raised_by_the_call(endings[rank][0])]
     if difference not in _NOBODY_WAITS | _SOME_WAIT:
         assert raised_later == [], endings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
+from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
 from meshverse import init_device_mesh
-from meshverse.world.run_store import RunStore
 
 _PAGE = Path(__file__).parents[2] / "docs" / "mismatches.md"
 _BEGIN = "\n" * 11  # the call is in line 12
@@ -29,23 +28,15 @@ def _samples() -> list[str]:
 
 def _different() -> str:
     """Rank 0 describes its call first, and the others come one after the other."""
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
     names = {
         "init_device_mesh": init_device_mesh,
         "shape": (4, 1) if rank == 2 else (2, 2),
     }
-    usual = RunStore.put_first
-
-    def put_first(self: RunStore, key: str, text: str) -> str:
-        found = usual(self, key, text)
-        if key.startswith("calls/"):
-            store.set(f"{rank} has compared", "")
-        return found
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunStore, "put_first", put_first)
+        say_when_compared(patch)
         if rank:
-            store.wait([f"{rank - 1} has compared"])
+            wait_for_comparison(rank - 1)
         return _printed(_DIFFERENT, names)
 
 
@@ -53,7 +44,10 @@ def _other_ranks() -> str:
     rank = dist.get_rank()
     ranks = [0, 1, 2] if rank < 2 else [1, 2, 3]
     names = {"init_device_mesh": init_device_mesh, "ranks": ranks}
-    time.sleep(0.6 * rank)  # rank 2 finds the cycle: when it notes its wait, the others have
+    if rank == 3:
+        return ""  # rank 2 is the first in its group, so that it finds the deadlock
+    if rank == 2:
+        wait_until_they_wait(0, 1)
     return _printed(_OTHER_RANKS, names)
 
 

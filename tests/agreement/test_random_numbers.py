@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.crew import Crew
+from helpers.turns import wait_until_they_wait
 from meshverse import init_device_mesh
 from meshverse.agreement import deadlock
 from meshverse.parallel import Reshard
@@ -23,9 +24,9 @@ def _drawn() -> list[float]:
     return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
 
-def _late(rank: int) -> None:
+def _late(rank: int, others: Sequence[int]) -> None:
     if dist.get_rank() == rank:
-        time.sleep(0.3)
+        wait_until_they_wait(*others)
 
 
 def _drawn_after_each() -> list[Any]:
@@ -33,13 +34,12 @@ def _drawn_after_each() -> list[Any]:
     numpy.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
     drawn = [_drawn()]
-    _late(1)
+    _late(1, [0, 3])  # its neighbours in both axes
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     drawn.append(_drawn())
-    _late(2)
+    _late(2, [0, 1, 3])
     mesh.flatten("all")
     drawn.append(_drawn())
-    _late(3)
     source = {"w": torch.ones(4)} if dist.get_rank() == 0 else None
     target = {"w": torch.zeros(4)} if dist.get_rank() else None
     with Reshard(source, target) as move:

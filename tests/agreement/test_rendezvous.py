@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
+from helpers.turns import wait_until_they_wait
 from meshverse.agreement import Rendezvous
 from meshverse.world.run_store import Run, RunStore
 
@@ -162,11 +163,17 @@ def _store() -> dist.Store:
     return dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
 
-def _join_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, float]) -> Any:
+def _join_in(
+    groups: dict[int, list[int]],
+    seconds: float,
+    delays: dict[int, float],
+    after: dict[int, list[int]] | None = None,
+) -> Any:
     """Let each rank join its group of these; return its outcome, and after how long."""
     rank, store = dist.get_rank(), _store()
     dist.barrier()  # a rank that comes after the others got their error joins the next rendezvous
     time.sleep(delays.get(rank, 0))
+    wait_until_they_wait(*(after or {}).get(rank, []), store=_world(store, rank).run_store)
     start, outcome = time.monotonic(), "all joined"
     ranks, limit = groups[rank], timedelta(seconds=seconds)
     try:
@@ -192,7 +199,8 @@ def _join_in(groups: dict[int, list[int]], seconds: float, delays: dict[int, flo
 def test_all_whose_group_is_in_a_deadlock_get_an_error_soon(
     crew: Crew, groups: dict[int, list[int]]
 ) -> None:
-    for rank, (answer, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {0: 2})):
+    late = [rank for rank in (1, 2, 3) if groups[rank] != [rank]]  # rank 0 comes when these wait
+    for rank, (answer, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {}, {0: late})):
         if groups[rank] == [rank]:
             assert answer == "all joined"
             continue
@@ -216,7 +224,7 @@ def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
 @pytest.mark.long
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
-    (result, _), *_ = crew.run(_join_in, 4, groups, 3, {1: 0.5})
+    (result, _), *_ = crew.run(_join_in, 4, groups, 3, {})
     assert "rank 1 waits in group of 1 with ranks [1, 2] at " in result
     assert ". Those that did not join have" in result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
+from helpers.turns import wait_until_they_wait
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.universe.groups import share_world_wide
 from meshverse.world.world import World
@@ -59,7 +59,8 @@ def _lazy() -> list[DeviceMesh]:
 
 def _waited() -> list[DeviceMesh]:
     """One rank is late, so that the others write down where they wait."""
-    time.sleep(2 if dist.get_rank() == 3 else 0)  # they do that after a second
+    if dist.get_rank() == 3:
+        wait_until_they_wait(0, 1, 2)
     return [_mesh()]
 
 

@@ -132,7 +132,6 @@ def test_threads_wait_for_the_one_that_makes_it() -> None:
     for thread in threads:
         thread.start()
     assert begun.wait(30)
-    time.sleep(0.05)
     assert group.state is State.BEING_MADE
     assert made == []
     go.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.turns import say_when_compared, wait_for_comparison
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
@@ -169,18 +169,25 @@ def test_all_can_try_again_wherever_one_was_interrupted(crew: Crew, operation: i
 def _interrupted_before_ranks_differ() -> list[str]:
     """Rank 0 is interrupted in a rendezvous; then rank 2 differs from the others; all try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    rank, seen = dist.get_rank(), []
-    time.sleep([0.3, 0, 0.8, 0.1][rank])
+    rank, store, seen = dist.get_rank(), World.current().store, []
     for attempt in range(3):
         with pytest.MonkeyPatch.context() as patch:
+            if attempt == 0:
+                say_when_compared(patch)
+                if rank == 2:
+                    store.wait(["0 was interrupted"])
+                elif rank != 1:  # 1, 3, 0, 2
+                    wait_for_comparison(1 if rank == 3 else 3)
             if attempt == 0 and rank == 0:
-                store = _InterruptsWhenAllCame(World.current().store, operation=5)
-                patch.setattr(World, "store", store)
+                interrupting = _InterruptsWhenAllCame(store, operation=5)
+                patch.setattr(World, "store", interrupting)
             try:
                 _mesh(lazy=False, shape=(4, 1) if attempt == 0 and rank == 2 else (2, 2))
                 seen.append("no error")
             except (KeyboardInterrupt, RuntimeError) as error:
                 seen.append(type(error).__name__)
+            if rank == 0:
+                store.set("0 was interrupted", "")
         dist.barrier()
     signal.signal(signal.SIGINT, usual)
     return seen

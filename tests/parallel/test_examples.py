@@ -142,6 +142,7 @@ def check_resumed(
             assert seen == pytest.approx(whole[step], rel=_ROUNDING), (name, step)
 
 
+@pytest.mark.long
 def test_a_dense_model_goes_on_on_another_mesh(on_crew: Run, tmp_path: Path) -> None:
     then: dict[str, tuple[int, list[object]]] = {
         "replicas": (4, ["--dp-replicate=2", "--dp-shard=2"])

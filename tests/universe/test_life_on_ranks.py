@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.forked import SECONDS
+from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
 from helpers.worlds import group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import Reshard
@@ -82,7 +82,7 @@ def test_what_was_made_is_given_back_and_nothing_else(crew: Crew, way: str) -> N
         assert seen["printed"] == "DeviceMesh((tp=2), 'cpu', stride=(1,))"
 
 
-_CYCLES = 60  # what is left behind in each shows in the counts after one
+_CYCLES = 30  # what is left behind in each shows in the counts after one
 
 
 def _many_cycles(cycles: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _many_cycles(cycles: int) -> dict[str, Any]:
         dist.barrier()  # as with c10d's groups, nobody leaves while others still connect
         mesh.universe.destroy()
 
-    for _ in range(20):
+    for _ in range(10):
         cycle()
     before, memory = _held(), _resident_bytes()
     for _ in range(cycles):
@@ -273,10 +273,11 @@ def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     store.set(f"{rank} has started", "")
     if rank == 2:
         store.wait(["0 has started", "1 has started"])  # they still connect to this rank
-        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
-        kill() if when == "before" else threading.Timer(0.5, kill).start()
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=_die_while_it_waits, args=(store,)).start()
     elif when == "meanwhile":
-        time.sleep(1.5)  # it has come, and is waiting for us
+        store.wait(["2 dies"])
     start, message = time.monotonic(), "no error"
     try:
         init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, isolate="own", timeout=timeout)
@@ -289,6 +290,12 @@ def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     answers.put((rank, message, seconds, reached_by(mesh.get_group("dp"))))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _die_while_it_waits(store: dist.Store) -> None:
+    wait_until_they_wait(2)
+    store.set("2 dies", "")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_world(file: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -328,9 +335,11 @@ def _outlive_the_store(rank: int, port: int, end: str, answers: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_A_MINUTE)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=_AXES)
-    # The rank that comes first to a comparison writes it down, and would take it back at the end.
-    time.sleep(1 - rank)
-    mesh.unflatten("dp", (2, 1), ("a", "b"), isolate="mine")
+    with pytest.MonkeyPatch.context() as patch:
+        say_when_compared(patch)
+        if rank == 0:  # who compares first writes a key, and would take it back at the end
+            wait_for_comparison(1)
+        mesh.unflatten("dp", (2, 1), ("a", "b"), isolate="mine")
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""Ranks that take turns: one goes on when others have come to some point."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from meshverse.agreement.deadlock import note_key
+from meshverse.world.run_store import RunStore
+from meshverse.world.world import World
+
+_SECONDS = 60.0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        TimeoutError: it does not hold after a minute.
+    """
+    end = time.monotonic() + _SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"After {_SECONDS:.0f} seconds: {condition}")
+        time.sleep(0.01)
+
+
+def wait_until_they_wait(*ranks: int, store: RunStore | None = None) -> None:
+    """Wait until these ranks note in the store that they wait for others, after a second of it.
+
+    Args:
+        ranks: that will wait for this one.
+        store: that they use; by default the world's.
+    """
+    if store is None:
+        world = World.current()
+        assert world is not None
+        store = world.run_store
+        assert store is not None
+    for rank in ranks:
+        wait_until(lambda rank=rank: store.read(note_key(rank)))
+
+
+def say_when_compared(patch: pytest.MonkeyPatch) -> None:
+    """Have this rank's comparisons of calls let go the ranks that wait for them.
+
+    Args:
+        patch: that takes this back.
+    """
+    usual, store, numbers = RunStore.put_first, _store(), Counter[int]()
+
+    def put_first(self: RunStore, key: str, text: str) -> str:
+        found = usual(self, key, text)
+        if key.startswith("calls/"):
+            rank = dist.get_rank()
+            numbers[rank] += 1
+            store.set(f"{rank} has compared {numbers[rank]}", "")
+        return found
+
+    patch.setattr(RunStore, "put_first", put_first)
+
+
+def wait_for_comparison(*ranks: int, number: int = 1) -> None:
+    """Wait until these ranks have compared so many calls since they called `say_when_compared`."""
+    _store().wait([f"{rank} has compared {number}" for rank in ranks])
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
