@@ -113,6 +113,17 @@ def test_flattening_again_makes_a_new_group(tag: str | None) -> None:
     assert mesh.flatten("ab", isolate=tag) is again  # a question that needs no group
 
 
+def test_the_axis_is_named_when_a_new_mesh_has_a_new_group() -> None:
+    mesh = _mesh(lazy=True)
+    dist.destroy_process_group(mesh.get_group("tp"))
+    again = _mesh(universe=mesh.universe)
+    with pytest.raises(
+        RuntimeError, match=r"group of axis 'tp' of DeviceMesh\(\(dp=2, tp=4\).* was d"
+    ):
+        mesh.get_group("tp")
+    assert again.get_group("tp").size() == 4
+
+
 def test_as_often_as_it_is_destroyed() -> None:
     mesh = _mesh()
     with groups_created(0):

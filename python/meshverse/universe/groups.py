@@ -442,12 +442,25 @@ class UniverseGroups:
             if compat.find_group(name) is not None:  # torch, or the program, gave a mesh its name
                 return
             raise RuntimeError(
-                f"The process group {name} was destroyed, by destroy_process_group(group) or with "
-                "another universe that made it. Make the mesh again, on groups that are there."
+                f"The process group {self._of_axes(name)} was destroyed, by "
+                "destroy_process_group(group) or with another universe that made it. Make the mesh "
+                "again, on groups that are there."
             )
         if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
             use.created = True
             self._tell(use)
+
+    def _of_axes(self, name: str) -> str:
+        """Return the axes of meshes that had a group which is no more, or else its c10d name."""
+        universe = self._universe()
+        if universe is None:
+            return name
+        axes = []
+        for mesh in universe.meshes:
+            names = list.__iter__(mesh._dim_group_names)  # the list's own may request groups
+            pairs = zip(mesh.description.labels, names, strict=False)
+            axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
+        return " or ".join(axes[:2]) or name
 
     # --- comparing calls ------------------------------------------------------------------------
 
