@@ -45,7 +45,7 @@ _SIDES: dict[str, Callable[..., Any]] = {
 }
 # In a fixed order, or that and its reverse, one side would always pay for what stock leaves behind.
 _ORDERS = list(itertools.permutations(_SIDES))
-_LIMIT_S = 150
+_LIMIT_S = 400.0
 _SET_UP = "set up five views"
 _HELD = {
     "process groups": "groups",
@@ -60,7 +60,7 @@ _HELD = {
 def run(run: Run) -> Outcome:
     """Measure worlds of several sizes, one after the other."""
     sizes = run.choose([4, 8, 16, 32], [4, 8])
-    repetitions = run.choose({4: 12, 8: 12, 16: 12, 32: 6}, {4: 6, 8: 6})
+    repetitions = run.choose({4: 24, 8: 24, 16: 24, 32: 18}, {4: 6, 8: 6})
     outcome = Outcome()
     if sys.platform != "linux":
         outcome.notes.append("Skipped: threads and descriptors are counted in Linux's /proc.")
