@@ -68,7 +68,7 @@ def _environment(shares_store: bool) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("backend", "shares_store", "crash"),
     [
-        ("fake", True, "after its mesh"),
+        pytest.param("fake", True, "after its mesh", marks=pytest.mark.long),
         pytest.param("fake", True, "before its mesh", marks=pytest.mark.long),
         pytest.param("gloo", False, "after its mesh", marks=pytest.mark.long),
         pytest.param("gloo", False, "before its mesh", marks=pytest.mark.long),

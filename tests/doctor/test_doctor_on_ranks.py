@@ -181,6 +181,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
     assert f"rank {missing} has not started" in error
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_in_the_middle_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import hf_families
 import transformers
 
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     FSDP2Config,
@@ -110,9 +111,22 @@ def run(model: nn.Module, images: dict[str, Any], steps: int = 2) -> dict[str, t
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.parametrize("scope", ["all", "language", "vision"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("make", MODELS)
+_CASES = {
+    (make, mode, scope): f"{make.__name__}-{mode}-{scope}"
+    for make in MODELS
+    for mode in ("full", "selective")
+    for scope in ("all", "language", "vision")
+}
+# Each model once, each part of one, and each mode.
+_SHORT = [
+    *((make, "full", "all") for make in MODELS),
+    *((llava, "selective", "language"), (gemma3, "selective", "vision")),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "scope"), in_tiers(_CASES, _SHORT), ids=list(_CASES.values())
+)
 def test_gradients_are_the_same(make: Any, mode: Any, scope: str) -> None:
     torch.manual_seed(0)
     model, images = make()

@@ -20,6 +20,7 @@ from tiny_models import batch, full, full_weights, make_optimizer
 
 import meshverse
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     ParallelismSizes,
@@ -59,9 +60,13 @@ def error_of(kind: str, family: str, settings: dict[str, Any]) -> tuple[float, i
     return error, sum(split), len(split)
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp_shard_plan": LLAMA_PLAN}], ids=["own", "llama"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrapped_models_equal_one_process(crew: Crew, kind: str, settings: dict[str, Any]) -> None:
+_CASES = [(kind, plan) for kind in KINDS for plan in ("own", "llama")]
+_SHORT = [*((kind, "own") for kind in KINDS), ("lora", "llama")]
+
+
+@pytest.mark.parametrize(("kind", "plan"), in_tiers(_CASES, _SHORT))
+def test_wrapped_models_equal_one_process(crew: Crew, kind: str, plan: str) -> None:
+    settings = {} if plan == "own" else {"tp_shard_plan": LLAMA_PLAN}
     for error, split, count in crew.run(error_of, 2, kind, "qwen3", settings):
         assert error < EXACT
         assert split > count // 2, (split, count)
