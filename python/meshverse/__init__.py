@@ -4,7 +4,7 @@
 
 builds meshes that torch's DTensor, FSDP2 and tensor parallelism take as their own, with mesh
 operations that do no work proportional to the world and one process group per distinct set of
-ranks and options. `mesh.universe.explain()` tells what was shared.
+ranks and options. `mesh.universe.explain()` shows what was shared.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _SPLITS_SOME_DEVICES = "device_types" in (dist.ProcessGroup.split_group.__doc__ 
 _SPLITS_WITH_OWN_OPTIONS = hasattr(c10d_core.Backend, "split")
 # 2.15 and newer split the default group for its own backend only.
 _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_source).parameters
-# 2.15 and newer tell torchcomms the rank and the size of a group, so its members can make it.
+# 2.15 and newer give torchcomms the rank and the size of a group, so its members can make it.
 _TORCHCOMMS_BY_MEMBERS = hasattr(c10d, "_create_torchcomms_backend")
 
 

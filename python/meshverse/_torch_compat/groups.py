@@ -206,7 +206,7 @@ def is_shrunk_default(group: ProcessGroup) -> bool:
 def can_be_reconfigured(group: ProcessGroup) -> bool:
     """Whether a group's members, and this process's rank in it, can change. 2.15.
 
-    The group's own `supports_reconfigure` does not tell: it is true of every gloo group.
+    The group's own `supports_reconfigure` is no answer: it is true of every gloo group.
     """
     options = (options_of(group._get_backend(device)) for device in group._device_types)
     return any(getattr(one, "enable_reconfigure", False) for one in options)

@@ -5,7 +5,7 @@
 - `init_mesh`, `partition`: functions that build one mesh, or several over disjoint ranks.
 - `group_names`: lists of names of groups, by which torch uses them.
 - `drawing`: a mesh as a picture.
-- `said_once`: warnings about a program's meshes, logged once.
+- `logged_once`: warnings about a program's meshes, logged once.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ from meshverse.world.world import World
 
 from .drawing import draw
 from .group_names import GroupNames, MissingGroups, PromisedGroups
-from .said_once import note_order, note_root
+from .logged_once import note_order, note_root
 
 _NO_RANK = -1  # c10d's own word for it
 
@@ -195,7 +195,7 @@ class DeviceMesh(StockDeviceMesh):
         overrides: Sequence[Override],
         call: str,
         universe: Universe | None = None,
-        said: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class DeviceMesh(StockDeviceMesh):
             overrides: one an axis; empty where no axis has one.
             call: what the user called, for messages.
             universe: which has these ranks; None for a new one.
-            said: arguments of `Universe`, if it is still to be made.
+            settings: arguments of `Universe`, if it is still to be made.
             init_backend: whether the mesh has process groups.
             rank: this process's, where it is not that in the default group.
         """
@@ -223,7 +223,7 @@ class DeviceMesh(StockDeviceMesh):
             self._set_up_world()
         if known is None:
             make = Universe if universe is None else universe.part
-            known, is_apart = make(rank_map, rank=rank, **(said or {})), True
+            known, is_apart = make(rank_map, rank=rank, **(settings or {})), True
         else:
             is_apart = False
         self._enter(known)

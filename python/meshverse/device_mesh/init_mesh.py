@@ -92,7 +92,7 @@ def init_device_mesh(
             that are some of its ranks, in a part of it (`Universe.part`).
         topology: where each rank of the world is: places the mesh in the order of ranks that keeps
             axes with much traffic inside nodes, domains and switches (`Topology.order`), and has
-            `explain()` tell how many nodes a group is on. The same on all ranks.
+            `explain()` show how many nodes a group is on. The same on all ranks.
         traffic: for a topology: by axis name, what a rank sends along it, relative to the others.
             By default each axis has 10 times that of the axis before it.
 
@@ -131,15 +131,15 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     if topology is not None or traffic is not None:
         ranks = _ordered(layout, names, ranks, topology, traffic, universe)
     rank_map = _rank_map_for(layout, ranks, universe)
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     timeout, options, lazy = get("timeout"), get("options"), get("lazy")
     if lazy or not (timeout is options is topology is get("check_consistency") is None):
-        said = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
+        settings = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
         if not lazy:
-            said.pop("lazy", None)
+            settings.pop("lazy", None)
         # In a universe that is there they come too late, also in a part of one.
         if universe is not None and universe.known_part(rank_map) is not None:
-            raise _belongs_to_universe(said)
+            raise _belongs_to_universe(settings)
         # Here too, before the default process group is started.
         Defaults.of(timeout, options)
     keeps_order = get("preserve_rank_order")
@@ -159,7 +159,7 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
             overrides=overrides,
             call="init_device_mesh",
             universe=universe,
-            said=said,
+            settings=settings,
         )
         return mesh
 
@@ -175,8 +175,8 @@ def check_universe(universe: object) -> None:
         )
 
 
-def _belongs_to_universe(said: Iterable[str]) -> ValueError:
-    listed = ", ".join(said)
+def _belongs_to_universe(settings: Iterable[str]) -> ValueError:
+    listed = ", ".join(settings)
     return ValueError(
         f"init_device_mesh(universe=..., {listed}): {listed} belong to a universe. Give them when "
         "making it: the first mesh of it, or Universe(ranks, ...)."

@@ -55,7 +55,7 @@ def create_by_all(
     Args:
         request: of the axis.
         world: that they are made in.
-        origin: how, as `how` said.
+        origin: that `how` returned.
 
     Returns:
         My group, or None outside of the rank map.

@@ -83,8 +83,8 @@ class RequestBuilder:
     Args:
         rank_map: position -> global rank.
         position: this rank's, or None if it is outside.
-        world: whose default group says what is not said elsewhere; None where nothing is requested.
-        defaults: what groups inherit where an axis says nothing else.
+        world: whose default group has what is not given elsewhere; None where nothing is requested.
+        defaults: options that groups inherit where an axis has none of its own.
 
     Attributes:
         usual_key: of the options that groups inherit; None before the first request.
@@ -95,7 +95,7 @@ class RequestBuilder:
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._world, self._defaults = world, defaults
-        self._usual: GroupOptions | None = None  # of an axis of which nothing is said
+        self._usual: GroupOptions | None = None  # of an axis without options of its own
         self._ascending: dict[AxisLayout, bool] = {}
         self.usual_key: OptionsKey | None = None
 
@@ -139,7 +139,7 @@ class RequestBuilder:
         ]
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
-        """Return the request of an axis of which nothing is said."""
+        """Return the request of an axis without options of its own."""
         return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
 
     def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:

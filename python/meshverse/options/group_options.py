@@ -103,7 +103,7 @@ def normalize_overrides(
 
 @dataclass(frozen=True)
 class Defaults:
-    """Options that a universe's groups inherit where an axis says nothing else.
+    """Options that a universe's groups inherit where an axis has none of its own.
 
     Attributes:
         timeout: of the groups' operations; None for that of the default group.

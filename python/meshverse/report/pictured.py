@@ -31,8 +31,8 @@ class ExplainedView(NamedTuple):
 
 def node_size_here() -> int | None:
     """Return the ranks on each node, from torchrun's environment; None without it."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(said) if said.isdecimal() and int(said) > 0 else None
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def picture_of(

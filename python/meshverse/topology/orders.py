@@ -161,8 +161,8 @@ def placements_of(
         )
     weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
     if traffic is not None:
-        said = _checked("traffic", traffic, names, "axes")
-        weights = [said.get(name, 1.0) for name in names or [""] * len(shape)]
+        given = _checked("traffic", traffic, names, "axes")
+        weights = [given.get(name, 1.0) for name in names or [""] * len(shape)]
     level_names = [level.name for level in levels]
     costs = _checked("factors", factors or {}, level_names, "levels")
     return Placements(levels, shape, weights, [costs.get(name, 1.0) for name in level_names])

@@ -50,12 +50,12 @@ class UniverseGroups:
         world: the life of the default group they are made in; None if there is none, as of meshes
             that were loaded without process groups.
         universe: whose groups these are.
-        defaults: what they inherit where an axis says nothing else.
+        defaults: options that they inherit where an axis has none of its own.
         lazy: make a group when it is first used.
         check_consistency: compare with the other ranks the calls that make groups; by default
             unless the environment says not to.
-        part_of: the groups of the universe that this one is a part of, if it is. What is not said
-            here is as there.
+        part_of: the groups of the universe that this one is a part of, if it is. Settings
+            that are not given here are those of that one.
 
     Attributes:
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
@@ -404,7 +404,7 @@ class UniverseGroups:
         self._uses.append(use)
         new.append(use)
         if use.created:
-            self._tell(use)
+            self._log_creation(use)
         return use
 
     def _give_back(
@@ -448,7 +448,7 @@ class UniverseGroups:
             )
         if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
             use.created = True
-            self._tell(use)
+            self._log_creation(use)
 
     def _of_axes(self, name: str) -> str:
         """Return the axes of meshes that had a group which is no more, or else its c10d name."""
@@ -629,9 +629,9 @@ class UniverseGroups:
     def _uses_default_group(self) -> bool:
         return any(use.name == self._world.default_group.group_name for use in self)
 
-    # --- telling --------------------------------------------------------------------------------
+    # --- logging --------------------------------------------------------------------------------
 
-    def _tell(self, use: GroupUse) -> None:
+    def _log_creation(self, use: GroupUse) -> None:
         """Log the origin of a group, on the first of its ranks: one line a group."""
         if not _log.isEnabledFor(logging.DEBUG):
             return

@@ -340,7 +340,7 @@ class Universe:
         Args:
             axis_names: of axes whose groups are wanted, any that they were requested by; by
                 default all groups.
-            show_progress: draw a bar on the terminal (needs rich). The log tells in any case.
+            show_progress: draw a bar on the terminal (needs rich). The log has it in any case.
 
         Returns:
             What was warmed up and the seconds it took, in the order in which it was done.

@@ -67,11 +67,11 @@ def warm_up(
     """
     chosen = in_one_order(universes, axis_names)
     report = []
-    with _progress(len(chosen)) if show_progress else contextlib.nullcontext() as tell:
+    with _progress(len(chosen)) if show_progress else contextlib.nullcontext() as show:
         for one in chosen:
             axes = one.axes
-            if tell is not None:
-                tell(f"warming up {', '.join(axes)}")
+            if show is not None:
+                show(f"warming up {', '.join(axes)}")
             start = time.perf_counter()
             one.user.before_use(one.group.name)
             process_group = one.group.live_handle()
@@ -131,7 +131,7 @@ def _progress(total: int) -> Iterator[Callable[[str], object]]:
     except ImportError as error:
         raise ImportError(
             "warm_up(show_progress=True) draws with rich, which is not installed: "
-            "pip install 'meshverse[progress]', or leave show_progress out; the log tells too."
+            "pip install 'meshverse[progress]', or leave show_progress out; the log has the same."
         ) from error
     with Progress(transient=True) as progress:
         bar = progress.add_task("", total=total)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class _Said(WorldState):
+class _Logged(WorldState):
     """Which of the warnings were logged in a world.
 
     Attributes:
@@ -58,15 +58,15 @@ def note_order(mesh: DeviceMesh, axes: Sequence[AxisLayout], names: Sequence[str
     sorted_by_torch = [name for axis, name in pairs if not ascends(axis)]
     if not sorted_by_torch or world is None:
         return
-    is_said = not world.state(_Said).order.acquire(blocking=False)
-    if not is_said and world.rank == universe.rank_map.rank_at(0):
+    is_logged = not world.state(_Logged).order.acquire(blocking=False)
+    if not is_logged and world.rank == universe.rank_map.rank_at(0):
         _logger.warning(
             "%s over %s lists ranks of axis %s in an order that is not ascending, and its process "
             "groups have them sorted, as torch's do. DTensor and FSDP2 hand out shards by the rank "
             "in a group, checkpoints go by the coordinate in the mesh: what is saved is permuted. "
             "Give preserve_rank_order=True (meshverse.DeviceMesh has it for every torch, torch's "
             "own from 2.15 on), or make the mesh with meshverse.init_device_mesh(..., ranks=...). "
-            "(This is said once.)",
+            "(Logged once.)",
             mesh,
             universe.rank_map,
             " and ".join(map(repr, sorted_by_torch)),
@@ -79,19 +79,19 @@ def note_root(mesh: DeviceMesh) -> None:
     world = universe.world
     if world is None or not names:
         return
-    said = world.state(_Said)
-    with said.lock:
-        if said.equal:
+    logged = world.state(_Logged)
+    with logged.lock:
+        if logged.equal:
             return
         # Not the rank map itself, which would be kept.
         key = universe.rank_map.fingerprint, universe.token, mesh.description
-        first, first_names = said.first.get(key, (None, names))
+        first, first_names = logged.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
-            said.first[key] = weakref.ref(universe), names
+            logged.first[key] = weakref.ref(universe), names
             return
         if names == first_names or not _are_apart(names, first_names, mesh.shape):
             return
-        said.equal = True
+        logged.equal = True
     if universe.position == 0:
         _logger.warning(
             "%s over %s was made a second time, on process groups of its own. Equal meshes are one "
@@ -99,7 +99,7 @@ def note_root(mesh: DeviceMesh) -> None:
             "out on the other, and communicate in its process groups. To have both on the same "
             "groups, make the second with universe=first.universe, or call meshverse.install("
             "share='world') before. To keep them apart, give the second isolate='some tag': meshes "
-            "that are used at the same time need that. (This is said once.)",
+            "that are used at the same time need that. (Logged once.)",
             mesh,
             universe.rank_map,
         )
