@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers.all_reduce import reached_by
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
 from helpers.differing import AXES, Ending, ending_of
+from helpers.tiers import in_tiers
 from meshverse import (
     DeviceMesh,
     init_device_mesh,
@@ -38,7 +39,7 @@ def _over_other_ranks(way: str) -> tuple[Ending, list[int]]:
     return ending, reached_by(mesh.unflatten("all", (2, 2), AXES).get_group("tp"))
 
 
-@pytest.mark.parametrize("way", _OVER_OTHER_RANKS)
+@pytest.mark.parametrize("way", in_tiers(_OVER_OTHER_RANKS, short=list(_OVER_OTHER_RANKS)[:2]))
 def test_ranks_that_build_over_other_ranks_get_an_error_soon(crew: Crew, way: str) -> None:
     for rank, (ending, reached) in enumerate(crew.run(_over_other_ranks, 4, way)):
         mine = _OVER_OTHER_RANKS[way][rank]

@@ -165,7 +165,7 @@ def _store() -> dist.Store:
 
 def _join_in(
     groups: dict[int, list[int]],
-    seconds: float,
+    seconds: float | dict[int, float],
     delays: dict[int, float],
     after: dict[int, list[int]] | None = None,
 ) -> Any:
@@ -175,10 +175,10 @@ def _join_in(
     time.sleep(delays.get(rank, 0))
     wait_until_they_wait(*(after or {}).get(rank, []), store=_world(store, rank).run_store)
     start, outcome = time.monotonic(), "all joined"
-    ranks, limit = groups[rank], timedelta(seconds=seconds)
+    ranks, limit = groups[rank], seconds[rank] if isinstance(seconds, dict) else seconds
     try:
         world = _world(store, rank)
-        Rendezvous().join(world, f"{ranks}", f"group of {rank}", ranks, limit)
+        Rendezvous().join(world, f"{ranks}", f"group of {rank}", ranks, timedelta(seconds=limit))
     except RuntimeError as error:
         outcome = str(error)
     return outcome, time.monotonic() - start
@@ -224,7 +224,8 @@ def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
 @pytest.mark.long
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
-    (result, _), *_ = crew.run(_join_in, 4, groups, 3, {})
+    seconds = {0: 1.5, 1: 10, 2: 10, 3: 10}  # rank 1 still waits when rank 0 gives up
+    (result, _), *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
     assert "rank 1 waits in group of 1 with ranks [1, 2] at " in result
     assert ". Those that did not join have" in result
 

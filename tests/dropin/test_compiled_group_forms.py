@@ -53,21 +53,24 @@ def _meshes(family: Family, lazy: bool) -> Any:
 
 
 _CASES = [
-    (form, backend, how)
+    (form, backend, how, given)
     for form in _FORMS
     for backend in ("eager", "aot_eager", "inductor")
     for how in ("made at once", "lazy")
+    for given in ("closure", "argument")
+]
+# Each form once as a closure and once as an argument; one is lazy.
+_SHORT = [
+    case
+    for case in _CASES
+    if case[1] == "aot_eager" and case[2:] in (("made at once", "closure"), ("lazy", "argument"))
 ]
 
 
 @in_worlds((8, 5))
 @pytest.mark.usefixtures("world")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("form", "backend", "how"),
-    in_tiers(_CASES, [case for case in _CASES if case[1] == "aot_eager"], _CASES),
-)
-@pytest.mark.parametrize("given", ["closure", "argument"])
+@pytest.mark.parametrize(("form", "backend", "how", "given"), in_tiers(_CASES, _SHORT, _CASES))
 def test_a_compiled_function_may_name_a_group_as_with_torch(
     form: str, backend: str, how: str, given: str
 ) -> None:

@@ -143,11 +143,8 @@ def compare_case(sizes: dict[str, int], keywords: dict[str, Any]) -> dict[str, f
     return compare(sizes, **keywords)
 
 
-# Every schedule of one stage a rank and of several, every kind of mesh in the stages, tied or not.
-_SHORT = (
-    *("pp 4, tied", "pp 2 x dp 2", "pp 2 of 2 x tp 2, tied", "GPipe", "checkpointing"),
-    "pp 2 x tp 2",
-)
+# One stage a rank and several, tied or not, with data and with tensor parallelism.
+_SHORT = ("pp 4, tied", "pp 2 x dp 2", "pp 2 of 2 x tp 2, tied")
 
 
 @pytest.mark.timeout(600)
