@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse._core import AxisLayout, RankMap
@@ -125,13 +126,17 @@ def test_a_view_is_opened_by_mouse_and_by_keyboard(browser: Browser, planned: Pa
 
 def test_a_screen_reader_reads_headers_and_drawings(browser: Browser, planned: Path) -> None:
     browser.open(planned)
-    tree = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-    nodes = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in tree
-        if not node["ignored"]
-    ]
-    title = "1: pp=8,dp=160,tp=8,loss=pp*dp"
+
+    def read() -> list[tuple[str, str]]:
+        tree = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in tree
+            if not node["ignored"]
+        ]
+
+    wait_until(lambda: len(read()) > 1)  # Chromium builds the tree when it is first read
+    nodes, title = read(), "1: pp=8,dp=160,tp=8,loss=pp*dp"
     assert ("DisclosureTriangle", title) in nodes
     assert any(role in ("image", "img") and name == title for role, name in nodes)
     assert ("columnheader", "Stock would hold") in nodes

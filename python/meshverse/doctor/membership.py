@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_FAILED, _REPORTER, _READ = "failed", "speaker", "heard"  # keys
+_FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
 _SECONDS_TO_REPORT = 30.0  # that others wait for a rank that prints
 _BEATS_TO_WAIT = 10  # before a rank without a heartbeat counts as silent
 _SECONDS_BETWEEN_LOOKS = 0.02
