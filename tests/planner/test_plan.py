@@ -149,7 +149,7 @@ def test_what_to_mind_is_said() -> None:
         (["dp=2"], {"rank": -1}, "rank=-1 is outside"),
         (["dp=2"], {"node_size": 0}, "0 ranks on each node"),
         (["dp=2"], {"places": [Places("node", torch.zeros(3))]}, "of 3 ranks are given"),
-        (["dp=2"], {"world_size": 4}, "The nearest that do: dp=4"),
+        (["dp=2"], {"world_size": 4}, "The nearest sizes that fit: dp=4"),
         ([{"dp": -1}], {}, "dp=-1"),
         ([{"dp": True}], {}, "dp=True"),
         ([{"dp": 2.0}], {}, "dp=2.0 in the view"),

@@ -85,7 +85,7 @@ def test_a_view_stays_as_it_was_made() -> None:
 def test_the_error_about_a_view_that_does_not_cover_the_world_names_the_nearest_that_do() -> None:
     with pytest.raises(ValueError, match="has 10,496 ranks, but the world has 10,240") as caught:
         check_fits(as_view("pp=8,replicate=4,shard=41,tp=8", None), 10_240)
-    assert str(caught.value).endswith("The nearest that do: pp=8,replicate=4,shard=40,tp=8.")
+    assert str(caught.value).endswith("The nearest sizes that fit: pp=8,replicate=4,shard=40,tp=8.")
     check_fits(as_view("pp=8,replicate=4,shard=40,tp=8", None), 10_240)
 
 

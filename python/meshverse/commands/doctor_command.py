@@ -50,12 +50,14 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "ranks)",
     )
     parser.add_argument("--view", action="append", default=[], help="another view of the world")
-    parser.add_argument("--backend", help="of all groups (default: nccl where there is CUDA)")
+    parser.add_argument(
+        "--backend", help="backend of all groups (default: nccl where there is CUDA)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=60, help="seconds to wait for a rank (default: 60)"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=16, help="of the large all-reduce (default: 16)"
+        "--megabytes", type=float, default=16, help="size of the large all-reduce (default: 16)"
     )
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.set_defaults(run=_run)

@@ -58,7 +58,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--nodes", help="of a topology.conf, the job's nodes in the order of its ranks: tux[0-3,7]"
     )
-    parser.add_argument("--backend", default="nccl", help="of all groups (default: nccl)")
+    parser.add_argument("--backend", default="nccl", help="backend of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
     parser.add_argument("--html", metavar="FILE", help="write a page that draws the views, too")

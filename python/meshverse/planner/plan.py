@@ -246,7 +246,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     pairs = zip(plan.groups, mine.groups, strict=True)
     yield from aligned([[" ".join(group.axes), rank_list(ranks)] for group, ranks in pairs])
     if not all(group.created for group in plan.groups):
-        yield "An axis over all ranks is on the default group itself: none is made for it."
+        yield "An axis over all ranks is on the default group itself: no group is made for it."
     if any(group.bytes_each is None for group in plan.groups):
         yield f"No estimate of memory: what a communicator of {plan.backend} takes is unknown."
     elif memory := _memory(plan):

@@ -65,7 +65,8 @@ class View:
         if number == -1:
             raise ValueError(
                 f"{name}=-1 in the view {str(self)!r} is no size where the number of ranks is not "
-                "known: give world_size= (--world-size). One axis can have it, the rest."
+                "known: give world_size= (--world-size). At most one axis has -1, which stands for "
+                "the ranks that are left."
             )
         if number is None or number < 1:
             raise ValueError(
@@ -211,7 +212,7 @@ def check_fits(view: View, world_size: int) -> None:
     hint = "; ".join(",".join(f"{name}={size}" for name, size in sizes.items()) for sizes in near)
     raise ValueError(
         f"The view {view} has {counted(view.size, 'rank')}, but the world has {world_size:,}: the "
-        f"sizes must multiply out to it. The nearest that do: {hint}."
+        f"sizes must multiply out to it. The nearest sizes that fit: {hint}."
     )
 
 

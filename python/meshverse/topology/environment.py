@@ -23,7 +23,7 @@ def levels_of_environment(
         if not are_named:
             raise ValueError(
                 f"{os.fspath(network_file)} has how nodes are connected, by their names, but "
-                "torchrun gives numbers of nodes only. Use Topology.detect(network_file=...)."
+                "torchrun gives node numbers, not names. Use Topology.detect(network_file=...)."
             )
         return levels_on_nodes(nodes, read_network_file(network_file))
     switches = own_switches(environment) if len(set(nodes)) == 1 else {}
