@@ -30,6 +30,7 @@ except ImportError as error:
 from .agreement import RanksDifferError
 from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
 from .dropin import install, installed, uninstall
+from .hang.watch import Hang, Watch, watch, watch_by_environment
 from .options.isolation import isolate
 from .report.explain import Explanation
 from .report.group_explanation import GroupExplanation
@@ -38,6 +39,8 @@ from .topology import Topology
 from .universe import Universe
 
 __version__ = _core.__version__
+
+watch_by_environment()
 
 
 def __dir__() -> list[str]:
@@ -48,10 +51,12 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "GroupExplanation",
+    "Hang",
     "MeshPart",
     "RanksDifferError",
     "Topology",
     "Universe",
+    "Watch",
     "__version__",
     "init_device_mesh",
     "init_mesh_partition",
@@ -61,4 +66,5 @@ __all__ = [
     "load_mesh",
     "save_mesh",
     "uninstall",
+    "watch",
 ]

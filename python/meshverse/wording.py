@@ -19,6 +19,28 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{', '.join(map(str, ranks[: _SHOWN_RANKS - 2]))}, ... {ranks[-1]}"
 
 
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Return ascending ranks in one short line, runs of at least three of them as a range.
+
+    >>> rank_ranges([4, 5, 6, 7]), rank_ranges([1, 5]), rank_ranges(range(0, 40, 2))
+    ('4-7', '1, 5', '0, 2, 4, 6, 8, 10, ... 38')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        first, last = run[0], run[-1]
+        parts += [f"{first}-{last}"] if last > first + 1 else map(str, dict.fromkeys(run))
+    if len(parts) > _SHOWN_RANKS:
+        parts[_SHOWN_RANKS - 2 : -1] = []
+        parts[-1] = f"... {parts[-1]}"
+    return ", ".join(parts) or "none"
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """Return the end of a message about an unknown name, with a space before; "" if none is near.
 

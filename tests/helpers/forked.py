@@ -75,6 +75,11 @@ class Forked:
         """Kill the process."""
         self._process.kill()
 
+    def printed_so_far(self) -> tuple[str, str]:
+        """Return standard output and error, while the program runs."""
+        out, err = (file.read_text() if file.exists() else "" for file in self._files)
+        return out, err
+
     def communicate(self, timeout: float = SECONDS) -> tuple[int, str, str]:
         """Wait for the end of the program.
 

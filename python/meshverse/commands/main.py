@@ -12,6 +12,7 @@ from meshverse.pictures.model import printable
 from meshverse.report.environment import environment_report
 
 from .doctor_command import add_doctor
+from .hang_command import add_hang
 from .plan_command import add_plan
 
 
@@ -50,6 +51,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(metavar="command")
     add_plan(commands)
     add_doctor(commands)
+    add_hang(commands)
     commands.add_parser(
         "versions", help="what this environment is made of, for reports of defects"
     ).set_defaults(run=_print_versions)

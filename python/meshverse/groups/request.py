@@ -68,13 +68,30 @@ class GroupRequest(NamedTuple):
         """
         assert self.position is not None
         salt = self.options.name_digest
-        ranks, identity = rank_group(self.axis, self.rank_map, self.position, salt)
-        if not (self.keeps_order or self.rank_map.is_sorted()):
-            in_axis_order = list(ranks)
-            ranks.sort()
-            if ranks != in_axis_order:
-                identity = rank_group(AxisLayout(len(ranks)), RankMap.from_ranks(ranks), 0, salt)[1]
-        return ranks, identity
+        return ranks_and_identity(
+            self.axis, self.rank_map, self.position, salt, keeps_order=self.keeps_order
+        )
+
+
+def ranks_and_identity(
+    axis: AxisLayout, rank_map: RankMap, position: int, salt: str, *, keeps_order: bool = False
+) -> tuple[list[int], str]:
+    """Return the ranks of the group of a position, and a text for them and the salt. O(group).
+
+    Args:
+        axis: of the group, over positions.
+        rank_map: position -> global rank.
+        position: of a member.
+        salt: digest of the options.
+        keeps_order: whether group ranks follow the axis's order, not ascending global ranks.
+    """
+    ranks, identity = rank_group(axis, rank_map, position, salt)
+    if not (keeps_order or rank_map.is_sorted()):
+        in_axis_order = list(ranks)
+        ranks.sort()
+        if ranks != in_axis_order:
+            identity = rank_group(AxisLayout(len(ranks)), RankMap.from_ranks(ranks), 0, salt)[1]
+    return ranks, identity
 
 
 class RequestBuilder:

@@ -60,6 +60,8 @@ class Explanation:
             were served by an existing group.
         groups: in the order they were first requested; of parts, those of this rank.
         parts: the ranks of each part of the universe, in words.
+        ranks: global ranks by position, or a number n for 0 to n-1.
+        views: the meshes over all ranks: by axis name its layout, `sizes:strides`.
         picture: the same, to be drawn; None where no group was requested.
     """
 
@@ -70,6 +72,8 @@ class Explanation:
     planned: int
     groups: tuple[GroupExplanation, ...]
     parts: tuple[str, ...] = ()
+    ranks: int | tuple[int, ...] = 0
+    views: tuple[dict[str, str], ...] = ()
     picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -220,10 +224,17 @@ def explain(
         planned=sum(group.is_planned for group in explained),
         groups=explained,
         parts=tuple(part.ranks for part in parts),
+        ranks=rank_map.size if rank_map.is_identity else tuple(rank_map.ranks().tolist()),
+        views=tuple(_axes_of(view) for view in views),
     )
     pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
     picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")
     return replace(explanation, picture=picture)
+
+
+def _axes_of(view: ExplainedView) -> dict[str, str]:
+    what = view.description
+    return dict(zip(what.labels, map(str, what.layout), strict=True))
 
 
 def _with_parts(
@@ -285,6 +296,7 @@ def _explain_group(
         suspended=group.state is State.SUSPENDED,
         is_planned=group.origin is Origin.NOT_YET,
         nodes=None if topology is None else topology.spans("node", ranks),
+        salt=options.name_digest,
         over=over,
     )
 

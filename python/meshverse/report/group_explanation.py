@@ -24,6 +24,7 @@ class GroupExplanation:
         suspended: whether it is suspended now.
         is_planned: whether it is to be made at its first use (lazy).
         nodes: on how many nodes my group is; None without a topology.
+        salt: digest of the options, of which the names of these groups on all ranks are made.
         over: in a universe with parts, the ranks of the meshes that requested it, in words: of all
             ranks, of a part, or both.
     """
@@ -42,4 +43,5 @@ class GroupExplanation:
     suspended: bool = False
     is_planned: bool = False
     nodes: int | None = None
+    salt: str = ""
     over: tuple[str, ...] = ()

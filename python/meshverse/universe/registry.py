@@ -62,6 +62,12 @@ def note_universe(universe: Universe) -> int:
     return universes.n_ended
 
 
+def universes_here() -> list[Universe]:
+    """Return the live universes of this world that made process groups, oldest first."""
+    world = World.current()
+    return [] if world is None else list(world.state(WorldUniverses).kept)
+
+
 def universes_over(rank_map: RankMap) -> list[Universe]:
     """Return the live universes of these ranks in this world; first those that made groups."""
     return sorted(_live(rank_map), key=lambda universe: _distance(universe, 0, ()))

@@ -159,6 +159,10 @@ class RunStore:
         total: int = self._store.add(self._key(key), amount)
         return total
 
+    def append(self, key: str, text: str) -> None:
+        """Add to the end of the text of a key, "" at first."""
+        self._store.append(self._key(key), text)
+
     def remove(self, key: str) -> None:
         """Take a key out of the store, if it is there."""
         self._store.delete_key(self._key(key))

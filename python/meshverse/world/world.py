@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -76,9 +76,12 @@ class World:
             return None
         with _worlds_lock:
             world = _worlds.get(default_group)
-            if world is None:
-                world = _worlds[default_group] = World(default_group)
-            return world
+            if world is not None:
+                return world
+            world = _worlds[default_group] = World(default_group)
+        for call in on_new_world:
+            call()
+        return world
 
     def state(self, kind: type[_State]) -> _State:
         """Return the object of this class that a room keeps for this world, made at first use."""
@@ -223,6 +226,9 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+on_new_world: list[Callable[[], object]] = []
+"""Called when this process first sees a world."""
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.RLock()  # protects _worlds

@@ -1,0 +1,140 @@
+"""torch's flight recorder of this process, its groups as c10d knows them, and where it waits."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .private_names import c10d, c10d_core
+
+_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_USUAL_SIZE = 2000
+_dump = getattr(c10d_core, "_dump_fr_trace", None) or getattr(c10d_core, "_dump_nccl_trace", None)
+
+
+class FrameWait(NamedTuple):
+    """A call of torch.distributed that a thread is in, as its frame shows it.
+
+    Attributes:
+        operation: name of the function.
+        group: c10d's name of the process group.
+        peer: of a send or receive, the other rank, within the group; else None.
+        root: of an operation that has one, within the group; else None.
+    """
+
+    operation: str
+    group: str
+    peer: int | None
+    root: int | None
+
+
+def why_not_recording() -> str:
+    """Return why the flight recorder has nothing, and the cure; "" if it records."""
+    if _dump is None:
+        return "this torch has no flight recorder for its backends"
+    sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
+    size = next((text for text in sizes if text is not None), str(_USUAL_SIZE))
+    if size.strip().lstrip("-").isdecimal() and int(size) > 0:
+        return ""
+    return (
+        f"torch's flight recorder is off: set {_SIZE_VARIABLES[0]}={_USUAL_SIZE} before the "
+        "processes start"
+    )
+
+
+def read_flight_recorder(*, with_lines: bool) -> dict[str, Any]:
+    """Return what the recorder has: calls that are over, and pending ones. O(size of its buffer).
+
+    Args:
+        with_lines: with the lines of the program; takes a second the first time.
+    """
+    assert _dump is not None
+    dump: dict[str, Any] = pickle.loads(_dump(True, with_lines, False))  # torch's own
+    return dump
+
+
+def flight_recorder_status() -> dict[str, Any]:
+    """Return the numbers of the last calls of each group. O(groups)."""
+    assert _dump is not None
+    status: dict[str, Any] = pickle.loads(_dump(False, False, False))["pg_status"]
+    return status
+
+
+def recorded_pickle() -> bytes:
+    """Return the recorder's content as torch writes it to a file."""
+    assert _dump is not None
+    content: bytes = _dump(True, True, False)
+    return content
+
+
+def groups_of_process() -> Iterator[tuple[str, str, list[int]]]:
+    """Iterate over c10d's groups that this rank is in: name, description, ranks in order."""
+    for group, ranks in list(c10d._world.pg_group_ranks.items()):
+        name = c10d._world.pg_names.get(group)
+        if name is not None and ranks:
+            yield name, group.group_desc, sorted(ranks, key=lambda rank: ranks[rank])
+
+
+def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
+    """Return the call of torch.distributed that a thread is in, or None.
+
+    Gloo's recorder has no sends and receives, and none has the roots of collectives. But a rank
+    that waits for one stands in its function, or in that of a pipeline with its list of them.
+    """
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        if module == c10d.__name__ and function in _PEERS | _ROOTS:
+            return _wait(function, frame.f_locals)
+        if module.startswith(_PIPELINING):
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, list) and value and isinstance(value[0], dist.P2POp):
+                    return _p2p(value[0])
+        frame = frame.f_back
+    return None
+
+
+def stands_in_p2p(frame: FrameType | None) -> bool:
+    """Return whether a thread stands in a send or receive of torch.distributed."""
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        if (module == c10d.__name__ and function in _PEERS) or module.startswith(_PIPELINING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_PIPELINING = "torch.distributed.pipelining"
+_PEERS = {"send": ("group_dst", "dst"), "recv": ("group_src", "src")}
+_ROOTS = {
+    "broadcast": ("group_src", "src"),
+    "scatter": ("group_src", "src"),
+    "reduce": ("group_dst", "dst"),
+    "gather": ("group_dst", "dst"),
+}
+
+
+def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
+    group = values.get("group") or dist.GroupMember.WORLD
+    name = None if group is None else c10d._world.pg_names.get(group)
+    if group is None or name is None:
+        return None
+    in_group, in_world = (_PEERS | _ROOTS)[operation]
+    other = values.get(in_group)
+    if other is None and values.get(in_world) is not None:
+        other = c10d._world.pg_group_ranks[group].get(values[in_world])
+    is_peer = operation in _PEERS
+    return FrameWait(operation, name, other if is_peer else None, None if is_peer else other)
+
+
+def _p2p(operation: dist.P2POp) -> FrameWait | None:
+    group = operation.group
+    name = c10d._world.pg_names.get(group)
+    if name is None:
+        return None
+    peer = c10d._world.pg_group_ranks[group].get(operation.peer)
+    return FrameWait(operation.op.__name__.removeprefix("i"), name, peer, None)

@@ -1,0 +1,59 @@
+"""`meshverse hang`: why a job hangs, from dumps of torch's flight recorder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from meshverse.hang.named_groups import MeshNames
+from meshverse.hang.records import read_dumps
+from meshverse.hang.report import Words
+from meshverse.hang.verdicts import find_stuck
+from meshverse.wording import counted
+
+_EXAMPLES = """\
+examples:
+  meshverse hang /tmp/nccl_trace_rank_*
+  meshverse hang dumps/ --mesh mesh.json --json
+
+torch writes a dump on each rank when NCCL's watchdog finds a timeout, to the file that
+TORCH_FR_DUMP_TEMP_FILE names (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE). mesh.json is what
+mesh.universe.explain().to_json() gives on any rank. The exit status is 0 if nothing is stuck, 1 if
+something is, and 2 if the dumps cannot be read.
+"""
+
+
+def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "hang",
+        help="why a job hangs, from dumps of torch's flight recorder",
+        description="Says of each stuck process group which call it is stuck in, who waits there, "
+        "who is missing and where that rank is instead, the cause first. Starts no process.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "dumps", nargs="+", metavar="DUMP", help="files of the ranks, or folders of such files"
+    )
+    parser.add_argument(
+        "--mesh", metavar="FILE", help="JSON of mesh.universe.explain(), for axes and coordinates"
+    )
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    names = None if arguments.mesh is None else MeshNames.of_file(arguments.mesh)
+    records = read_dumps(arguments.dumps)
+    if names is not None:
+        names.name(records)
+    stuck = find_stuck(records)
+    words = Words() if names is None else Words(names.coordinates)
+    if arguments.json:
+        print(json.dumps(words.data(stuck)))  # noqa: T201  # that is the command
+    elif stuck:
+        print(words.text(stuck))  # noqa: T201
+    else:
+        print(f"Nothing is pending in the dumps of {counted(len(records), 'rank')}.")  # noqa: T201
+    return 1 if stuck else 0

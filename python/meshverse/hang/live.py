@@ -1,0 +1,223 @@
+"""The record of this rank while its job lives, and its way through the store."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+from meshverse import _torch_compat as compat
+from meshverse.world.run_store import RunStore
+
+from .named_groups import name_live
+from .records import Call, GroupSeen, RankRecord, label_of, line_of, record_of
+
+FrameKey: TypeAlias = tuple[int, int, int]
+"""A thread, its frame, and the instruction that the frame is at."""
+
+_MOST_FOLLOWED = 64  # missing ranks whose records one rank reads, for each group
+_MOST_GROUPS = 32  # groups that one rank follows missing ranks to
+
+
+def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool) -> RankRecord:
+    """Return the record of this process: its recorder's, and the sends and receives it stands in.
+
+    Args:
+        rank: of this process.
+        waits: since when threads stand in sends and receives.
+        with_lines: with the lines of the program.
+    """
+    frames = sys._current_frames()
+    dump = compat.read_flight_recorder(with_lines=with_lines)
+    record = record_of(dump, rank, time.time())
+    groups = {name: (description, ranks) for name, description, ranks in compat.groups_of_process()}
+    record.groups = {
+        name: GroupSeen(label_of(description), ranks)
+        for name, (description, ranks) in groups.items()
+    }
+    record.calls = [call for call in record.calls if call.group in groups]  # not of ended ones
+    name_live(record)
+    for thread, frame in frames.items():
+        _add_wait(record, frame, waits.get((thread, id(frame), frame.f_lasti), record.time))
+    main = frames.get(threading.main_thread().ident or 0)
+    record.doing = line_of(_innermost_first(main))
+    return record
+
+
+def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
+    wait = compat.wait_of_frame(frame)
+    if wait is None:
+        return
+    if wait.peer is not None:
+        line = line_of(_innermost_first(frame))
+        call = Call(wait.group, 0, wait.operation, False, since, line=line, peer=wait.peer)
+        if not any(one.is_p2p and one.group == call.group for one in record.pending()):
+            record.calls.append(call)
+        return
+    for index in range(len(record.calls) - 1, -1, -1):
+        call = record.calls[index]
+        if (call.group, call.operation, call.is_done) == (wait.group, wait.operation, False):
+            record.calls[index] = call._replace(detail=f"root {wait.root}")
+            return
+
+
+def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
+    while frame is not None:
+        code = frame.f_code
+        yield {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}
+        frame = frame.f_back
+
+
+def waits_in_frames() -> Iterator[FrameKey]:
+    """Iterate over what identifies the sends and receives that threads stand in now."""
+    for thread, frame in sys._current_frames().items():
+        if compat.stands_in_p2p(frame):
+            yield thread, id(frame), frame.f_lasti
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+class Alarm(NamedTuple):
+    """An alarm of a rank that is stuck, at which all ranks say where they are.
+
+    Each rank writes its record, and adds each of its pending calls to a list of the call's group.
+    So whoever looks for missing ranks reads one list, and the records of the missing ones only.
+
+    Attributes:
+        store: of the run.
+        number: of the alarm, from 0.
+    """
+
+    store: RunStore
+    number: int
+
+    def raise_it(self, rank: int) -> None:
+        """Raise this alarm, if no other rank has."""
+        self.store.put_first(self._key("raised", "by"), str(rank))
+
+    def is_raised(self) -> bool:
+        """Return whether a rank has raised it."""
+        return bool(self.store.read(self._key("raised", "by")))
+
+    def answer(self, record: RankRecord) -> list[str]:
+        """Write where this rank is; return the keys that are its own."""
+        own = self._key("rank", record.rank)
+        self.store.write(own, _to_text(record))
+        pending: dict[str, list[Call]] = {}
+        for call in record.pending():
+            pending.setdefault(call.group, []).append(call)
+        for group, calls in pending.items():
+            lines = (json.dumps([record.rank, *_aged(call, record.time)]) for call in calls)
+            self.store.append(self._key("group", group), "".join(f"{line}\n" for line in lines))
+        return [own, *(self._key("group", group) for group in pending)]
+
+    def claim(self, group: str, rank: int) -> bool:
+        """Return whether this rank is the one that tells the verdict on a group."""
+        return self.store.put_first(self._key("teller", group), str(rank)) == str(rank)
+
+    def keys_of(self, group: str) -> list[str]:
+        """Return keys of a group that its teller removes."""
+        return [self._key("teller", group), self._key("verdict", group)]
+
+    def write_verdict(self, group: str, text: str) -> None:
+        """Write the verdict on a group, for its other ranks."""
+        self.store.write(self._key("verdict", group), text)
+
+    def read_verdict(self, group: str) -> str:
+        """Return the verdict on a group; "" if there is none yet."""
+        return self.store.read(self._key("verdict", group))
+
+    def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
+        """Return the records of a group's ranks, and of the groups that missing ranks wait in."""
+        records = {mine.rank: mine}
+        left = [group]
+        followed: set[str] = set()
+        while left and len(followed) < _MOST_GROUPS:
+            name = left.pop(0)
+            if name in followed:
+                continue
+            followed.add(name)
+            seen = next((r.groups[name] for r in records.values() if name in r.groups), None)
+            here = self._read_group(name, seen, records)
+            members = () if seen is None else seen.ranks or ()
+            missing = [rank for rank in members if rank not in here and rank != mine.rank]
+            peers = {
+                members[one.peer]
+                for one in mine.calls
+                if one.group == name and one.peer is not None
+            }
+            missing.sort(key=lambda rank: rank not in peers)
+            for rank in missing[:_MOST_FOLLOWED]:
+                if text := self.store.read(self._key("rank", rank)):
+                    records[rank] = record = _from_text(text)
+                    left += [call.group for call in record.pending()]
+            for rank in missing[_MOST_FOLLOWED:]:
+                records.setdefault(rank, RankRecord(rank, mine.time, was_asked=False))
+        return records
+
+    def _read_group(
+        self, name: str, seen: GroupSeen | None, records: dict[int, RankRecord]
+    ) -> set[int]:
+        here, now = set(), time.time()
+        for line in self.store.read(self._key("group", name)).splitlines():
+            rank, *values = json.loads(line)
+            record = records.setdefault(rank, RankRecord(rank, now))
+            call = _call(values, now)
+            here.add(rank)
+            if seen is not None:
+                record.groups.setdefault(name, seen)
+            if not any(one[:3] == call[:3] for one in record.calls):
+                record.calls.append(call)
+        return here
+
+    def _key(self, what: str, which: object) -> str:
+        return f"watch/{self.number}/{what}/{which}"
+
+
+def _to_text(record: RankRecord) -> str:
+    pending = {call.group for call in record.pending()}
+    groups = {
+        name: [seen.label, _runs(seen.ranks or ()) if name in pending else []]
+        for name, seen in record.groups.items()
+    }
+    calls = [_aged(call, record.time) for call in record.calls]
+    return json.dumps([record.rank, calls, groups, record.doing])
+
+
+def _from_text(text: str) -> RankRecord:
+    rank, calls, groups, doing = json.loads(text)
+    now = time.time()
+    seen = {
+        name: GroupSeen(label, [one for run in runs for one in range(*run)] or None)
+        for name, (label, runs) in groups.items()
+    }
+    return RankRecord(rank, now, [_call(call, now) for call in calls], seen, doing)
+
+
+def _aged(call: Call, now: float) -> Call:
+    """Return a call with its age in place of its time: hosts' clocks may differ."""
+    return call._replace(since=now - call.since)
+
+
+def _call(values: list[Any], now: float) -> Call:
+    aged = Call(*values)
+    shapes = tuple(tuple(shape) for shape in aged.shapes)
+    return aged._replace(since=now - aged.since, shapes=shapes)
+
+
+def _runs(ranks: Any) -> list[list[int]]:
+    """Return ranks as ranges: start, stop, step."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank - runs[-1][1] == runs[-1][2]:
+            runs[-1][1] = rank
+        elif runs and runs[-1][0] == runs[-1][1] and rank > runs[-1][0]:
+            runs[-1][1:] = [rank, rank - runs[-1][0]]
+        else:
+            runs.append([rank, rank, 1])
+    return [[first, last + step, step] for first, last, step in runs]

@@ -1,0 +1,313 @@
+"""Records of what each rank called in its process groups, as torch's flight recorder dumps them.
+
+The form of a dump is documented in torch's tutorial "Flight Recorder for Debugging Stuck Jobs" and
+in torch/csrc/distributed/c10d/FlightRecorder.hpp; versions 1.0 to 2.10 of it are read, as a pickle
+or as JSON, of NCCL and of gloo.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from meshverse import _torch_compat as compat
+
+DEFAULT_GROUP = "the default group"
+_KEPT = 4  # calls of each group that are over; all that are pending are kept
+_P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
+# Parts of paths of files that are not the program's, on whatever machine they were recorded.
+_PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
+_PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torch/_", "<")
+
+
+class Call(NamedTuple):
+    """A collective, a send or a receive, as one rank called it.
+
+    Attributes:
+        group: c10d's name of the process group.
+        number: of the collective in its group, from 1; of a send or receive, among these.
+        operation: such as "all_reduce".
+        is_done: whether it is over on this rank.
+        since: when it was called, in seconds since the epoch.
+        shapes: of its inputs.
+        dtype: of the first input; "" if it has none.
+        line: file and line of the program, and its function; "" where that was not recorded.
+        peer: of a send or receive, the other rank, within the group; else None.
+        detail: more that must be equal on all ranks, such as "root 1"; "" where it is not known.
+    """
+
+    group: str
+    number: int
+    operation: str
+    is_done: bool
+    since: float
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
+    line: str = ""
+    peer: int | None = None
+    detail: str = ""
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.peer is not None
+
+
+class GroupSeen(NamedTuple):
+    """A process group, as a rank knows it.
+
+    Attributes:
+        label: what it is for, such as "axis tp".
+        ranks: global ranks, in group-rank order; None where they are not known.
+    """
+
+    label: str
+    ranks: Sequence[int] | None
+
+
+@dataclass
+class RankRecord:
+    """The last calls of one rank.
+
+    Attributes:
+        rank: global rank.
+        time: when it was recorded, in seconds since the epoch.
+        calls: the last of each group, and all that are pending, in the order they were called.
+        groups: its process groups, by c10d's name.
+        doing: the line of the program that its main thread is in; "" where that is not known.
+        was_asked: whether its calls were looked at; of many missing ranks, some are not.
+    """
+
+    rank: int
+    time: float
+    calls: list[Call] = field(default_factory=list)
+    groups: dict[str, GroupSeen] = field(default_factory=dict)
+    doing: str = ""
+    was_asked: bool = True
+
+    def pending(self) -> list[Call]:
+        """Return the calls that are not over, oldest first."""
+        return [call for call in self.calls if not call.is_done]
+
+    def last(self, group: str) -> Call | None:
+        """Return the last collective that this rank called in a group, or None."""
+        return next((c for c in reversed(self.calls) if c.group == group and not c.is_p2p), None)
+
+
+def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
+    """Return the record of a dump, as torch's flight recorder gives it.
+
+    Args:
+        dump: the unpickled or parsed content.
+        rank: global rank of the process.
+        time: when it was dumped, in seconds since the epoch.
+
+    Raises:
+        ValueError: it is no dump of a flight recorder.
+    """
+    entries, config = dump.get("entries", []), dump.get("pg_config", {})
+    if "version" not in dump or not isinstance(entries, list) or not isinstance(config, Mapping):
+        raise ValueError("it is no dump of torch's flight recorder: it has no version and entries")
+    try:
+        groups = dict(_configured(config))
+        # A process that has had several worlds has had several groups of one name: the last counts.
+        ids = {entry["process_group"][0]: entry.get("pg_id") for entry in entries}
+        entries = [
+            entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]
+        ]
+        calls = [_call(entry) for entry in entries]
+        for entry in entries:
+            name, description = entry["process_group"]
+            groups.setdefault(str(name), GroupSeen(label_of(description), None))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
+    if not any(str(entry["profiling_name"]).startswith("gloo:") for entry in entries):
+        calls = _in_order(calls)
+    return RankRecord(rank, time, list(_last_of_each(calls)), groups)
+
+
+def label_of(description: str) -> str:
+    """Return what a group is for, from c10d's description of it."""
+    if description.startswith("mesh_"):
+        return f"axis {description.removeprefix('mesh_')}"
+    return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
+
+
+def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:
+    """Give the default group its ranks, from 0 to the largest one, where a dump has none."""
+    for record in records.values():
+        for name, seen in record.groups.items():
+            if seen.label == DEFAULT_GROUP and len(seen.ranks or ()) <= largest_rank:
+                record.groups[name] = seen._replace(ranks=range(largest_rank + 1))
+
+
+def _configured(config: Mapping[str, Any]) -> Iterator[tuple[str, GroupSeen]]:
+    for value in config.values():
+        ranks = value["ranks"]
+        ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
+        if value["name"] and ranks:  # gloo's have neither
+            yield str(value["name"]), GroupSeen(label_of(str(value["desc"])), [*map(int, ranks)])
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
+    p2p = _P2P.match(operation)
+    is_p2p = bool(entry.get("is_p2p")) and p2p is not None
+    number = entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
+    # Gloo says only whether a call is over. NCCL's watchdog also retires a call that timed out.
+    is_done = bool(entry["retired"]) if backend == "gloo" else entry["state"] == "completed"
+    return Call(
+        group=str(entry["process_group"][0]),
+        number=int(number),
+        operation=p2p[1] if is_p2p and p2p else operation,
+        is_done=is_done,
+        since=int(entry["time_created_ns"]) / 1e9,
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        dtype=next(iter(entry.get("input_dtypes") or ()), ""),
+        line=line_of(entry.get("frames", ())),
+        peer=int(p2p[3]) if is_p2p and p2p else None,
+    )
+
+
+def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Return the innermost line of the program among frames; "" if there is none.
+
+    If the program itself is installed, it is the innermost line in a package that is not torch.
+
+    Args:
+        frames: innermost first, each with its filename, line, and name of the function.
+    """
+    in_package = ""
+    for frame in frames:
+        file = str(frame["filename"])
+        line = f"{file}:{frame['line']} in {frame['name']}"
+        if any(part in file for part in _PACKAGES):
+            is_torchs = any(f"{part}{name}/" in file for part in _PACKAGES for name in _OURS)
+            in_package = in_package or ("" if is_torchs else line)
+        elif not any(part in file for part in _PYTHONS):
+            return line
+    return in_package
+
+
+def _in_order(calls: list[Call]) -> list[Call]:
+    """Mark calls as done that come before one of their group that is done.
+
+    NCCL runs the calls of a group in order, and the recorder does not follow each of those that are
+    coalesced.
+    """
+    done: dict[tuple[str, bool], int] = {}
+    for call in calls:
+        if call.is_done:
+            done[call.group, call.is_p2p] = max(done.get((call.group, call.is_p2p), 0), call.number)
+    return [
+        call._replace(is_done=call.is_done or call.number <= done.get((call.group, call.is_p2p), 0))
+        for call in calls
+    ]
+
+
+def _last_of_each(calls: Sequence[Call]) -> Iterator[Call]:
+    left: dict[str, int] = {}
+    kept = []
+    for call in reversed(calls):
+        n_left = left.setdefault(call.group, _KEPT)
+        if not call.is_done or n_left:
+            left[call.group] = max(n_left - call.is_done, 0)
+            kept.append(call)
+    return reversed(kept)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def write_dump(folder: str | os.PathLike[str]) -> Path:
+    """Write what this rank's flight recorder has, as torch does when NCCL's watchdog ends a job.
+
+    Nothing writes gloo's by itself.
+
+    Args:
+        folder: of all ranks' dumps; made if it is not there.
+
+    Returns:
+        The file, named after the rank.
+
+    Raises:
+        RuntimeError: the recorder is off, or there is no default process group.
+    """
+    if why := compat.why_not_recording():
+        raise RuntimeError(f"There is nothing to dump: {why}.")
+    if compat.current_default_group() is None:
+        raise RuntimeError("There is no default process group, whose rank the dump is named after.")
+    file = Path(folder) / f"trace_rank_{dist.get_rank()}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(compat.recorded_pickle())
+    return file
+
+
+def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]:
+    """Read dumps of flight recorders, one a rank; a folder stands for the files in it.
+
+    Args:
+        paths: of files whose names end with the rank, as torch writes them, such as
+            "nccl_trace_rank_12"; an ending such as ".json" or ".pickle" may follow.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is no dump, its name has no rank, two are of one rank, or there is none.
+    """
+    records: dict[int, RankRecord] = {}
+    files = [file for path in map(Path, paths) for file in _files(path)]
+    named: dict[int, Path] = {}
+    for file in files:
+        found = _RANK_IN_NAME.search(file.name)
+        if found is None:
+            raise ValueError(
+                f"{file} has no rank at the end of its name: torch names a dump after its rank, "
+                "such as nccl_trace_rank_12. Rename it, or give the other files."
+            )
+        rank = int(found[1])
+        if rank in named:
+            raise ValueError(
+                f"{named[rank]} and {file} are both of rank {rank}: give the dumps of one job and "
+                "one time only."
+            )
+        named[rank] = file
+        try:
+            records[rank] = record_of(_read(file), rank, file.stat().st_mtime)
+        except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}.") from None
+    if not records:
+        raise ValueError(f"There are no dumps in {', '.join(map(str, paths))}.")
+    complete_default_group(records, max(records))
+    return records
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] != "."]
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    content = file.read_bytes()
+    is_json = content.lstrip()[:1] == b"{"
+    dump = json.loads(content) if is_json else _PlainUnpickler(io.BytesIO(content)).load()
+    if not isinstance(dump, Mapping):
+        raise ValueError("it is no dump of torch's flight recorder")
+    return dump
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler of numbers, strings, lists and dictionaries: a file may come from anywhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has an object, {module}.{name}, which no dump has")

@@ -1,0 +1,303 @@
+"""Verdicts in words, and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshverse.wording import rank_ranges
+
+from .records import Call
+from .verdicts import Cause, Missing, Stuck, shapes_in_words
+
+Coordinates = Callable[[int], Mapping[str, int]]
+"""Gives the coordinates of a global rank by axis name; empty where they are not known."""
+
+_SHOWN = 8  # lines of ranks that are missing or waiting, for one group
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Bool": "bool",
+}
+
+
+class Words(NamedTuple):
+    """Verdicts on stuck groups in words.
+
+    Args:
+        coordinates: of ranks.
+        is_live: whether the job is still there, so that a rank without a record gives no sign of
+            life; else its dump is missing.
+    """
+
+    coordinates: Coordinates = lambda _: {}
+    is_live: bool = False
+
+    def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
+        """Return a paragraph for each stuck group.
+
+        Args:
+            stuck: all groups that are.
+            about: those to tell of; by default all.
+        """
+        by_name = {one.group: one for one in stuck}
+        said: set[str] = set()
+        paragraphs = []
+        for one in stuck if about is None else about:
+            is_said = one.cause is Cause.DEADLOCK and said.issuperset(one.cycle)
+            said.update(one.cycle)
+            paragraphs.append("\n".join(self._lines(one, by_name, is_said=is_said)))
+        return "\n\n".join(paragraphs)
+
+    def data(
+        self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the same as plain data, ready for JSON; calls with their ranks and lines."""
+        by_name = {one.group: one for one in stuck}
+        return [
+            {
+                "group": one.group,
+                "label": one.seen.label,
+                "ranks": list(one.seen.ranks or ()),
+                "operation": one.call.operation,
+                "number": one.call.number,
+                "seconds": one.seconds,
+                "cause": one.cause.value,
+                "verdict": self.verdict(one, by_name),
+                "waiting": [{"rank": rank, **_data(call)} for rank, call in one.waiting.items()],
+                "past": one.past,
+                "missing": [
+                    {
+                        "rank": missing.rank,
+                        "coordinates": dict(self.coordinates(missing.rank)),
+                        "elsewhere": missing.elsewhere and _data(missing.elsewhere),
+                        "last": missing.last and _data(missing.last),
+                        "doing": missing.doing,
+                        "is_recorded": missing.is_recorded,
+                    }
+                    for missing in one.missing
+                ],
+                "differing": one.differing,
+                "cycle": one.cycle,
+                "follows": one.follows,
+            }
+            for one in (stuck if about is None else about)
+        ]
+
+    # --- lines --------------------------------------------------------------------------------
+
+    def _lines(
+        self, one: Stuck, by_name: Mapping[str, Stuck], *, is_said: bool = False
+    ) -> Iterator[str]:
+        call = one.call
+        tensors = " ".join(filter(None, (_dtype(call.dtype), shapes_in_words(call.shapes))))
+        yield (
+            f"Stuck: {_called(call)} on {self.group(one)}"
+            + (f", {tensors}" if tensors else "")
+            + f", since {one.seconds:,.0f} s"
+        )
+        yield from self._rows("waiting there:", _by_line(one.waiting))
+        if one.past:
+            yield f"  past it:       {_ranks(one.past)}"
+        rows = self._missing_rows(one, by_name)
+        yield from self._rows("missing:", rows)
+        verdict = "part of the deadlock above." if is_said else self.verdict(one, by_name)
+        yield f"Verdict: {verdict}"
+
+    @staticmethod
+    def _rows(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+        for index, (who, where) in enumerate(rows[:_SHOWN]):
+            begin = title if index == 0 else ""
+            yield f"  {begin:14} {who}{where}"
+        if len(rows) > _SHOWN:
+            yield f"  {'':14} and {len(rows) - _SHOWN} more lines like these"
+
+    def _missing_rows(self, one: Stuck, by_name: Mapping[str, Stuck]) -> list[tuple[str, str]]:
+        alike: dict[str, list[int]] = {}
+        for missing in one.missing:
+            alike.setdefault(self._where(missing, by_name), []).append(missing.rank)
+        return [(self.ranks(ranks), f", {where}") for where, ranks in alike.items()]
+
+    def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
+        """Say where a missing rank is instead."""
+        if not missing.is_recorded:
+            return (
+                "no sign of life: dead, stopped, in code that holds Python's global lock, or "
+                "without meshverse.watch()"
+                if self.is_live
+                else "of which there is no dump"
+            )
+        if not missing.was_asked:
+            return "which were not looked at"
+        call = missing.elsewhere
+        if call is not None:
+            other = by_name.get(call.group)
+            on = missing.label if other is None else self.group(other)
+            line = call.line or missing.doing
+            return f"which waits in {_called(call)} on {on}{_at(line)}"
+        parts = []
+        if missing.doing:
+            parts.append(f"which is at {_short(missing.doing)}")
+        if missing.last is not None:
+            parts.append(
+                f"whose last call there was {_called(missing.last)}{_at(missing.last.line)}"
+            )
+        return ", and ".join(parts) or "which has called nothing there"
+
+    def group(self, one: Stuck) -> str:
+        """Return the name of a group, its ranks, and the coordinates that they share."""
+        ranks = one.seen.ranks or ()
+        shared = dict(self.coordinates(ranks[0])) if ranks else {}
+        for rank in (ranks[-1], *ranks[1:64]) if ranks else ():
+            theirs = self.coordinates(rank)
+            shared = {name: index for name, index in shared.items() if theirs.get(name) == index}
+        return f"{one.seen.label}, {_ranks(ranks)}{_coordinates(shared)}"
+
+    def ranks(self, ranks: Sequence[int]) -> str:
+        """Return ranks in words, with the coordinates of one."""
+        return _ranks(ranks) + (_coordinates(self.coordinates(ranks[0])) if len(ranks) == 1 else "")
+
+    # --- verdicts -----------------------------------------------------------------------------
+
+    def verdict(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
+        """Return the verdict on a stuck group, a sentence or two."""
+        if one.cause is Cause.DEADLOCK:
+            return self._deadlock(one, by_name)
+        if one.cause is Cause.MISMATCH:
+            return self._mismatch(one)
+        if one.cause is Cause.MISSING:
+            return self._who_is_missing(one)
+        if one.cause is Cause.PARTNER:
+            other = "receive" if one.call.operation == "send" else "send"
+            return (
+                f"a {one.call.operation} without its {other}: "
+                f"{self.ranks([missing.rank for missing in one.missing])} has not called it."
+            )
+        if one.cause is Cause.FOLLOWS:
+            names = dict.fromkeys(
+                self.group(by_name[name]) for name in one.follows if name in by_name
+            )
+            where = "; ".join([*names][:2]) or "a send or receive that is stuck"
+            return f"it follows from another: the missing ranks wait on {where}."
+        if not one.is_whole:
+            return (
+                "all ranks that are known of this group have come. A dump of gloo does not say "
+                "which it has: give --mesh FILE to find out who is missing."
+            )
+        return (
+            "all ranks have come, with equal tensors. So the program is right as far as torch "
+            "records it, and the backend or the network is stuck"
+            + (
+                "."
+                if one.call.detail
+                else "; or what it does not record differs, such as the root or split sizes."
+            )
+        )
+
+    def _deadlock(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
+        steps = []
+        for name in one.cycle[:4]:
+            stuck = by_name[name]
+            following = one.cycle[(one.cycle.index(name) + 1) % len(one.cycle)]
+            for missing in stuck.missing:
+                if missing.elsewhere is not None and missing.elsewhere.group == following:
+                    others = [rank for rank in stuck.waiting if rank != missing.rank]
+                    line = _line_of(stuck.waiting.values())
+                    steps.append(
+                        f"{_ranks(others)} wait{'s' * (len(others) == 1)} on {stuck.seen.label}"
+                        f"{_at(line)} for rank {missing.rank}"
+                    )
+                    break
+        told = "; ".join(steps)
+        return (
+            f"a deadlock. {told[:1].upper()}{told[1:]}. All ranks must call these groups in one "
+            "order, and skip none."
+        )
+
+    def _mismatch(self, one: Stuck) -> str:
+        lines = []
+        for what, values in one.differing.items():
+            said = "; ".join(
+                f"{_dtype(value) if what == 'dtype' else value or 'none'} on {_ranks(ranks)}"
+                for value, ranks in sorted(values.items(), key=lambda item: -len(item[1]))
+            )
+            lines.append(f"{what} {said}".strip())
+        return (
+            f"the ranks call different things as number {one.call.number:,}: {', and '.join(lines)}"
+            ". Either one of them skipped a call before, or its arguments are wrong."
+        )
+
+    def _who_is_missing(self, one: Stuck) -> str:
+        gone = [missing.rank for missing in one.missing if not missing.is_recorded]
+        late = [
+            missing
+            for missing in one.missing
+            if missing.is_recorded
+            and missing.was_asked
+            and (missing.elsewhere is None or missing.elsewhere.group not in one.follows)
+        ]
+        parts = []
+        if gone:
+            parts.append(
+                f"{self.ranks(gone)} {'give' if len(gone) > 1 else 'gives'} no sign of life. Look "
+                "whether it has died or was stopped, and on which host."
+                if self.is_live
+                else f"nothing was recorded of {self.ranks(gone)}: it died, or its dump is not "
+                "among these."
+            )
+        if late:
+            where = late[0].elsewhere.line if late[0].elsewhere else late[0].doing
+            parts.append(
+                f"{self.ranks([missing.rank for missing in late])} "
+                f"{'have' if len(late) > 1 else 'has'} not called it"
+                + (f": look at {_short(where)}." if where else ".")
+            )
+        return " ".join(parts)
+
+
+def _data(call: Call) -> dict[str, Any]:
+    return {**call._asdict(), "dtype": _dtype(call.dtype)}
+
+
+def _called(call: Call) -> str:
+    return f"{call.operation} number {call.number:,}" if call.number else call.operation
+
+
+def _dtype(name: str) -> str:
+    return _DTYPES.get(name, name)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {rank_ranges(ranks)}"
+
+
+def _coordinates(shared: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{name}={i}' for name, i in shared.items())})" if shared else ""
+
+
+def _short(line: str) -> str:
+    """Return a line with the last two parts of the file's path: the whole path is in the data."""
+    file, colon, rest = line.partition(":")
+    return "/".join(file.split("/")[-2:]) + colon + rest
+
+
+def _at(line: str) -> str:
+    return f" at {_short(line)}" if line else ""
+
+
+def _line_of(calls: Iterable[Call]) -> str:
+    return next((call.line for call in calls if call.line), "")
+
+
+def _by_line(calls: Mapping[int, Call]) -> list[tuple[str, str]]:
+    by_line: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        by_line.setdefault(call.line, []).append(rank)
+    return [(_ranks(ranks), _at(line)) for line, ranks in by_line.items()]

@@ -1,0 +1,310 @@
+"""Verdicts on stuck process groups: who waits in which call, who is missing, and why.
+
+The calls of a group are numbered on each of its ranks. So the call that a group is stuck in is the
+first one that a rank has begun and not ended, and each other rank of the group is in that call too,
+or past it, or before it: missing. A missing rank may wait in another group. These groups then form
+a graph: a group points to those that its missing ranks wait in. Groups on a cycle are in a
+deadlock. Of the others, those that point nowhere are causes, and the rest follow from them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .records import Call, GroupSeen, RankRecord
+
+# Operations whose inputs must have as many elements on all ranks.
+_EVEN = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather", "reduce_scatter")
+_EVEN_STARTS = (*_EVEN, "_reduce_scatter", "ALLGATHER", "REDUCE_SCATTER", "allreduce")
+
+
+class Cause(enum.Enum):
+    """Why a group is stuck."""
+
+    DEADLOCK = "deadlock"  # ranks call groups in another order
+    MISMATCH = "mismatch"  # ranks call different operations, or with different tensors
+    MISSING = "missing"  # ranks have not come, and wait in no other group
+    PARTNER = "partner"  # a send without its receive, or a receive without its send
+    BACKEND = "backend"  # all have come
+    FOLLOWS = "follows"  # missing ranks wait in a group that is stuck for another reason
+
+
+class Missing(NamedTuple):
+    """A rank that a stuck group waits for.
+
+    Attributes:
+        rank: global rank.
+        elsewhere: the call that it waits in instead; None if it waits in none.
+        label: what the group of that call is for.
+        last: the last collective that it called in the stuck group; None if none is known.
+        doing: the line of the program that it is in; "" where that is not known.
+        is_recorded: whether there is a record of this rank.
+        was_asked: whether its calls were looked at.
+    """
+
+    rank: int
+    elsewhere: Call | None
+    label: str
+    last: Call | None
+    doing: str
+    is_recorded: bool
+    was_asked: bool = True
+
+
+@dataclass
+class Stuck:
+    """A process group that is stuck in a call.
+
+    Attributes:
+        group: c10d's name.
+        seen: what the group is for, and its ranks.
+        is_whole: whether all its ranks are known; else these are those that called something.
+        call: the call, as the first rank that waits there made it.
+        seconds: for how long the first rank has waited.
+        waiting: the calls of the ranks that wait there, by global rank.
+        past: ranks that have ended this call.
+        missing: ranks that have not begun it.
+        differing: what is not equal in this call: by what it is, and its value, the ranks.
+        cause: why it is stuck.
+        follows: names of the groups that its missing ranks wait in.
+        cycle: of a deadlock: names of its groups, each of which waits for the next one.
+    """
+
+    group: str
+    seen: GroupSeen
+    is_whole: bool
+    call: Call
+    seconds: float
+    waiting: dict[int, Call]
+    past: list[int]
+    missing: list[Missing]
+    differing: dict[str, dict[str, list[int]]]
+    cause: Cause = Cause.BACKEND
+    follows: list[str] = field(default_factory=list)
+    cycle: list[str] = field(default_factory=list)
+
+
+def find_stuck(
+    records: Mapping[int, RankRecord], is_stuck: Callable[[Call], bool] | None = None
+) -> list[Stuck]:
+    """Find the groups that are stuck, causes first.
+
+    Args:
+        records: of the ranks that are known, by global rank.
+        is_stuck: whether a pending call counts; by default all do.
+    """
+    by_group: dict[str, dict[int, list[Call]]] = {}
+    ranks_of: dict[str, GroupSeen] = {}
+    for rank, record in records.items():
+        for call in record.calls:
+            if not call.is_p2p:
+                by_group.setdefault(call.group, {}).setdefault(rank, []).append(call)
+        for name, seen in record.groups.items():
+            if name not in ranks_of or (ranks_of[name].ranks is None and seen.ranks is not None):
+                ranks_of[name] = seen
+    found: dict[str, Stuck] = {}
+    for name, calls in by_group.items():
+        pending = [
+            call.number
+            for of_rank in calls.values()
+            for call in of_rank
+            if not call.is_done and (is_stuck is None or is_stuck(call))
+        ]
+        if pending:
+            found[name] = _stuck(name, min(pending), calls, ranks_of[name], records)
+    pairs = list(_stuck_pairs(records, ranks_of, is_stuck))
+    _find_causes(found, pairs)
+    order = [*Cause]
+    stuck = [*found.values(), *pairs]
+    return sorted(stuck, key=lambda one: (order.index(one.cause), -one.seconds))
+
+
+def _stuck(
+    name: str,
+    number: int,
+    calls: Mapping[int, Sequence[Call]],
+    seen: GroupSeen,
+    records: Mapping[int, RankRecord],
+) -> Stuck:
+    """Say who is where in the call of this number of a group."""
+    waiting: dict[int, Call] = {}
+    there: dict[int, Call] = {}
+    past: list[int] = []
+    missing: list[Missing] = []
+    members = seen.ranks if seen.ranks is not None else sorted(calls)
+    for rank in members:
+        own = calls.get(rank, ())
+        here = next((call for call in own if call.number == number), None)
+        if here is not None:
+            there[rank] = here
+        if here is not None and not here.is_done:
+            waiting[rank] = here
+        elif here is not None or (own and own[-1].number > number):
+            past.append(rank)
+        else:
+            missing.append(_missing(rank, name, records.get(rank)))
+    first = min(waiting.values(), key=lambda call: call.since)
+    now = max(records[rank].time for rank in waiting)
+    return Stuck(
+        group=name,
+        seen=seen._replace(ranks=list(members)),
+        is_whole=seen.ranks is not None,
+        call=first,
+        seconds=max(now - first.since, 0.0),
+        waiting=waiting,
+        past=past,
+        missing=missing,
+        differing=_differing(there),
+    )
+
+
+def _missing(rank: int, group: str, record: RankRecord | None) -> Missing:
+    if record is None:
+        return Missing(rank, None, "", None, "", False)
+    elsewhere = next((call for call in record.pending() if call.group != group), None)
+    label = "" if elsewhere is None else record.groups[elsewhere.group].label
+    last = record.last(group)
+    return Missing(rank, elsewhere, label, last, record.doing, True, record.was_asked)
+
+
+def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
+    """Return what is not equal in the calls of one number, and who has which value."""
+    found: dict[str, dict[str, list[int]]] = {}
+
+    def compare(what: str, value_of: Callable[[Call], str]) -> None:
+        values: dict[str, list[int]] = {}
+        for rank, call in there.items():
+            if value := value_of(call):  # "" where it is not known
+                values.setdefault(value, []).append(rank)
+        if len(values) > 1:
+            found[what] = values
+
+    compare("operation", lambda call: call.operation)
+    if not found:
+        compare("dtype", lambda call: call.dtype)
+        compare("", lambda call: call.detail)
+        if next(iter(there.values())).operation.startswith(_EVEN_STARTS):
+            compare("shape", lambda call: shapes_in_words(call.shapes))
+    return found
+
+
+def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
+    """Return shapes as torch prints them, without its name."""
+    return ", ".join(str(tuple(shape)) for shape in shapes)
+
+
+# --- sends and receives ---------------------------------------------------------------------------
+
+
+def _stuck_pairs(
+    records: Mapping[int, RankRecord],
+    ranks_of: Mapping[str, GroupSeen],
+    is_stuck: Callable[[Call], bool] | None,
+) -> Iterable[Stuck]:
+    """Find pending sends and receives whose other side is not there."""
+    for rank, record in records.items():
+        for call in record.pending():
+            if not call.is_p2p or (is_stuck is not None and not is_stuck(call)):
+                continue
+            seen = ranks_of[call.group]
+            assert call.peer is not None
+            partner = call.peer if seen.ranks is None else seen.ranks[call.peer]
+            other = records.get(partner)
+            missing = [_partner(partner, other)]
+            theirs = () if other is None else other.pending()
+            wanted = "recv" if call.operation == "send" else "send"
+            me = rank if seen.ranks is None else list(seen.ranks).index(rank)
+            if any(
+                (one.group, one.operation, one.peer) == (call.group, wanted, me) for one in theirs
+            ):
+                missing = []
+                if call.operation == "recv":  # the send says it
+                    continue
+            yield Stuck(
+                group=call.group,
+                seen=GroupSeen(seen.label, sorted((rank, partner))),
+                is_whole=True,
+                call=call,
+                seconds=max(record.time - call.since, 0.0),
+                waiting={rank: call},
+                past=[],
+                missing=missing,
+                differing={},
+                cause=Cause.PARTNER if missing else Cause.BACKEND,
+            )
+
+
+def _partner(rank: int, record: RankRecord | None) -> Missing:
+    if record is None:
+        return Missing(rank, None, "", None, "", False)
+    elsewhere = next(iter(record.pending()), None)
+    label = "" if elsewhere is None else record.groups[elsewhere.group].label
+    return Missing(rank, elsewhere, label, None, record.doing, True, record.was_asked)
+
+
+# --- causes ---------------------------------------------------------------------------------------
+
+
+def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
+    """Set the cause of each stuck group, and what it follows from."""
+    for name, stuck in found.items():
+        elsewhere = [missing.elsewhere.group for missing in stuck.missing if missing.elsewhere]
+        stuck.follows = [one for one in dict.fromkeys(elsewhere) if one in found and one != name]
+    in_pairs = {rank for pair in pairs for rank in pair.waiting}
+    may_be_on_cycle = _on_cycles(found)
+    for name, stuck in found.items():
+        stuck.cycle = _cycle(name, found) if name in may_be_on_cycle else []
+        waits = [
+            missing.rank in in_pairs
+            or (missing.elsewhere is not None and missing.elsewhere.group in stuck.follows)
+            for missing in stuck.missing
+        ]
+        if stuck.differing:
+            stuck.cause = Cause.MISMATCH
+        elif stuck.cycle:
+            stuck.cause = Cause.DEADLOCK
+        elif waits:
+            stuck.cause = Cause.FOLLOWS if all(waits) else Cause.MISSING
+
+
+def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
+    """Return the groups that are on cycles or between two: without all that are on no path back."""
+    left = {name: set(stuck.follows) for name, stuck in found.items()}
+    for _ in range(2):
+        came_from: dict[str, set[str]] = {name: set() for name in left}
+        for name, following in left.items():
+            for other in following:
+                came_from[other].add(name)
+        ends = [name for name, following in left.items() if not following]
+        while ends:
+            end = ends.pop()
+            del left[end]
+            for name in came_from[end]:
+                left[name].discard(end)
+                if not left[name]:
+                    ends.append(name)
+        left = {name: came_from[name] & left.keys() for name in left}  # the other way round
+    return set(left)
+
+
+def _cycle(start: str, found: Mapping[str, Stuck]) -> list[str]:
+    """Return the groups of a shortest cycle through a group, from it on; empty if there is none."""
+    came_from: dict[str, str] = {}
+    level = [start]
+    while level:
+        following = []
+        for name in level:
+            for other in found[name].follows:
+                if other == start:
+                    path = [name]
+                    while path[-1] != start:
+                        path.append(came_from[path[-1]])
+                    return path[::-1]
+                if other not in came_from:
+                    came_from[other] = name
+                    following.append(other)
+        level = following
+    return []

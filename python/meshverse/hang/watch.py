@@ -1,0 +1,407 @@
+"""The watch of a job: a thread on each rank that says why collectives are stuck.
+
+A thread looks once in a while whether a collective, send or receive of this rank is older than the
+limit. Then it raises an alarm in the store. The threads of all ranks see it and say where their
+ranks are, also those whose rank came to no collective. One rank of each stuck group logs the
+verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from meshverse import _torch_compat as compat
+from meshverse.world.run_store import RunStore
+from meshverse.world.world import World, on_new_world
+
+from .live import Alarm, FrameKey, record_here, waits_in_frames
+from .named_groups import live_coordinates
+from .records import Call, RankRecord
+from .report import Words
+from .verdicts import Cause, find_stuck
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger(__name__)
+
+_VARIABLE = "MESHVERSE_WATCH"
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
+_LONGEST_PAUSE_SECONDS = 5.0
+_LOOKS_A_SECOND = 2_000  # of all ranks together
+_SECONDS_TO_STOP = 2.0
+_SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # an alarm
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang as the watch found it, which `on_stuck` gets.
+
+    Attributes:
+        text: the verdict, as it is logged.
+        groups: the same as data: of each stuck group the ranks, the call, and who is missing.
+        is_logged_here: whether this rank logs it; each other rank of the group does not.
+    """
+
+    text: str
+    groups: list[dict[str, Any]]
+    is_logged_here: bool
+
+
+class Watch:
+    """The watch of this process. `stop` ends it, as does the end of a `with` block.
+
+    Args:
+        seconds: after which a collective is called stuck.
+        on_stuck: called with a `Hang`.
+    """
+
+    def __init__(self, seconds: float, on_stuck: Callable[[Hang], object] | None) -> None:
+        self.seconds = seconds
+        self.on_stuck = on_stuck
+        self._is_over = threading.Event()
+        self._watched: _WatchedWorld | None = None
+        self._has_said_why_off = False
+        self._thread = threading.Thread(target=self._run, name="meshverse watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch. Further calls do nothing."""
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_SECONDS_TO_STOP)
+
+    def __enter__(self) -> Self:
+        """Return the watch itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the watch."""
+        self.stop()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._is_over.wait(pause):
+            pause = min(self.seconds / 4, _LONGEST_PAUSE_SECONDS)
+            try:
+                world = World.current()
+                if world is None or world.size == 1:
+                    self._watched = None
+                    continue
+                if why := compat.why_not_recording():
+                    self._say_why_off(world, why)
+                    continue
+                if self._watched is None or self._watched.world is not world:
+                    self._watched = _WatchedWorld(world, self.seconds, self.on_stuck)
+                pause = max(pause, world.size / _LOOKS_A_SECOND)
+                self._watched.look(pause, self._is_over)
+            except Exception as error:  # noqa: BLE001  # a watch never ends a job
+                _log.info("Meshverse's watch could not look: %s", error)
+                self._watched = None if self._is_over.is_set() else self._watched
+
+    def _say_why_off(self, world: World, why: str) -> None:
+        if not self._has_said_why_off:
+            self._has_said_why_off = True
+            _log.log(
+                logging.WARNING if world.rank == 0 else logging.INFO,
+                "Meshverse watches nothing: %s.",
+                why,
+            )
+
+
+def watch(
+    seconds: float | None = 60.0, *, on_stuck: Callable[[Hang], object] | None = None
+) -> Watch | None:
+    """Watch this process: log why a collective is stuck, with the ranks, axes and lines of code.
+
+    Call it on all ranks, before or after `init_process_group`; or set MESHVERSE_WATCH=60. It needs
+    torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. Nothing it finds raises,
+    and no process group is touched.
+
+    Args:
+        seconds: after which a collective, a send or a receive is called stuck, from 1 s to 7 days;
+            None ends the watch.
+        on_stuck: called with a `Hang` in the thread of the watch, on each rank that waits in a
+            stuck group: to abort, or to page somebody. What it raises is logged.
+
+    Returns:
+        The watch, to stop it; it takes the place of an earlier one. None for `seconds=None`.
+
+    Raises:
+        ValueError: a number of seconds that cannot be.
+        TypeError: seconds that are no number, or an `on_stuck` that cannot be called.
+
+    Example:
+        >>> import meshverse
+        >>> with meshverse.watch(seconds=60):
+        ...     pass  # train
+    """
+    global _current
+    if seconds is not None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"seconds={seconds!r}: give a number, or None to end the watch.")
+        if not _SHORTEST_SECONDS <= seconds <= _LONGEST_SECONDS:
+            raise ValueError(f"seconds={seconds!r}: give 1 to {_LONGEST_SECONDS:,.0f}.")
+    if on_stuck is not None and not callable(on_stuck):
+        raise TypeError(f"on_stuck={on_stuck!r} cannot be called: give a function of a Hang.")
+    with _lock:
+        if _current is not None:
+            _current.stop()
+        _current = None if seconds is None else Watch(float(seconds), on_stuck)
+        _of_parent.clear()
+        return _current
+
+
+def watch_by_environment() -> None:
+    """Watch this process if MESHVERSE_WATCH says so.
+
+    Raises:
+        ValueError: it is no number of seconds.
+    """
+    text = os.environ.get(_VARIABLE, "").strip()
+    if text in ("", "0"):
+        return
+    try:
+        watch(float(text))
+    except ValueError:
+        raise ValueError(
+            f"{_VARIABLE}={text!r}: set it to a number of seconds from 1 to "
+            f"{_LONGEST_SECONDS:,.0f}, such as 60, or to 0 for no watch."
+        ) from None
+
+
+_current: Watch | None = None
+_lock = threading.Lock()  # protects _current
+
+
+def _stop() -> None:
+    # A daemon thread in c10d's code while Python ends may bring the process down.
+    if _current is not None:
+        _current.stop()
+
+
+def _leave_to_parent() -> None:
+    global _current, _lock
+    if _current is not None:  # its thread is not in this process
+        _of_parent.append(_current)
+    _current, _lock = None, threading.Lock()
+
+
+def _go_on() -> None:
+    # A fork that is a rank is watched as its parent was; a worker of a data loader is none.
+    if _of_parent:
+        parents = _of_parent.pop()
+        watch(parents.seconds, on_stuck=parents.on_stuck)
+
+
+_of_parent: list[Watch] = []  # the watch that this process had before it was forked
+
+atexit.register(_stop)
+os.register_at_fork(after_in_child=_leave_to_parent)
+on_new_world.append(_go_on)
+
+
+class _WatchedWorld:
+    """The watch in one world. Arguments as of `Watch`."""
+
+    def __init__(
+        self, world: World, seconds: float, on_stuck: Callable[[Hang], object] | None
+    ) -> None:
+        self.world = world
+        self._seconds, self._on_stuck = seconds, on_stuck
+        self._next_alarm: int | None = None  # until the first look
+        self._unchanged: dict[str, tuple[object, float]] = {}  # status of groups, since when
+        self._settled: dict[str, object] = {}  # status of groups that have nothing pending
+        self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
+        self._told: dict[tuple[str, int, str], tuple[float, bool]] = {}
+        self._own_keys: list[str] = []  # in the store
+        self._last_raised = float("-inf")
+        self._why_alone = ""
+
+    def look(self, pause: float, is_over: threading.Event) -> None:
+        """Look once: raise an alarm if this rank is stuck, and answer the one there is."""
+        stuck = self._find_stuck()
+        if self._told:
+            self._take_back()
+        try:
+            store = None if self._why_alone else self.world.run_store
+            if store is None:
+                self._tell_alone(stuck)
+                return
+            if self._next_alarm is None:
+                self._next_alarm = _number_of_alarms(store)
+            alarm = Alarm(store, self._next_alarm)
+            now = time.monotonic()
+            if stuck and now - self._last_raised > self._seconds:
+                self._last_raised = now
+                self.world.run.add_user(_VARIABLE)
+                alarm.raise_it(self.world.rank)
+            if alarm.is_raised():
+                self._next_alarm += 1
+                self._answer(alarm, pause, is_over)
+        except dist.DistError as error:
+            # Not asked again: c10d prints a warning each time.
+            self._why_alone = f"the store does not answer ({str(error).splitlines()[0]})"
+            self._tell_alone(stuck)
+
+    # --- this rank ----------------------------------------------------------------------------
+
+    def _find_stuck(self) -> list[Call]:
+        """Return the calls of this rank that are older than the limit, and that were not told."""
+        now = time.monotonic()
+        status = compat.flight_recorder_status()
+        for group, numbers in status.items():
+            if self._unchanged.get(group, (None, 0.0))[0] != numbers:
+                self._unchanged[group] = numbers, now
+        is_suspect = any(
+            now - since >= self._seconds and self._settled.get(group) != numbers
+            for group, (numbers, since) in self._unchanged.items()
+        )
+        wall = time.time()
+        self._waits = {key: self._waits.get(key, wall) for key in waits_in_frames()}
+        if not is_suspect and all(wall - since < self._seconds for since in self._waits.values()):
+            return []
+        record = self._record(with_lines=False)
+        if not any(not call.is_p2p for call in record.pending()):
+            self._settled |= {group: numbers for group, (numbers, _) in self._unchanged.items()}
+        return [call for call in self._stuck_of(record) if _identity(call) not in self._told]
+
+    def _record(self, *, with_lines: bool) -> RankRecord:
+        return record_here(self.world.rank, self._waits, with_lines=with_lines)
+
+    def _is_stuck(self, call: Call) -> bool:
+        return time.time() - call.since >= self._seconds
+
+    def _stuck_of(self, record: RankRecord) -> list[Call]:
+        return [call for call in record.pending() if self._is_stuck(call)]
+
+    # --- an alarm -----------------------------------------------------------------------------
+
+    def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:
+        record = self._record(with_lines=True)
+        for key in self._own_keys:  # of the alarm before
+            alarm.store.remove(key)
+        self.world.run.add_user(_VARIABLE)
+        self._own_keys = alarm.answer(record)
+        # By then the others have seen the alarm.
+        if is_over.wait(pause + _SECONDS_TO_ANSWER):
+            return
+        mine = {call.group: call for call in reversed(self._stuck_of(record))}
+        tellers: dict[str, bool] = {}
+        for group, call in mine.items():
+            if _identity(call) not in self._told:
+                tellers[group] = alarm.claim(group, self.world.rank)
+                self._told[_identity(call)] = call.since, tellers[group]
+        for group, is_teller in tellers.items():
+            if is_teller:
+                self._own_keys += alarm.keys_of(group)
+                self._tell(alarm, group, record, pause, is_over)
+        if self._on_stuck is not None:
+            for group, is_teller in tellers.items():
+                if not is_teller:
+                    self._hear(alarm, group, pause, is_over)
+
+    def _tell(
+        self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
+    ) -> None:
+        """Log the verdict on a group, for all its ranks."""
+        deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER
+        while True:
+            records = alarm.collect(group, record)
+            ranks = record.groups[group].ranks or ()
+            if all(rank in records for rank in ranks) or time.monotonic() > deadline:
+                break
+            if is_over.wait(_SECONDS_TO_ANSWER):
+                return
+        stuck = find_stuck(records, self._has_waited)
+        own = next((one for one in stuck if one.group == group), None)
+        if own is None:  # it has gone on meanwhile
+            return
+        about = [own, *(one for one in stuck if one.group in own.cycle and one is not own)]
+        words = Words(live_coordinates, is_live=True)
+        text, data = words.text(stuck, about), words.data(stuck, about)
+        alarm.write_verdict(group, json.dumps([text, data]))
+        # Of a deadlock, one of its groups is enough.
+        is_cause = own.cause is not Cause.FOLLOWS and group == min([*own.cycle, group])
+        level = logging.ERROR if is_cause else logging.INFO
+        _log.log(level, "A collective is stuck.\n%s", text)
+        self._call(Hang(text, data, True))
+
+    def _hear(self, alarm: Alarm, group: str, pause: float, is_over: threading.Event) -> None:
+        """Wait for the verdict that another rank of a group tells, for a bounded time."""
+        for _ in range(10):
+            if verdict := alarm.read_verdict(group):
+                text, data = json.loads(verdict)
+                self._call(Hang(text, data, False))
+                return
+            if is_over.wait(pause):
+                return
+
+    def _has_waited(self, call: Call) -> bool:
+        """Return whether a call of any rank has waited long enough to be no passing one."""
+        return time.time() - call.since >= self._seconds / 2
+
+    def _tell_alone(self, stuck: list[Call]) -> None:
+        """Log what this rank knows by itself."""
+        new = [call for call in stuck if _identity(call) not in self._told]
+        if not new:
+            return
+        record = self._record(with_lines=True)
+        found = find_stuck({self.world.rank: record}, self._is_stuck)
+        words = Words(live_coordinates, is_live=True)
+        for call in new:
+            self._told[_identity(call)] = call.since, True
+        text = words.text(found)
+        _log.error(
+            "A collective is stuck, and ranks cannot compare where they are: %s.\n%s",
+            self._why_alone or "this world has no store for all ranks",
+            text,
+        )
+        self._call(Hang(text, words.data(found), True))
+
+    def _call(self, hang: Hang) -> None:
+        if self._on_stuck is None:
+            return
+        try:
+            self._on_stuck(hang)
+        except Exception:  # noqa: BLE001  # it is the user's
+            _log.exception("on_stuck= of meshverse.watch() failed")
+
+    def _take_back(self) -> None:
+        """Say of calls that were told to be stuck that they have gone on."""
+        pending = {_identity(call) for call in self._record(with_lines=False).pending()}
+        for identity, (since, is_teller) in list(self._told.items()):
+            if identity in pending:
+                continue
+            del self._told[identity]
+            if is_teller:
+                group, number, operation = identity
+                _log.warning(
+                    "%s number %d has gone on after %.0f s: the missing ranks were slow. (%s)",
+                    *(operation, number, time.time() - since, group),
+                )
+
+
+def _number_of_alarms(store: RunStore) -> int:
+    return next(number for number in itertools.count() if not Alarm(store, number).is_raised())
+
+
+def _identity(call: Call) -> tuple[str, int, str]:
+    return call.group, call.number, call.operation

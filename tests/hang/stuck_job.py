@@ -1,0 +1,236 @@
+"""A job of 8 ranks that hangs in the way that its first argument names.
+
+Each rank writes the verdicts that it gets into the folder of the second argument, and its flight
+recorder once there is a file `dump` in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import meshverse
+from meshverse.hang import Hang, write_dump
+
+FOLDER = Path(sys.argv[2])
+ODD = 5  # the rank that does otherwise
+LIMIT_SECONDS = 1.5
+_FOREVER = 1000.0
+
+
+class Job:
+    """The rank's mesh (pp=2, dp=2, tp=2), and what it does before it hangs."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.mesh = meshverse.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        self.pp, self.dp, self.tp = self.mesh.get_all_groups()
+        self.tensor = torch.ones(4)
+        for group in (self.pp, self.dp, self.tp):
+            for _ in range(3):
+                dist.all_reduce(self.tensor, group=group)
+
+    @property
+    def is_odd(self) -> bool:
+        return self.rank == ODD
+
+
+def skips(job: Job) -> None:
+    if not job.is_odd:
+        dist.all_reduce(job.tensor, group=job.tp)
+    dist.barrier()
+
+
+def sleeps(job: Job) -> None:
+    if job.is_odd:
+        load_data()
+    dist.all_reduce(job.tensor)
+
+
+def load_data() -> None:
+    time.sleep(_FOREVER)
+
+
+def loops(job: Job) -> None:
+    while job.is_odd:
+        pass
+    dist.all_reduce(job.tensor)
+
+
+def is_stopped(job: Job) -> None:
+    if job.is_odd:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(job.tensor)
+
+
+def is_killed(job: Job) -> None:
+    if job.is_odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(job.tensor)
+    except RuntimeError:  # of gloo, on ranks that were connected to it in this call
+        load_data()
+
+
+def raises_and_goes_on(job: Job) -> None:
+    try:
+        if job.is_odd:
+            raise ValueError("a bad batch")
+        dist.all_reduce(job.tensor, group=job.tp)
+    except ValueError:
+        pass
+    time.sleep(_FOREVER)
+
+
+def orders_two_axes_otherwise(job: Job) -> None:
+    groups = [job.tp, job.dp] if job.rank not in (5, 6) else [job.dp, job.tp]
+    for group in groups:
+        dist.all_reduce(job.tensor, group=group)
+
+
+def calls_another_operation(job: Job) -> None:
+    if job.is_odd:
+        dist.broadcast(job.tensor, group=job.tp, group_src=0)
+    else:
+        dist.all_reduce(job.tensor, group=job.tp)
+    time.sleep(_FOREVER)
+
+
+def has_another_shape(job: Job) -> None:
+    if job.rank == 0:  # gloo itself ends a rank that gets more bytes than it expects
+        load_data()
+    dist.broadcast(torch.ones(5 if job.is_odd else 4), 0)
+
+
+def has_another_dtype(job: Job) -> None:
+    if job.rank == 0:
+        load_data()
+    dist.broadcast(torch.ones(4, dtype=torch.float64 if job.is_odd else torch.float32), 0)
+
+
+def has_another_root(job: Job) -> None:
+    dist.broadcast(job.tensor, 3 if job.is_odd else 0)
+    time.sleep(_FOREVER)
+
+
+def calls_from_two_threads(job: Job) -> None:
+    def reduce() -> None:
+        dist.all_reduce(job.tensor, group=job.tp)
+
+    def broadcast() -> None:
+        dist.broadcast(job.tensor.clone(), group=job.tp, group_src=0)
+
+    calls = [broadcast, reduce] if job.is_odd else [reduce, broadcast]
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)  # in which it calls: that is the order that the ranks differ in
+    for thread in threads:
+        thread.join()
+
+
+def loses_a_receive(job: Job) -> None:
+    if job.rank >= 4:
+        dist.recv(job.tensor, group=job.pp, group_src=0)
+    elif job.rank != 1:
+        dist.send(job.tensor, group=job.pp, group_dst=1)
+    time.sleep(_FOREVER)
+
+
+def exchanges_without_one(job: Job) -> None:
+    experts = job.mesh["dp", "tp"].flatten("ep").get_group()
+    if not job.is_odd:  # which has no tokens for the others, and forgets that they have some
+        dist.all_to_all_single(torch.empty(4), job.tensor, group=experts)
+    time.sleep(_FOREVER)
+
+
+def is_slow(job: Job) -> None:
+    if job.is_odd:
+        while not any(FOLDER.glob("verdict*")):
+            time.sleep(0.1)
+    dist.all_reduce(job.tensor)
+    time.sleep(_FOREVER)
+
+
+def trains(job: Job) -> None:
+    end = time.monotonic() + float(sys.argv[3])
+    step = 0
+    go_on = torch.ones(1)
+    while go_on.item():
+        for group in (job.pp, job.dp, job.tp, None):
+            dist.all_reduce(job.tensor, group=group)
+        if step % 50 == job.rank:
+            time.sleep(LIMIT_SECONDS / 3)  # others wait, and that is no hang
+        step += 1
+        go_on.fill_(time.monotonic() < end)
+        dist.broadcast(go_on, 0)
+    (FOLDER / f"steps{job.rank}").write_text(str(step))
+
+
+JOBS: dict[str, Callable[[Job], None]] = {
+    job.__name__: job
+    for job in (
+        skips,
+        sleeps,
+        loops,
+        is_stopped,
+        is_killed,
+        raises_and_goes_on,
+        orders_two_axes_otherwise,
+        calls_another_operation,
+        has_another_shape,
+        has_another_dtype,
+        has_another_root,
+        calls_from_two_threads,
+        loses_a_receive,
+        exchanges_without_one,
+        is_slow,
+        trains,
+    )
+}
+
+
+def _write(hang: Hang) -> None:
+    number = len(list(FOLDER.glob("*")))
+    rank, logged = dist.get_rank(), "verdict" if hang.is_logged_here else "heard"
+    text = json.dumps(asdict(hang))
+    (FOLDER / f".{rank}").write_text(text)
+    (FOLDER / f".{rank}").rename(FOLDER / f"{logged}_{rank}_{number}.json")
+
+
+def _dump_when_asked(job: Job) -> None:
+    while not (FOLDER / "dump").exists():
+        time.sleep(0.1)
+    write_dump(FOLDER / "dumps")
+    if job.rank == 4:
+        (FOLDER / "mesh.json").write_text(job.mesh.universe.explain().to_json())
+    (FOLDER / f"dumped{dist.get_rank()}").touch()
+
+
+def _main() -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    dist.init_process_group("gloo")
+    watch = meshverse.watch(LIMIT_SECONDS, on_stuck=_write)
+    assert watch is not None
+    job = Job()
+    threading.Thread(target=_dump_when_asked, args=(job,), daemon=True).start()
+    (FOLDER / f"begun{job.rank}").touch()
+    JOBS[sys.argv[1]](job)
+    dist.barrier()
+    watch.stop()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()

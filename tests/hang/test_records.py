@@ -1,0 +1,217 @@
+"""Dumps of flight recorders: what is read of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshverse.commands.main import main
+from meshverse.hang import find_stuck, read_dumps
+from meshverse.hang.records import Call, RankRecord, record_of
+
+# An entry as torch 2.13 writes it; the source is its FlightRecorderDetail.hpp, getCollectiveTrace.
+_ENTRY = {
+    "record_id": 0,
+    "pg_id": 1,
+    "process_group": ("7", "mesh_tp"),
+    "thread_name": "python",
+    "thread_id": "1",
+    "collective_seq_id": 1,
+    "p2p_seq_id": 0,
+    "op_id": 1,
+    "profiling_name": "nccl:all_reduce",
+    "time_created_ns": 1_700_000_000_000_000_000,
+    "input_sizes": [[4, 2]],
+    "input_dtypes": ["BFloat16"],
+    "output_sizes": [[4, 2]],
+    "output_dtypes": ["BFloat16"],
+    "state": "completed",
+    "time_discovered_started_ns": None,
+    "time_discovered_completed_ns": None,
+    "retired": True,
+    "timeout_ms": 600_000,
+    "is_p2p": False,
+    "frames": [
+        {"name": "all_reduce", "filename": "/x/torch/distributed/distributed_c10d.py", "line": 9},
+        {"name": "wrapped", "filename": "/x/site-packages/trainer/loop.py", "line": 5},
+        {"name": "step", "filename": "/home/me/torch/train.py", "line": 88},
+    ],
+}
+
+
+def _entry(**changed: Any) -> dict[str, Any]:
+    return {**_ENTRY, **changed}
+
+
+def _dump(*entries: dict[str, Any], ranks: str = "[0, 1]", **changed: Any) -> dict[str, Any]:
+    """A dump as NCCL's watchdog writes it."""
+    config = {"7": {"name": "7", "desc": "mesh_tp", "ranks": ranks}}
+    status = {"1": {"last_enqueued_collective": 1}}
+    dump = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": list(entries)}
+    return {**dump, "comm_lib_version": "2.27", "nccl_comm_state": {}, **changed}
+
+
+def _record(*entries: dict[str, Any], **changed: Any) -> RankRecord:
+    return record_of(_dump(*entries, **changed), 0, 1_700_000_060.0)
+
+
+def test_a_call_of_nccl() -> None:
+    record = _record(_entry())
+    (call,) = record.calls
+    assert call == Call(
+        group="7",
+        number=1,
+        operation="all_reduce",
+        is_done=True,
+        since=1_700_000_000.0,
+        shapes=((4, 2),),
+        dtype="BFloat16",
+        line="/home/me/torch/train.py:88 in step",
+    )
+    assert record.groups == {"7": ("axis tp", [0, 1])}
+    assert record.pending() == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "retired", "is_done"),
+    [
+        ("nccl", "completed", False, True),
+        ("nccl", "scheduled", True, False),  # it timed out
+        ("nccl", "started", False, False),
+        ("gloo", "scheduled", True, True),  # gloo says no more
+        ("gloo", "scheduled", False, False),
+    ],
+)
+def test_what_is_over(backend: str, state: str, retired: bool, is_done: bool) -> None:
+    entry = _entry(profiling_name=f"{backend}:all_reduce", state=state, retired=retired)
+    assert _record(entry).calls[0].is_done == is_done
+
+
+def test_calls_inside_a_coalesced_one_are_over_with_it() -> None:
+    inside = [_entry(state="scheduled", retired=False, op_id=number) for number in (1, 2)]
+    whole = _entry(profiling_name="nccl:coalesced", op_id=3)
+    assert _record(*inside, whole).pending() == []
+
+
+def test_of_groups_of_one_name_the_last_counts() -> None:
+    # In a second world, c10d's default group is "0" again, and counts from 1.
+    first = [_entry(collective_seq_id=number, pg_id=0) for number in (1, 2, 3)]
+    second = _entry(state="started", retired=False, pg_id=5)
+    assert [(call.number, call.is_done) for call in _record(*first, second).calls] == [(1, False)]
+
+
+def test_gloo_runs_calls_of_a_group_side_by_side() -> None:
+    first = _entry(profiling_name="gloo:all_reduce", state="scheduled", retired=False)
+    later = _entry(profiling_name="gloo:all_reduce", collective_seq_id=2)
+    assert [call.number for call in _record(first, later).pending()] == [1]
+
+
+def test_a_send_and_a_receive_name_the_other_rank_of_the_group() -> None:
+    common = {"is_p2p": True, "p2p_seq_id": 3, "collective_seq_id": 0, "state": "started"}
+    sent = _entry(profiling_name="nccl:send 0->1", **common)
+    received = _entry(profiling_name="nccl:recv 0<-1", **common)
+    calls = _record(sent, received).calls
+    assert [(call.operation, call.peer, call.number) for call in calls] == [
+        ("send", 1, 3),
+        ("recv", 1, 3),
+    ]
+
+
+def test_only_the_last_calls_are_kept_and_all_that_are_pending() -> None:
+    over = [_entry(collective_seq_id=number) for number in range(1, 100)]
+    pending = [
+        _entry(collective_seq_id=number, state="started", retired=False)
+        for number in range(100, 120)
+    ]
+    record = _record(*over, *pending)
+    assert [call.number for call in record.calls] == list(range(96, 120))
+
+
+def test_an_older_dump_has_fewer_fields() -> None:
+    entry = _entry()
+    entry["seq_id"] = entry.pop("collective_seq_id")
+    for name in ("input_dtypes", "frames", "thread_id", "is_p2p"):
+        del entry[name]
+    dump = {"version": "1.5", "entries": [entry]}  # neither configuration nor status
+    (call,) = record_of(dump, 0, 0.0).calls
+    assert (call.number, call.dtype, call.line) == (1, "", "")
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_files_of_a_folder_are_read_by_rank(form: str, tmp_path: Path) -> None:
+    stuck = _entry(collective_seq_id=2, state="started", retired=False)
+    for rank, entries in ((0, [_entry(), stuck]), (1, [_entry()])):
+        content = _dump(*entries)
+        file = tmp_path / f"nccl_trace_rank_{rank}{'.json' if form == 'json' else ''}"
+        if form == "json":
+            file.write_text(json.dumps(content))
+        else:
+            file.write_bytes(pickle.dumps(content, protocol=2))
+    records = read_dumps([tmp_path])
+    assert sorted(records) == [0, 1]
+    (found,) = find_stuck(records)
+    assert (found.seen.label, found.call.number, [*found.waiting]) == ("axis tp", 2, [0])
+    assert [(missing.rank, missing.last.number) for missing in found.missing] == [(1, 1)]  # type: ignore[union-attr]
+
+
+class _Object:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rank_0", pickle.dumps(_Object()), "it has an object, "),
+        ("rank_0", b"{}", "it has no version and entries"),
+        ("rank_0", b'{"version": "2.10", "entries": [{}]}', "an entry is not as torch writes it"),
+        ("rank_0", pickle.dumps([1]), "it is no dump of torch's flight recorder"),
+        ("rank_0", pickle.dumps(_dump())[:40], "cannot be read"),
+        ("rank_0", b"", "cannot be read"),
+        ("rank_0", b"{nothing", "cannot be read"),
+        ("trace.pickle", pickle.dumps(_dump()), "has no rank at the end of its name"),
+    ],
+)
+def test_what_is_no_dump_is_refused(
+    name: str, content: bytes, message: str, tmp_path, capsys
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["hang", str(tmp_path)]) == 2
+    caught = capsys.readouterr()
+    assert message in caught.err
+    assert str(tmp_path / name) in caught.err
+    assert caught.out == ""
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys) -> None:
+    for name in ("a_3", "b_3"):
+        (tmp_path / name).write_bytes(pickle.dumps(_dump()))
+    assert main(["hang", str(tmp_path / "a_3"), str(tmp_path / "b_3")]) == 2
+    assert "are both of rank 3" in capsys.readouterr().err
+
+
+def test_no_dumps(tmp_path, capsys) -> None:
+    assert main(["hang", str(tmp_path)]) == 2
+    assert f"There are no dumps in {tmp_path}." in capsys.readouterr().err
+    assert main(["hang", str(tmp_path / "missing_1")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_nothing_is_pending(tmp_path, capsys) -> None:
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(_dump(_entry())))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "Nothing is pending in the dumps of 1 rank.\n"
+    assert main(["hang", str(tmp_path), "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+
+
+def test_a_file_of_another_kind_is_no_mesh(tmp_path, capsys) -> None:
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(_dump(_entry())))
+    for content in ("[]", "{}", "nothing", '{"ranks": 2, "views": [{"a": "x"}], "groups": []}'):
+        (tmp_path / "mesh.json").write_text(content)
+        command = ["hang", str(tmp_path / "rank_0"), "--mesh", str(tmp_path / "mesh.json")]
+        assert main(command) == 2
+        assert f"{tmp_path / 'mesh.json'}: " in capsys.readouterr().err

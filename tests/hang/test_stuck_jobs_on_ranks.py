@@ -1,0 +1,294 @@
+"""Jobs of 8 real ranks that hang: the verdicts of the watch, and of `meshverse hang`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from helpers.forked import SECONDS, Forked
+from meshverse.commands.main import main
+
+pytestmark = pytest.mark.processes
+
+_PROGRAM = Path(__file__).parent / "stuck_job.py"
+_SIZE, _ODD = 8, 5
+
+
+class Running:
+    """A job: its processes, and the folder that they write to."""
+
+    def __init__(self, name: str, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {"WORLD_SIZE": str(_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.ranks = [
+            Forked(
+                [str(_PROGRAM), name, str(folder), *arguments],
+                env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(_SIZE)
+        ]
+
+    def wait_for(self, is_there: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + SECONDS
+        while not (found := is_there()):
+            assert time.monotonic() < deadline, self.end()
+            time.sleep(0.1)
+        return found
+
+    def verdicts(self, kind: str = "verdict") -> list[dict[str, Any]]:
+        files = sorted(self.folder.glob(f"{kind}_*.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def causes(self) -> list[dict[str, Any]]:
+        """The verdicts on groups that do not follow from others."""
+        return [one for one in self.verdicts() if one["groups"][0]["cause"] not in ("follows",)]
+
+    def dump(self, ranks: list[int]) -> None:
+        (self.folder / "dump").touch()
+        self.wait_for(lambda: all((self.folder / f"dumped{rank}").exists() for rank in ranks))
+
+    def error(self, rank: int) -> str:
+        """What a rank has printed so far."""
+        return self.ranks[rank].printed_so_far()[1]
+
+    def has_begun(self, rank: int) -> bool:
+        return (self.folder / f"begun{rank}").exists()
+
+    def end(self) -> list[tuple[int, str, str]]:
+        for rank in self.ranks:
+            rank.kill()
+        return [rank.communicate() for rank in self.ranks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def run(name: str, *arguments: str) -> Running:
+        started.append(Running(name, tmp_path, *arguments))
+        return started[-1]
+
+    yield run
+    for job in started:
+        job.end()
+
+
+class Stuck(NamedTuple):
+    """What is said of a job, live and from its dumps; of its first line and its verdict parts."""
+
+    job: str
+    cause: str
+    live: tuple[str, ...]
+    dumped: tuple[str, ...] | None = None  # as live, unless it is said
+    dump_cause: str | None = None
+    dumping: tuple[int, ...] = tuple(range(_SIZE))
+
+
+_ALL = "on the default group, ranks 0-7, float32 (4,)"
+_TP = "on axis tp, ranks 4, 5 (pp=1, dp=0), float32 (4,)"
+_CASES = [
+    Stuck(
+        "sleeps",
+        "missing",
+        (
+            f"Stuck: all_reduce number 1 {_ALL}, since",
+            "waiting there: ranks 0-4, 6, 7 at hang/stuck_job.py:",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it: look at hang/stuck_job.py:",
+            " in load_data.",
+        ),
+        (
+            f"Stuck: all_reduce number 1 {_ALL}, since",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), which has called nothing there",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
+        ),
+    ),
+    Stuck(
+        "orders_two_axes_otherwise",
+        "deadlock",
+        (
+            "rank 5 (pp=1, dp=0, tp=1), which waits in all_reduce number 4 on axis dp, ranks 5, 7",
+            "Verdict: a deadlock. Rank",
+            "All ranks must call these groups in one order, and skip none.",
+            "Verdict: part of the deadlock above.",
+        ),
+    ),
+    Stuck(
+        "is_stopped",
+        "missing",
+        (
+            f"Stuck: all_reduce number 1 {_ALL}, since",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), no sign of life: dead, stopped, ",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) gives no sign of life.",
+        ),
+        (
+            f"Stuck: all_reduce number 1 {_ALL}, since",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), of which there is no dump",
+            "Verdict: nothing was recorded of rank 5 (pp=1, dp=0, tp=1): it died, or",
+        ),
+        dumping=(0, 1, 2, 3, 4, 6, 7),
+    ),
+    Stuck(
+        "is_killed",
+        "missing",
+        (
+            "missing:       rank 5 (pp=1, dp=0, tp=1), no sign of life: dead, stopped, ",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) gives no sign of life.",
+        ),
+        ("Verdict: nothing was recorded of rank 5 (pp=1, dp=0, tp=1): it died, or",),
+        dumping=(0, 1, 2, 3, 4, 6, 7),
+    ),
+    Stuck(
+        "skips",
+        "deadlock",
+        (
+            f"Stuck: all_reduce number 4 {_TP}, since",
+            "rank 5 (pp=1, dp=0, tp=1), which waits in barrier number 1 on the default group, ",
+            "in one order, and skip none.",
+        ),
+    ),
+    Stuck(
+        "loops",
+        "missing",
+        (
+            "missing:       rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:",
+            "has not called it: look at",
+        ),
+        ("Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",),
+    ),
+    Stuck(
+        "raises_and_goes_on",
+        "missing",
+        (f"Stuck: all_reduce number 4 {_TP}, since", " in raises_and_goes_on."),
+        (
+            f"Stuck: all_reduce number 4 {_TP}, since",
+            "whose last call there was all_reduce number 3 at hang/stuck_job.py:",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
+        ),
+    ),
+    Stuck(
+        "calls_another_operation",
+        "mismatch",
+        (
+            "number 4 on axis tp, ranks 4, 5 (pp=1, dp=0), float32 (4,), since",
+            "as number 4: operation all_reduce on rank 4; broadcast on rank 5.",
+        ),
+    ),
+    Stuck(
+        "has_another_shape",
+        "mismatch",
+        ("as number 1: shape (4,) on ranks 1-4, 6, 7; (5,) on rank 5.",),
+    ),
+    Stuck(
+        "has_another_dtype",
+        "mismatch",
+        ("as number 1: dtype float32 on ranks 1-4, 6, 7; float64 on rank 5.",),
+    ),
+    Stuck(
+        "has_another_root",
+        "mismatch",
+        ("as number 1: root 0 on rank 1; root 3 on rank 5.",),
+        ("or what it does not record differs, such as the root or split sizes.",),
+        dump_cause="backend",
+    ),
+    Stuck(
+        "calls_from_two_threads",
+        "mismatch",
+        ("operation all_reduce on rank 4; broadcast on rank 5.",),
+    ),
+    Stuck(
+        "exchanges_without_one",
+        "missing",
+        (
+            "Stuck: all_to_all number 1 on axis ep, ranks 4-7 (pp=1), float32 (4,), since",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it: look at hang/stuck_job.py:",
+        ),
+        (
+            "Stuck: all_to_all number 1 on axis ep, ranks 4-7 (pp=1), float32 (4,), since",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
+        ),
+    ),
+]
+_SHORT = ("sleeps", "orders_two_axes_otherwise", "is_stopped")
+_PARAMETERS = [
+    pytest.param(case, id=case.job, marks=() if case.job in _SHORT else pytest.mark.long)
+    for case in _CASES
+]
+
+
+@pytest.mark.parametrize("case", _PARAMETERS)
+def test_the_cause_is_told_live_and_from_the_dumps(case: Stuck, start, capsys) -> None:
+    job = start(case.job)
+    told = job.wait_for(job.causes)
+    texts = "\n".join(one["text"] for one in told)
+    for part in case.live:
+        assert part in texts
+    assert {one["groups"][0]["cause"] for one in told} == {case.cause}
+    job.dump(list(case.dumping))
+    folder = job.folder
+    command = ["hang", str(folder / "dumps"), "--mesh", str(folder / "mesh.json")]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    for part in case.dumped or case.live:
+        assert part in out
+    assert main([*command, "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)[0]
+    assert first["cause"] == (case.dump_cause or case.cause)
+
+
+@pytest.mark.long
+def test_a_lost_receive_is_told_by_where_its_rank_stands(start) -> None:
+    # Gloo records no sends and receives: only the live watch sees them.
+    job = start("loses_a_receive")
+    (told,) = job.wait_for(job.causes)
+    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in told["text"]
+    assert "waiting there: rank 5 at hang/stuck_job.py:" in told["text"]
+    assert "rank 1 (pp=0, dp=0, tp=1), which is at hang/stuck_job.py:" in told["text"]
+    assert "Verdict: a recv without its send: rank 1 (pp=0, dp=0, tp=1)" in told["text"]
+
+
+def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start) -> None:
+    job = start("is_slow")
+    job.wait_for(lambda: len(job.verdicts() + job.verdicts("heard")) >= _SIZE - 1)
+    assert len(job.verdicts()) == 1
+    texts = {one["text"] for one in job.verdicts() + job.verdicts("heard")}
+    assert len(texts) == 1
+    assert "Verdict: rank 5" in texts.pop()
+    printed = job.wait_for(
+        lambda: [text for text in map(job.error, range(_SIZE)) if "slow" in text]
+    )
+    assert len(printed) == 1
+    assert "all_reduce number 1 has gone on after" in printed[0]
+    assert printed[0].count("A collective is stuck.") == 1
+
+
+@pytest.mark.long
+def test_a_job_that_goes_on_is_left_alone(start) -> None:
+    # As an hour is to a limit of a minute, sixty limits are to this one.
+    job = start("trains", "90")
+    ended = [rank.communicate() for rank in job.ranks]
+    assert [status for status, _, _ in ended] == [0] * _SIZE
+    assert not any("stuck" in error for _, _, error in ended), ended
+    assert not job.verdicts() + job.verdicts("heard")
+    assert int((job.folder / "steps0").read_text()) > 100
+
+
+@pytest.mark.long
+def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
+    job = start("sleeps")
+    job.wait_for(lambda: all(map(job.has_begun, range(_SIZE))))
+    job.ranks[0].kill()  # which hosts the store
+    text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
+    assert "Stuck: all_reduce number 1" in text
+    printed = "".join(map(job.error, range(_SIZE)))
+    assert "ranks cannot compare where they are: the store does not answer" in printed

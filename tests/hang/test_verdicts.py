@@ -1,0 +1,211 @@
+"""Verdicts on simulated ranks: who is missing, and what is the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshverse.hang.records import Call, GroupSeen, RankRecord
+from meshverse.hang.report import Words
+from meshverse.hang.verdicts import Cause, Stuck, find_stuck
+
+_NOW = 100.0
+
+
+def _call(group: str, number: int, *, done: bool = False, **changed: object) -> Call:
+    call = Call(
+        group, number, "all_reduce", done, _NOW - 60, ((4,),), "Float", "/x/train.py:8 in f"
+    )
+    return call._replace(**changed)  # type: ignore[arg-type]
+
+
+def _records(
+    groups: dict[str, Sequence[int]], calls: dict[int, Sequence[Call]]
+) -> dict[int, RankRecord]:
+    seen = {name: GroupSeen(f"axis {name[:2]}", ranks) for name, ranks in groups.items()}
+    return {
+        rank: RankRecord(rank, _NOW, list(own), {n: seen[n] for n in groups if rank in groups[n]})
+        for rank, own in calls.items()
+    }
+
+
+def _verdict(found: Sequence[Stuck], index: int = 0) -> str:
+    return Words().verdict(found[index], {one.group: one for one in found})
+
+
+def test_ranks_that_are_past_a_call_are_no_longer_waited_for() -> None:
+    calls = {
+        0: [_call("dp", 3, done=True), _call("dp", 4)],
+        1: [_call("dp", 3)],
+        2: [_call("dp", 7)],  # whose third call is out of the recorder's buffer
+        3: [_call("dp", 2, done=True)],
+    }
+    (found,) = find_stuck(_records({"dp": range(4)}, calls))
+    assert (found.call.number, [*found.waiting], found.past) == (3, [1], [0, 2])
+    assert [missing.rank for missing in found.missing] == [3]
+    assert found.cause is Cause.MISSING
+    assert found.seconds == 60
+
+
+def test_all_have_come() -> None:
+    (found,) = find_stuck(_records({"dp": range(2)}, {rank: [_call("dp", 3)] for rank in (0, 1)}))
+    assert found.cause is Cause.BACKEND
+    assert "all ranks have come, with equal tensors" in _verdict([found])
+
+
+def test_of_a_group_whose_ranks_are_not_known_nobody_is_said_to_have_come() -> None:
+    records = _records({"dp": range(2)}, {0: [_call("dp", 3)]})
+    records[0].groups["dp"] = GroupSeen("axis dp", None)
+    (found,) = find_stuck(records)
+    assert "give --mesh FILE" in _verdict([found])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"operation": "broadcast"}, "operation all_reduce on ranks 0, 1; broadcast on rank 2"),
+        ({"shapes": ((5,),)}, "shape (4,) on ranks 0, 1; (5,) on rank 2"),
+        ({"dtype": "BFloat16"}, "dtype float32 on ranks 0, 1; bfloat16 on rank 2"),
+    ],
+)
+def test_ranks_that_call_different_things(changed: dict[str, object], said: str) -> None:
+    calls = {rank: [_call("dp", 3)] for rank in (0, 1)}
+    calls[2] = [_call("dp", 3, **changed)]
+    (found,) = find_stuck(_records({"dp": range(4)}, calls))
+    assert found.cause is Cause.MISMATCH
+    assert said in _verdict([found])
+
+
+def test_shards_of_an_exchange_may_be_uneven() -> None:
+    calls = {rank: [_call("ep", 1, operation="all_to_all", shapes=((rank,),))] for rank in range(2)}
+    (found,) = find_stuck(_records({"ep": range(2)}, calls))
+    assert found.cause is Cause.BACKEND
+
+
+def test_a_group_that_waits_for_a_cause_follows() -> None:
+    # Ranks 0-2 wait for rank 3 in dp. Rank 4 waits for rank 0 in tp.
+    calls = {rank: [_call("dp", 1)] for rank in range(3)}
+    calls |= {3: [], 4: [_call("tp", 9)]}
+    found = find_stuck(_records({"tp": (0, 4), "dp": range(4)}, calls))
+    assert [(one.group, one.cause) for one in found] == [
+        ("dp", Cause.MISSING),
+        ("tp", Cause.FOLLOWS),
+    ]
+    assert "the missing ranks wait on axis dp, ranks 0-3" in _verdict(found, 1)
+
+
+def test_a_dead_rank_is_a_cause_though_another_missing_rank_waits_elsewhere() -> None:
+    calls = {0: [_call("dp", 1)], 1: [_call("tp", 1)]}
+    found = find_stuck(_records({"dp": range(3), "tp": (1, 5)}, calls))
+    assert {one.group: one.cause for one in found} == {"dp": Cause.MISSING, "tp": Cause.MISSING}
+    assert "nothing was recorded of rank 2" in _verdict([one for one in found if one.group == "dp"])
+
+
+def _p2p(operation: str, peer: int) -> Call:
+    return _call("pp", 1, operation=operation, peer=peer)
+
+
+def test_a_send_without_its_receive() -> None:
+    records = _records({"pp": (4, 6), "tp": (6, 7)}, {4: [_p2p("send", 1)], 6: [_call("tp", 2)]})
+    group, pair = find_stuck(records)
+    assert (group.group, group.cause) == ("tp", Cause.MISSING)  # of rank 7 there is no dump
+    assert (pair.cause, pair.seen.ranks) == (Cause.PARTNER, [4, 6])
+    assert _verdict([pair]) == "a send without its receive: rank 6 has not called it."
+
+
+def test_both_sides_of_a_transfer_are_there() -> None:
+    calls = {4: [_p2p("send", 1)], 6: [_p2p("recv", 0)]}
+    (found,) = find_stuck(_records({"pp": (4, 6)}, calls))
+    assert (found.call.operation, found.cause) == ("send", Cause.BACKEND)
+
+
+def test_two_receives_from_each_other_lack_their_sends() -> None:
+    calls = {4: [_p2p("recv", 1)], 6: [_p2p("recv", 0)]}
+    found = find_stuck(_records({"pp": (4, 6)}, calls))
+    assert [one.cause for one in found] == [Cause.PARTNER, Cause.PARTNER]
+
+
+# --- any program ----------------------------------------------------------------------------------
+
+_GROUPS = {
+    "row0": (0, 1, 2),
+    "row1": (3, 4, 5),
+    "col0": (0, 3),
+    "col1": (1, 4),
+    "col2": (2, 5),
+    "all": (0, 1, 2, 3, 4, 5),
+}
+
+
+@st.composite
+def _programs(draw: st.DrawFn) -> dict[int, list[str]]:
+    """Which groups each rank calls, in which order."""
+    return {
+        rank: draw(
+            st.lists(st.sampled_from([n for n, r in _GROUPS.items() if rank in r]), max_size=4)
+        )
+        for rank in range(6)
+    }
+
+
+def _run(programs: dict[int, list[str]]) -> tuple[dict[int, int], dict[int, RankRecord]]:
+    """Run the programs until no rank goes on; return where each stands, and the records."""
+    at = dict.fromkeys(programs, 0)
+    while True:
+        now = {rank: calls[at[rank]] for rank, calls in programs.items() if at[rank] < len(calls)}
+        complete = [n for n, ranks in _GROUPS.items() if all(now.get(r) == n for r in ranks)]
+        if not complete:
+            break
+        for rank in _GROUPS[complete[0]]:
+            at[rank] += 1
+    calls = {
+        rank: [
+            _call(name, names[: index + 1].count(name), done=index < at[rank])
+            for index, name in enumerate(names[: at[rank] + 1])
+        ]
+        for rank, names in programs.items()
+    }
+    return at, _records(dict(_GROUPS), calls)
+
+
+@given(_programs())
+def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
+    at, records = _run(programs)
+    waits = {rank: calls[at[rank]] for rank, calls in programs.items() if at[rank] < len(calls)}
+    found = {one.group: one for one in find_stuck(records)}
+    assert set(found) == set(waits.values())
+    follows = {}
+    for name, one in found.items():
+        assert set(one.waiting) == {rank for rank, group in waits.items() if group == name}
+        assert {missing.rank for missing in one.missing} == set(_GROUPS[name]) - set(one.waiting)
+        follows[name] = {waits[rank] for rank in _GROUPS[name] if waits.get(rank, name) != name}
+        assert set(one.follows) == follows[name]
+
+    def reaches(name: str, goal: str) -> bool:
+        seen: set[str] = set()
+        left = list(follows[name])
+        while left:
+            other = left.pop()
+            if other == goal:
+                return True
+            if other not in seen:
+                seen.add(other)
+                left += follows[other]
+        return False
+
+    for name, one in found.items():
+        is_deadlock = reaches(name, name)
+        ended = [rank for rank in _GROUPS[name] if rank not in waits]
+        wanted = Cause.DEADLOCK if is_deadlock else Cause.MISSING if ended else Cause.FOLLOWS
+        assert one.cause is wanted
+        if is_deadlock:
+            assert one.cycle[0] == name
+            for first, second in zip(one.cycle, [*one.cycle[1:], name], strict=True):
+                assert second in follows[first]
+    causes = [one.cause for one in find_stuck(records)]
+    assert causes == sorted(causes, key=[*Cause].index)
+    assert not causes or causes[0] in (Cause.DEADLOCK, Cause.MISSING)
+    assert Words().text([*found.values()]).count("Stuck: ") == len(found)

@@ -1,0 +1,201 @@
+"""The watch of one process: how it begins and ends, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshverse
+from helpers.crew import Crew
+from helpers.forked import SECONDS
+from helpers.turns import wait_until
+
+_NAME = "meshverse watch"
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == _NAME]
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_is_left() -> Iterator[None]:
+    yield
+    meshverse.watch(None)
+    assert not _threads()
+
+
+def test_there_is_one_watch_at_a_time() -> None:
+    first = meshverse.watch(5)
+    assert first is not None
+    second = meshverse.watch(7.5)
+    assert second is not None
+    assert second.seconds == 7.5
+    assert len(_threads()) == 1
+    first.stop()  # it has ended
+    assert len(_threads()) == 1
+    assert meshverse.watch(None) is None
+    assert not _threads()
+
+
+def test_it_ends_with_its_block() -> None:
+    with meshverse.watch(5) as watch:
+        assert watch.seconds == 5
+        assert len(_threads()) == 1
+    assert not _threads()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.5, float("nan"), float("inf"), 10**9])
+def test_seconds_that_cannot_be(seconds: float) -> None:
+    meshverse.watch(9)
+    with pytest.raises(ValueError, match=r"seconds=.*: give 1 to 604,800\."):
+        meshverse.watch(seconds)
+    assert len(_threads()) == 1  # the watch before goes on
+
+
+@pytest.mark.parametrize("seconds", ["60", True, timedelta(seconds=60)])
+def test_seconds_that_are_no_number(seconds) -> None:
+    with pytest.raises(TypeError, match="give a number, or None to end the watch"):
+        meshverse.watch(seconds)
+
+
+def test_a_callback_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="give a function of a Hang"):
+        meshverse.watch(60, on_stuck="abort")  # type: ignore[arg-type]
+
+
+def _python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_the_environment_begins_one_and_a_fork_goes_on_in_its_own_world() -> None:
+    program = f"""
+import os, threading
+import torch.distributed as dist
+import meshverse
+
+def watched():
+    return [thread.name for thread in threading.enumerate()].count({_NAME!r})
+
+assert watched() == 1
+child = os.fork()
+if child == 0:
+    assert watched() == 0  # it may be a worker of a data loader
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    meshverse.init_device_mesh("cpu", (1,))
+    assert watched() == 1
+    assert meshverse.hang.watch._current.seconds == 90
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert watched() == 1
+"""
+    program = program.replace(
+        "meshverse.hang.watch._current", "sys.modules['meshverse.hang.watch']._current"
+    ).replace("import os, threading", "import os, sys, threading")
+    done = _python(program, MESHVERSE_WATCH="90", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", ["soon", "-3"])
+def test_an_environment_that_is_no_number(text: str) -> None:
+    done = _python("import meshverse", MESHVERSE_WATCH=text)
+    assert done.returncode != 0
+    assert f"MESHVERSE_WATCH='{text}': set it to a number of seconds from 1 to" in done.stderr
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _logged() -> _Lines:
+    lines = _Lines()
+    logging.getLogger("meshverse.hang.watch").addHandler(lines)
+    return lines
+
+
+def _with_recorder_off() -> list[str]:
+    lines = _logged()
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    try:
+        meshverse.watch(1)
+        if dist.get_rank() == 0:
+            wait_until(lambda: bool(lines.texts))
+        dist.barrier()
+        time.sleep(1)  # in which it looks again
+    finally:
+        del os.environ["TORCH_FR_BUFFER_SIZE"]
+        meshverse.watch(None)
+    return lines.texts
+
+
+def test_a_recorder_that_is_off_is_said_once(crew: Crew) -> None:
+    first, _ = crew.run(_with_recorder_off, world_size=2)
+    (line,) = first
+    assert line.startswith(
+        "Meshverse watches nothing: torch's flight recorder is off: set TORCH_FR"
+    )
+
+
+def _stuck_twice() -> list[str]:
+    """Get stuck in two worlds, with an `on_stuck` that raises."""
+    lines = _logged()
+
+    def fail(hang: meshverse.Hang) -> None:
+        raise OSError(f"no pager: {len(hang.groups)}")
+
+    meshverse.watch(1, on_stuck=fail)
+    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for number in range(2):
+        if number == 1:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        mesh = meshverse.init_device_mesh("cpu", (size,), mesh_dim_names=(f"dp{number}",))
+        begun = len(lines.texts)
+        if rank == 1:
+            key = f"told {number}"
+            dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=SECONDS))
+        work = dist.all_reduce(torch.ones(3), group=mesh.get_group(), async_op=True)
+        if rank == 0:
+            wait_until(lambda begun=begun: any("on_stuck=" in t for t in lines.texts[begun:]))
+            dist.distributed_c10d._get_default_store().set(f"told {number}", "x")
+        assert work is not None
+        work.wait()
+        if rank == 0:
+            wait_until(lambda begun=begun: any("gone on" in t for t in lines.texts[begun:]))
+        dist.barrier()
+    meshverse.watch(None)
+    return lines.texts
+
+
+def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> None:
+    lines, others = crew.run(_stuck_twice, world_size=2)
+    assert [line.partition("\n")[0] for line in lines if "gone on" not in line] == [
+        "A collective is stuck.",
+        "on_stuck= of meshverse.watch() failed",
+    ] * 2
+    assert "rank 1" in lines[0]
+    assert others == []
