@@ -39,6 +39,7 @@ SUITES = [
     "processes",
     "store",
     "waiting",
+    "hang",
     "memory",
     "one_graph",
     "experts",

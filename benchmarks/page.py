@@ -73,6 +73,7 @@ _RAN_ON = {
     "processes": "real gloo processes on one machine; wall clock from barrier to barrier",
     "store": "one TCPStore over loopback, asked by a few clients for all ranks; wall clock",
     "waiting": "threads that play waiting ranks, a store in memory; wall clock",
+    "hang": "four gloo processes, wall clock; dumps: one process, wall clock",
     "experts": "two gloo processes; processor time of one thread",
     "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import meshverse
-from meshverse.hang import Hang, write_dump
+from meshverse import Hang
+from meshverse.hang import write_dump
 
 FOLDER = Path(sys.argv[2])
 ODD = 5  # the rank that does otherwise

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from meshverse.commands.main import main
-from meshverse.hang import find_stuck, read_dumps
-from meshverse.hang.records import Call, RankRecord, record_of
+from meshverse.hang.records import Call, RankRecord, read_dumps, record_of
+from meshverse.hang.verdicts import find_stuck
 
 # An entry as torch 2.13 writes it; the source is its FlightRecorderDetail.hpp, getCollectiveTrace.
 _ENTRY = {

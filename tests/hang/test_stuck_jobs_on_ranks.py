@@ -265,7 +265,7 @@ def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start)
     assert len(texts) == 1
     assert "Verdict: rank 5" in texts.pop()
     printed = job.wait_for(
-        lambda: [text for text in map(job.error, range(_SIZE)) if "slow" in text]
+        lambda: [text for text in map(job.error, range(_SIZE)) if "were slow" in text]
     )
     assert len(printed) == 1
     assert "all_reduce number 1 has gone on after" in printed[0]

@@ -88,7 +88,7 @@ def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
     """
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module == c10d.__name__ and function in _PEERS | _ROOTS:
+        if module == _C10D and function in _PEERS | _ROOTS:
             return _wait(function, frame.f_locals)
         if module.startswith(_PIPELINING):
             for value in list(frame.f_locals.values()):
@@ -102,13 +102,13 @@ def stands_in_p2p(frame: FrameType | None) -> bool:
     """Return whether a thread stands in a send or receive of torch.distributed."""
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if (module == c10d.__name__ and function in _PEERS) or module.startswith(_PIPELINING):
+        if (module == _C10D and function in _PEERS) or module.startswith(_PIPELINING):
             return True
         frame = frame.f_back
     return False
 
 
-_PIPELINING = "torch.distributed.pipelining"
+_C10D, _PIPELINING = "torch.distributed.distributed_c10d", "torch.distributed.pipelining"
 _PEERS = {"send": ("group_dst", "dst"), "recv": ("group_src", "src")}
 _ROOTS = {
     "broadcast": ("group_src", "src"),

@@ -292,17 +292,27 @@ class _Attempt:
                     missing[rank] = wait
             if len(missing) == _NAMED:
                 break
-        elsewhere = "".join(f"; {wait}" for wait in missing.values() if wait)
+        elsewhere = "".join(f"; {wait}{self._whom(wait)}" for wait in missing.values() if wait)
         name, _, number = self.key.rpartition("/")
         before = self._read(f"{name}/{int(number) - 1}/outcome")
         return (
             f"{joined} of {len(self._ranks)} members joined; not seen were "
             f"{f'ranks {list(missing)}' if missing else 'others'}{elsewhere}. Those that did not "
             "join have died, or are building other meshes: all ranks of a mesh must make it, over "
-            "the same ranks, and use its lazy groups."
+            "the same ranks, and use its lazy groups, and all ranks of a job must run with "
+            "meshverse.install() or none."
             + (
                 f" The attempt before failed: {before}"
                 if before and not before.startswith(_ALL_JOINED)
                 else ""
             )
         )
+
+    def _whom(self, wait: Wait) -> str:
+        """Say for which of the ranks that it names a rank waits elsewhere; "" if none is missing."""
+        absent = []
+        for rank in wait.ranks[:_NAMED]:
+            note = read_wait(rank, self._read)
+            if rank != wait.rank and (note is None or note.rendezvous != wait.rendezvous):
+                absent.append(rank)
+        return f", for rank{'s' * (len(absent) > 1)} {rank_list(absent)}" if absent else ""

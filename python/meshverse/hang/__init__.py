@@ -7,8 +7,6 @@
 - `live`, `watch`: the same while the job lives.
 """
 
-from .records import read_dumps, write_dump
-from .verdicts import find_stuck
-from .watch import Hang, Watch, watch
+from .records import write_dump
 
-__all__ = ["Hang", "Watch", "find_stuck", "read_dumps", "watch", "write_dump"]
+__all__ = ["write_dump"]

@@ -7,8 +7,10 @@ or as JSON, of NCCL and of gloo.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -23,6 +25,7 @@ from meshverse import _torch_compat as compat
 
 DEFAULT_GROUP = "the default group"
 _KEPT = 4  # calls of each group that are over; all that are pending are kept
+_MANY = 64  # files from which on processes share the reading
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
 # Parts of paths of files that are not the program's, on whatever machine they were recorded.
@@ -122,18 +125,15 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
         groups = dict(_configured(config))
         # A process that has had several worlds has had several groups of one name: the last counts.
         ids = {entry["process_group"][0]: entry.get("pg_id") for entry in entries}
-        entries = [
-            entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]
-        ]
-        calls = [_call(entry) for entry in entries]
         for entry in entries:
             name, description = entry["process_group"]
-            groups.setdefault(str(name), GroupSeen(label_of(description), None))
+            if name not in groups:
+                groups[str(name)] = GroupSeen(label_of(description), None)
+        last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
+        calls = [_call(*entry) for entry in _to_keep(last)]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
-    if not any(str(entry["profiling_name"]).startswith("gloo:") for entry in entries):
-        calls = _in_order(calls)
-    return RankRecord(rank, time, list(_last_of_each(calls)), groups)
+    return RankRecord(rank, time, calls, groups)
 
 
 def label_of(description: str) -> str:
@@ -159,23 +159,50 @@ def _configured(config: Mapping[str, Any]) -> Iterator[tuple[str, GroupSeen]]:
             yield str(value["name"]), GroupSeen(label_of(str(value["desc"])), [*map(int, ranks)])
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
-    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
-    p2p = _P2P.match(operation)
-    is_p2p = bool(entry.get("is_p2p")) and p2p is not None
-    number = entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
-    # Gloo says only whether a call is over. NCCL's watchdog also retires a call that timed out.
-    is_done = bool(entry["retired"]) if backend == "gloo" else entry["state"] == "completed"
+def _to_keep(
+    entries: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], int, bool]]:
+    """Return the entries to keep, in order, each with its number and whether it is over."""
+    numbered = []
+    last_done: dict[tuple[str, bool], int] = {}
+    for entry in entries:
+        is_p2p = bool(entry.get("is_p2p"))
+        number = int(
+            entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
+        )
+        is_gloos = str(entry["profiling_name"]).startswith("gloo:")
+        # Gloo says only whether a call is over. NCCL's watchdog also retires one that timed out.
+        is_done = bool(entry["retired"]) if is_gloos else entry["state"] == "completed"
+        key = entry["process_group"][0], is_p2p
+        if is_done and not is_gloos:
+            last_done[key] = max(last_done.get(key, 0), number)
+        numbered.append((entry, key, number, is_done))
+    left: dict[str, int] = {}
+    kept = []
+    for entry, key, number, is_done in reversed(numbered):
+        # NCCL runs the calls of a group in order, and the recorder does not follow each of those
+        # that are coalesced: what comes before one that is over is over too.
+        is_over = is_done or number <= last_done.get(key, 0)
+        n_left = left.setdefault(key[0], _KEPT)
+        if not is_over or n_left:
+            left[key[0]] = max(n_left - is_over, 0)
+            kept.append((entry, number, is_over))
+    return reversed(kept)
+
+
+def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call:
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    p2p = _P2P.match(operation) if entry.get("is_p2p") else None
     return Call(
         group=str(entry["process_group"][0]),
-        number=int(number),
-        operation=p2p[1] if is_p2p and p2p else operation,
+        number=number,
+        operation=operation if p2p is None else p2p[1],
         is_done=is_done,
         since=int(entry["time_created_ns"]) / 1e9,
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
         dtype=next(iter(entry.get("input_dtypes") or ()), ""),
         line=line_of(entry.get("frames", ())),
-        peer=int(p2p[3]) if is_p2p and p2p else None,
+        peer=None if p2p is None else int(p2p[3]),
     )
 
 
@@ -197,33 +224,6 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
         elif not any(part in file for part in _PYTHONS):
             return line
     return in_package
-
-
-def _in_order(calls: list[Call]) -> list[Call]:
-    """Mark calls as done that come before one of their group that is done.
-
-    NCCL runs the calls of a group in order, and the recorder does not follow each of those that are
-    coalesced.
-    """
-    done: dict[tuple[str, bool], int] = {}
-    for call in calls:
-        if call.is_done:
-            done[call.group, call.is_p2p] = max(done.get((call.group, call.is_p2p), 0), call.number)
-    return [
-        call._replace(is_done=call.is_done or call.number <= done.get((call.group, call.is_p2p), 0))
-        for call in calls
-    ]
-
-
-def _last_of_each(calls: Sequence[Call]) -> Iterator[Call]:
-    left: dict[str, int] = {}
-    kept = []
-    for call in reversed(calls):
-        n_left = left.setdefault(call.group, _KEPT)
-        if not call.is_done or n_left:
-            left[call.group] = max(n_left - call.is_done, 0)
-            kept.append(call)
-    return reversed(kept)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -264,7 +264,6 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]
         OSError: a file cannot be read.
         ValueError: a file is no dump, its name has no rank, two are of one rank, or there is none.
     """
-    records: dict[int, RankRecord] = {}
     files = [file for path in map(Path, paths) for file in _files(path)]
     named: dict[int, Path] = {}
     for file in files:
@@ -281,14 +280,30 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]
                 "one time only."
             )
         named[rank] = file
-        try:
-            records[rank] = record_of(_read(file), rank, file.stat().st_mtime)
-        except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}.") from None
+    records = dict(zip(named, _all_records(named), strict=True))
     if not records:
         raise ValueError(f"There are no dumps in {', '.join(map(str, paths))}.")
     complete_default_group(records, max(records))
     return records
+
+
+def _all_records(files: Mapping[int, Path]) -> list[RankRecord]:
+    if len(files) < _MANY or "fork" not in multiprocessing.get_all_start_methods():
+        return [_record_of_file(*one) for one in files.items()]
+    with multiprocessing.get_context("fork").Pool() as pool:
+        return pool.starmap(_record_of_file, files.items(), chunksize=32)
+
+
+def _record_of_file(rank: int, file: Path) -> RankRecord:
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would go through all of a dump again and again
+    try:
+        return record_of(_read(file), rank, file.stat().st_mtime)
+    except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _files(path: Path) -> list[Path]:

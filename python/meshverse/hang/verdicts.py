@@ -257,17 +257,20 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
     may_be_on_cycle = _on_cycles(found)
     for name, stuck in found.items():
         stuck.cycle = _cycle(name, found) if name in may_be_on_cycle else []
-        waits = [
-            missing.rank in in_pairs
-            or (missing.elsewhere is not None and missing.elsewhere.group in stuck.follows)
-            for missing in stuck.missing
-        ]
         if stuck.differing:
             stuck.cause = Cause.MISMATCH
         elif stuck.cycle:
             stuck.cause = Cause.DEADLOCK
-        elif waits:
-            stuck.cause = Cause.FOLLOWS if all(waits) else Cause.MISSING
+        elif stuck.missing:
+            # A rank that waits nowhere may be missing in the groups that this one follows from.
+            told_there = {each.rank for other in stuck.follows for each in found[other].missing}
+            is_explained = all(
+                missing.rank in in_pairs
+                or (missing.elsewhere is not None and missing.elsewhere.group in stuck.follows)
+                or missing.rank in told_there
+                for missing in stuck.missing
+            )
+            stuck.cause = Cause.FOLLOWS if is_explained else Cause.MISSING
 
 
 def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
