@@ -30,8 +30,9 @@ __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 TITLE = "Watching for hangs"
 METHOD = (
     "steps: wall clock of 4 processes, watched (a look a second) and not in turn, four matrix "
-    "products and two all-reduces each; a look: with a full recorder of 2,000 calls; dumps: 200 calls each, as NCCL's "
-    "watchdog writes them, read from files by one process"
+    "products and two all-reduces each; a look: with a full recorder of 2,000 calls; dumps: 200 "
+    "calls each, as NCCL's watchdog writes them, read from files by as many processes as there are "
+    "cores; memory: of the process that gathers them"
 )
 SCALE = "ranks"
 

@@ -227,7 +227,9 @@ def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
     seconds = {0: 1.5, 1: 10, 2: 10, 3: 10}  # rank 1 still waits when rank 0 gives up
     (result, _), *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
-    where = r"rank 1 waits in group of 1 with ranks \[1, 2\] at \S+, for rank 2\. Those that did not "
+    where = (
+        r"rank 1 waits in group of 1 with ranks \[1, 2\] at \S+, for rank 2\. Those that did not "
+    )
     assert re.search(where, result)
 
 

@@ -72,7 +72,7 @@ def test_a_call_of_nccl() -> None:
         dtype="BFloat16",
         line="/home/me/torch/train.py:88 in step",
     )
-    assert record.groups == {"7": ("axis tp", [0, 1])}
+    assert record.groups == {"7": ("axis tp", range(2))}
     assert record.pending() == []
 
 
@@ -121,6 +121,13 @@ def test_a_send_and_a_receive_name_the_other_rank_of_the_group() -> None:
     ]
 
 
+def test_several_sends_at_once_are_told_of_one_by_one() -> None:
+    common = {"is_p2p": True, "p2p_seq_id": 3, "state": "started", "retired": False}
+    sent = _entry(profiling_name="nccl:send 0->1", **common)
+    together = _entry(profiling_name="nccl:coalesced", **common)
+    assert [call.operation for call in _record(sent, together).calls] == ["send"]
+
+
 def test_only_the_last_calls_are_kept_and_all_that_are_pending() -> None:
     over = [_entry(collective_seq_id=number) for number in range(1, 100)]
     pending = [
@@ -156,6 +163,35 @@ def test_files_of_a_folder_are_read_by_rank(form: str, tmp_path: Path) -> None:
     (found,) = find_stuck(records)
     assert (found.seen.label, found.call.number, [*found.waiting]) == ("axis tp", 2, [0])
     assert [(missing.rank, missing.last.number) for missing in found.missing] == [(1, 1)]  # type: ignore[union-attr]
+
+
+def test_causes_are_printed_and_of_many_groups_that_follow_some(tmp_path, capsys) -> None:
+    # Rank 0 has not come to the barrier of ranks 0 to 39. Each of these has a partner, 40 ranks on,
+    # that waits for it.
+    common = {"state": "started", "retired": False}
+    for rank in range(80):
+        first = rank % 40
+        config = {
+            "dp": {"name": "dp", "desc": "mesh_dp", "ranks": str(list(range(40)))},
+            f"p{first}": {
+                "name": f"p{first}",
+                "desc": "mesh_pp",
+                "ranks": f"[{first}, {first + 40}]",
+            },
+        }
+        barrier = _entry(process_group=("dp", "mesh_dp"), profiling_name="nccl:barrier", **common)
+        reduce = _entry(process_group=(f"p{first}", "mesh_pp"), **common)
+        entries = [] if first == 0 else [barrier] if rank < 40 else [reduce]
+        dump = {"version": "2.10", "pg_config": config, "entries": entries}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+    assert main(["hang", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Stuck: barrier number 1 on axis dp, ranks 0-39, ")
+    assert sum(line.startswith("Stuck: ") for line in lines) == 1 + 8
+    assert lines[-1] == "And 31 groups more that follow from these: --json."
+    assert main(["hang", str(tmp_path), "--json"]) == 1
+    groups = json.loads(capsys.readouterr().out)
+    assert [one["cause"] for one in groups] == ["missing"] + ["follows"] * 39
 
 
 class _Object:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ import meshverse
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
+from meshverse.hang.watch import _WatchedWorld
+from meshverse.world.run_store import RunStore
+from meshverse.world.world import World
 
 _NAME = "meshverse watch"
 
@@ -199,3 +204,34 @@ def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> No
     ] * 2
     assert "rank 1" in lines[0]
     assert others == []
+
+
+def _operations_of_looks(n_looks: int) -> Counter[str]:
+    """Count what looks ask of the store while nothing is stuck."""
+    asked: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        usual = getattr(RunStore, name)
+
+        def ask(*arguments: Any, **named: Any) -> Any:
+            asked[name] += 1
+            return usual(*arguments, **named)
+
+        return ask
+
+    names = ("read", "read_all", "put_first", "write", "count", "append", "remove")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(RunStore, name, counted(name))
+        world = World.current()
+        assert world is not None
+        watched = _WatchedWorld(world, 60.0, None)
+        for _ in range(n_looks):
+            dist.all_reduce(torch.ones(1))
+            watched.look(0.1, threading.Event())
+    return asked
+
+
+def test_a_look_asks_the_store_once(crew: Crew) -> None:
+    # The first finds out how many alarms there have been.
+    assert crew.run(_operations_of_looks, 2, 10) == [{"read": 11}] * 2

@@ -309,7 +309,7 @@ class _Attempt:
         )
 
     def _whom(self, wait: Wait) -> str:
-        """Say for which of the ranks that it names a rank waits elsewhere; "" if none is missing."""
+        """Say for which ranks another one waits elsewhere; "" where none is missing."""
         absent = []
         for rank in wait.ranks[:_NAMED]:
             note = read_wait(rank, self._read)

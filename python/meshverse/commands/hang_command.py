@@ -8,7 +8,7 @@ import json
 from meshverse.hang.named_groups import MeshNames
 from meshverse.hang.records import read_dumps
 from meshverse.hang.report import Words
-from meshverse.hang.verdicts import find_stuck
+from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted
 
 _EXAMPLES = """\
@@ -21,6 +21,9 @@ TORCH_FR_DUMP_TEMP_FILE names (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE).
 mesh.universe.explain().to_json() gives on any rank. The exit status is 0 if nothing is stuck, 1 if
 something is, and 2 if the dumps cannot be read.
 """
+
+
+_FOLLOWERS = 8  # groups that are told of, of those that follow from others
 
 
 def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,7 +56,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(words.data(stuck)))  # noqa: T201  # that is the command
     elif stuck:
-        print(words.text(stuck))  # noqa: T201
+        followers = [one for one in stuck if one.cause is Cause.FOLLOWS]
+        left_out = followers[_FOLLOWERS:]
+        shown = stuck[: len(stuck) - len(left_out)]
+        print(words.text(stuck, shown))  # noqa: T201
+        if left_out:
+            print(f"\nAnd {counted(len(left_out), 'group')} more that follow from these: --json.")  # noqa: T201
     else:
         print(f"Nothing is pending in the dumps of {counted(len(records), 'rank')}.")  # noqa: T201
     return 1 if stuck else 0

@@ -130,7 +130,7 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
             if name not in groups:
                 groups[str(name)] = GroupSeen(label_of(description), None)
         last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
-        calls = [_call(*entry) for entry in _to_keep(last)]
+        calls = [call for call in (_call(*entry) for entry in _to_keep(last)) if call is not None]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
     return RankRecord(rank, time, calls, groups)
@@ -156,7 +156,18 @@ def _configured(config: Mapping[str, Any]) -> Iterator[tuple[str, GroupSeen]]:
         ranks = value["ranks"]
         ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
         if value["name"] and ranks:  # gloo's have neither
-            yield str(value["name"]), GroupSeen(label_of(str(value["desc"])), [*map(int, ranks)])
+            yield str(value["name"]), GroupSeen(label_of(str(value["desc"])), _as_range(ranks))
+
+
+def _as_range(ranks: list[int]) -> Sequence[int]:
+    """Return ranks as a range where they are one: each of 10,240 dumps lists all ranks."""
+    first, *others = ranks
+    step = others[0] - first if others else 1
+    if step > 0:
+        as_range = range(first, first + step * len(ranks), step)
+        if list(as_range) == ranks:
+            return as_range
+    return tuple(map(int, ranks))
 
 
 def _to_keep(
@@ -178,7 +189,7 @@ def _to_keep(
             last_done[key] = max(last_done.get(key, 0), number)
         numbered.append((entry, key, number, is_done))
     left: dict[str, int] = {}
-    kept = []
+    kept: list[tuple[Mapping[str, Any], int, bool]] = []
     for entry, key, number, is_done in reversed(numbered):
         # NCCL runs the calls of a group in order, and the recorder does not follow each of those
         # that are coalesced: what comes before one that is over is over too.
@@ -187,12 +198,16 @@ def _to_keep(
         if not is_over or n_left:
             left[key[0]] = max(n_left - is_over, 0)
             kept.append((entry, number, is_over))
-    return reversed(kept)
+    kept.reverse()
+    return iter(kept)
 
 
-def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call:
+def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call | None:
+    """Return the call of an entry; None for one that stands for several sends and receives."""
     operation = str(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
+    if entry.get("is_p2p") and p2p is None:
+        return None
     return Call(
         group=str(entry["process_group"][0]),
         number=number,

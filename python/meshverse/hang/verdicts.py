@@ -211,12 +211,14 @@ def _stuck_pairs(
                 continue
             seen = ranks_of[call.group]
             assert call.peer is not None
-            partner = call.peer if seen.ranks is None else seen.ranks[call.peer]
+            if seen.ranks is None or rank not in seen.ranks or call.peer >= len(seen.ranks):
+                continue  # nobody knows which rank the other one is
+            partner = seen.ranks[call.peer]
             other = records.get(partner)
             missing = [_partner(partner, other)]
             theirs = () if other is None else other.pending()
             wanted = "recv" if call.operation == "send" else "send"
-            me = rank if seen.ranks is None else list(seen.ranks).index(rank)
+            me = list(seen.ranks).index(rank)
             if any(
                 (one.group, one.operation, one.peer) == (call.group, wanted, me) for one in theirs
             ):

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from meshverse import _torch_compat as compat
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World, on_new_world
@@ -256,7 +254,9 @@ class _WatchedWorld:
             if alarm.is_raised():
                 self._next_alarm += 1
                 self._answer(alarm, pause, is_over)
-        except dist.DistError as error:
+        except RuntimeError as error:
+            if self.world.is_over:
+                return
             # Not asked again: c10d prints a warning each time.
             self._why_alone = f"the store does not answer ({str(error).splitlines()[0]})"
             self._tell_alone(stuck)
@@ -281,16 +281,17 @@ class _WatchedWorld:
         record = self._record(with_lines=False)
         if not any(not call.is_p2p for call in record.pending()):
             self._settled |= {group: numbers for group, (numbers, _) in self._unchanged.items()}
-        return [call for call in self._stuck_of(record) if _identity(call) not in self._told]
+        return [
+            call
+            for call in record.pending()
+            if self._is_stuck(call) and _identity(call) not in self._told
+        ]
 
     def _record(self, *, with_lines: bool) -> RankRecord:
         return record_here(self.world.rank, self._waits, with_lines=with_lines)
 
     def _is_stuck(self, call: Call) -> bool:
         return time.time() - call.since >= self._seconds
-
-    def _stuck_of(self, record: RankRecord) -> list[Call]:
-        return [call for call in record.pending() if self._is_stuck(call)]
 
     # --- an alarm -----------------------------------------------------------------------------
 
@@ -303,7 +304,9 @@ class _WatchedWorld:
         # By then the others have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
-        mine = {call.group: call for call in reversed(self._stuck_of(record))}
+        # Those that follow from the same hang have not waited quite as long.
+        waiting = [call for call in record.pending() if self._has_waited(call)]
+        mine = {call.group: call for call in reversed(waiting)}
         tellers: dict[str, bool] = {}
         for group, call in mine.items():
             if _identity(call) not in self._told:
