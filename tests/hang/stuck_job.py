@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import meshverse
 from meshverse import Hang
@@ -35,7 +37,8 @@ class Job:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        self.mesh = meshverse.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        make = init_device_mesh if "stock" in sys.argv else meshverse.init_device_mesh
+        self.mesh = make("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         self.pp, self.dp, self.tp = self.mesh.get_all_groups()
         self.tensor = torch.ones(4)
         for group in (self.pp, self.dp, self.tp):
@@ -149,6 +152,30 @@ def loses_a_receive(job: Job) -> None:
     time.sleep(_FOREVER)
 
 
+class _Stage(torch.nn.Module):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self._job = job
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._job.is_odd:
+            load_data()
+        return x * self.weight
+
+
+def sleeps_in_a_pipeline(job: Job) -> None:
+    index = dist.get_rank(job.pp)
+    stage = PipelineStage(_Stage(job), index, 2, torch.device("cpu"), group=job.pp)
+    targets = torch.zeros(4, 4)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    if index == 0:
+        schedule.step(torch.ones(4, 4))
+    else:
+        schedule.step(target=targets)
+    time.sleep(_FOREVER)
+
+
 def exchanges_without_one(job: Job) -> None:
     experts = job.mesh["dp", "tp"].flatten("ep").get_group()
     if not job.is_odd:  # which has no tokens for the others, and forgets that they have some
@@ -195,6 +222,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
         has_another_root,
         calls_from_two_threads,
         loses_a_receive,
+        sleeps_in_a_pipeline,
         exchanges_without_one,
         is_slow,
         trains,
@@ -214,7 +242,7 @@ def _dump_when_asked(job: Job) -> None:
     while not (FOLDER / "dump").exists():
         time.sleep(0.1)
     write_dump(FOLDER / "dumps")
-    if job.rank == 4:
+    if job.rank == 4 and isinstance(job.mesh, meshverse.DeviceMesh):
         (FOLDER / "mesh.json").write_text(job.mesh.universe.explain().to_json())
     (FOLDER / f"dumped{dist.get_rank()}").touch()
 

@@ -18,7 +18,8 @@ from meshverse.commands.main import main
 pytestmark = pytest.mark.processes
 
 _PROGRAM = Path(__file__).parent / "stuck_job.py"
-_SIZE, _ODD = 8, 5
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "hang.py"
+_SIZE = 8
 
 
 class Running:
@@ -219,7 +220,7 @@ _CASES = [
         ),
     ),
 ]
-_SHORT = ("sleeps", "orders_two_axes_otherwise", "is_stopped")
+_SHORT = ("sleeps", "orders_two_axes_otherwise")
 _PARAMETERS = [
     pytest.param(case, id=case.job, marks=() if case.job in _SHORT else pytest.mark.long)
     for case in _CASES
@@ -292,3 +293,30 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     assert "Stuck: all_reduce number 1" in text
     printed = "".join(map(job.error, range(_SIZE)))
     assert "ranks cannot compare where they are: the store does not answer" in printed
+
+
+@pytest.mark.long
+def test_a_pipeline_that_waits_names_the_stage_before_or_after(start) -> None:
+    job = start("sleeps_in_a_pipeline")
+    (told,) = job.wait_for(job.causes)
+    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in told["text"]
+    assert "rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:" in told["text"]
+    assert " in load_data, " in told["text"] or " in load_data\n" in told["text"]
+
+
+@pytest.mark.long
+def test_a_job_on_torchs_own_meshes_is_told_of_too(start) -> None:
+    job = start("calls_another_operation", "stock")
+    (told,) = job.wait_for(job.causes)
+    assert "number 4 on axis tp, ranks 4, 5, float32 (4,), since" in told["text"]
+    assert "as number 4: operation all_reduce on rank 4; broadcast on rank 5." in told["text"]
+
+
+@pytest.mark.long
+def test_the_example_says_where_its_rank_is() -> None:
+    status, _, error = Forked(
+        [str(_EXAMPLE)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ).communicate()
+    assert status == 0, error
+    assert "Verdict: rank 3 (dp=1, tp=1) has not called it: look at examples/hang.py:" in error
+    assert error.count(" in load_batch.\n") >= 1

@@ -85,6 +85,21 @@ def test_shards_of_an_exchange_may_be_uneven() -> None:
     assert found.cause is Cause.BACKEND
 
 
+def test_groups_to_which_ranks_gave_one_number_are_kept_apart() -> None:
+    # c10d counts the groups of a process: "3" is ranks 0 and 1 here, ranks 2 and 3 there.
+    records = {
+        rank: RankRecord(rank, _NOW, [_call("3", 1)], {"3": GroupSeen("axis tp", ranks)})
+        for ranks in ((0, 1), (2, 3))
+        for rank in ranks
+    }
+    records[3].calls = []
+    found = find_stuck(records)
+    assert [(one.seen.ranks, one.cause) for one in found] == [
+        ([2, 3], Cause.MISSING),
+        ([0, 1], Cause.BACKEND),
+    ]
+
+
 def test_a_group_that_waits_for_a_cause_follows() -> None:
     # Ranks 0-2 wait for rank 3 in dp. Rank 4 waits for rank 0 in tp.
     calls = {rank: [_call("dp", 1)] for rank in range(3)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -86,11 +86,10 @@ def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
     Gloo's recorder has no sends and receives, and none has the roots of collectives. But a rank
     that waits for one stands in its function, or in that of a pipeline with its list of them.
     """
-    while frame is not None:
-        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module == _C10D and function in _PEERS | _ROOTS:
-            return _wait(function, frame.f_locals)
-        if module.startswith(_PIPELINING):
+    while frame is not None and _is_torchs(frame):
+        if _is_in(frame, _PEERS | _ROOTS):
+            return _wait(frame.f_code.co_name, frame.f_locals)
+        if _is_in_pipeline(frame):
             for value in list(frame.f_locals.values()):
                 if isinstance(value, list) and value and isinstance(value[0], dist.P2POp):
                     return _p2p(value[0])
@@ -100,16 +99,32 @@ def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
 
 def stands_in_p2p(frame: FrameType | None) -> bool:
     """Return whether a thread stands in a send or receive of torch.distributed."""
-    while frame is not None:
-        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if (module == _C10D and function in _PEERS) or module.startswith(_PIPELINING):
+    while frame is not None and _is_torchs(frame):
+        if _is_in(frame, _PEERS) or _is_in_pipeline(frame):
             return True
         frame = frame.f_back
     return False
 
 
-_C10D, _PIPELINING = "torch.distributed.distributed_c10d", "torch.distributed.pipelining"
-_PEERS = {"send": ("group_dst", "dst"), "recv": ("group_src", "src")}
+def _is_torchs(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.")
+
+
+def _is_in(frame: FrameType, functions: Collection[str]) -> bool:
+    is_c10d = frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+    return is_c10d and frame.f_code.co_name in functions
+
+
+def _is_in_pipeline(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.pipelining.")
+
+
+_PEERS = {
+    "send": ("group_dst", "dst"),
+    "recv": ("group_src", "src"),
+    "send_object_list": ("group_dst", "dst"),
+    "recv_object_list": ("group_src", "src"),
+}
 _ROOTS = {
     "broadcast": ("group_src", "src"),
     "scatter": ("group_src", "src"),
@@ -128,7 +143,12 @@ def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
     if other is None and values.get(in_world) is not None:
         other = c10d._world.pg_group_ranks[group].get(values[in_world])
     is_peer = operation in _PEERS
-    return FrameWait(operation, name, other if is_peer else None, None if is_peer else other)
+    return FrameWait(
+        operation.partition("_")[0],
+        name,
+        other if is_peer else None,
+        None if is_peer else other,
+    )
 
 
 def _p2p(operation: dist.P2POp) -> FrameWait | None:

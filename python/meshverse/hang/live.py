@@ -106,31 +106,26 @@ class Alarm(NamedTuple):
 
     def answer(self, record: RankRecord) -> list[str]:
         """Write where this rank is; return the keys that are its own."""
-        own = self._key("rank", record.rank)
-        self.store.write(own, _to_text(record))
+        keys = [self._key("rank", record.rank)]
+        self.store.write(keys[0], _to_text(record))
         pending: dict[str, list[Call]] = {}
         for call in record.pending():
             pending.setdefault(call.group, []).append(call)
         for group, calls in pending.items():
             lines = (json.dumps([record.rank, *_aged(call, record.time)]) for call in calls)
-            self.store.append(self._key("group", group), "".join(f"{line}\n" for line in lines))
-        return [own, *(self._key("group", group) for group in pending)]
+            key = self._key("group", _identity(group, record.groups[group]))
+            self.store.append(key, "".join(f"{line}\n" for line in lines))
+            keys.append(key)
+        return keys
 
-    def claim(self, group: str, rank: int) -> bool:
-        """Return whether this rank is the one that tells the verdict on a group."""
-        return self.store.put_first(self._key("teller", group), str(rank)) == str(rank)
+    def claim(self, group: str, record: RankRecord) -> bool:
+        """Return whether this rank is the one that tells the verdict on a group of its record."""
+        key = self._key("teller", _identity(group, record.groups[group]))
+        return self.store.put_first(key, str(record.rank)) == str(record.rank)
 
-    def keys_of(self, group: str) -> list[str]:
-        """Return keys of a group that its teller removes."""
-        return [self._key("teller", group), self._key("verdict", group)]
-
-    def write_verdict(self, group: str, text: str) -> None:
-        """Write the verdict on a group, for its other ranks."""
-        self.store.write(self._key("verdict", group), text)
-
-    def read_verdict(self, group: str) -> str:
-        """Return the verdict on a group; "" if there is none yet."""
-        return self.store.read(self._key("verdict", group))
+    def verdict_key(self, group: str, record: RankRecord) -> str:
+        """Return the key of the verdict on a group of a record."""
+        return self._key("verdict", _identity(group, record.groups[group]))
 
     def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
         """Return the records of a group's ranks, and of the groups that missing ranks wait in."""
@@ -164,7 +159,8 @@ class Alarm(NamedTuple):
         self, name: str, seen: GroupSeen | None, records: dict[int, RankRecord]
     ) -> set[int]:
         here, now = set(), time.time()
-        for line in self.store.read(self._key("group", name)).splitlines():
+        key = self._key("group", _identity(name, seen))
+        for line in self.store.read(key).splitlines():
             rank, *values = json.loads(line)
             record = records.setdefault(rank, RankRecord(rank, now))
             call = _call(values, now)
@@ -177,6 +173,12 @@ class Alarm(NamedTuple):
 
     def _key(self, what: str, which: object) -> str:
         return f"watch/{self.number}/{what}/{which}"
+
+
+def _identity(group: str, seen: GroupSeen | None) -> str:
+    """Return a text for a group: c10d may have given its name to another one on other ranks."""
+    ranks = () if seen is None else seen.ranks or ()
+    return f"{group}/{ranks[0]}-{ranks[-1]}/{len(ranks)}" if ranks else group
 
 
 def _to_text(record: RankRecord) -> str:

@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +105,12 @@ class RankRecord:
     def last(self, group: str) -> Call | None:
         """Return the last collective that this rank called in a group, or None."""
         return next((c for c in reversed(self.calls) if c.group == group and not c.is_p2p), None)
+
+    def renamed(self, names: Mapping[str, str]) -> RankRecord:
+        """Return this record with other names for some groups."""
+        groups = {names.get(name, name): seen for name, seen in self.groups.items()}
+        calls = [call._replace(group=names.get(call.group, call.group)) for call in self.calls]
+        return replace(self, groups=groups, calls=calls)
 
 
 def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:

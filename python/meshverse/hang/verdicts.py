@@ -96,6 +96,7 @@ def find_stuck(
         records: of the ranks that are known, by global rank.
         is_stuck: whether a pending call counts; by default all do.
     """
+    records = _with_distinct_names(records)
     by_group: dict[str, dict[int, list[Call]]] = {}
     ranks_of: dict[str, GroupSeen] = {}
     for rank, record in records.items():
@@ -113,13 +114,37 @@ def find_stuck(
             for call in of_rank
             if not call.is_done and (is_stuck is None or is_stuck(call))
         ]
-        if pending:
-            found[name] = _stuck(name, min(pending), calls, ranks_of[name], records)
+        stuck_in = _stuck(name, min(pending), calls, ranks_of[name], records) if pending else None
+        if stuck_in is not None:
+            found[name] = stuck_in
     pairs = list(_stuck_pairs(records, ranks_of, is_stuck))
     _find_causes(found, pairs)
     order = [*Cause]
     stuck = [*found.values(), *pairs]
     return sorted(stuck, key=lambda one: (order.index(one.cause), -one.seconds))
+
+
+def _with_distinct_names(records: Mapping[int, RankRecord]) -> Mapping[int, RankRecord]:
+    """Return the records with another name for groups of one name that have different ranks.
+
+    c10d counts the groups of a process, so ranks may have given one number to different groups.
+    """
+    first: dict[str, Sequence[int]] = {}
+    distinct = {}
+    for rank, record in records.items():
+        names = {
+            name: f"{name} of ranks {seen.ranks[0]} to {seen.ranks[-1]}"
+            for name, seen in record.groups.items()
+            if seen.ranks and not _are_equal(first.setdefault(name, seen.ranks), seen.ranks)
+        }
+        distinct[rank] = record if not names else record.renamed(names)
+    return distinct
+
+
+def _are_equal(one: Sequence[int], other: Sequence[int]) -> bool:
+    if isinstance(one, range) and isinstance(other, range):
+        return one == other  # without going through them
+    return list(one) == list(other)
 
 
 def _stuck(
@@ -128,8 +153,8 @@ def _stuck(
     calls: Mapping[int, Sequence[Call]],
     seen: GroupSeen,
     records: Mapping[int, RankRecord],
-) -> Stuck:
-    """Say who is where in the call of this number of a group."""
+) -> Stuck | None:
+    """Say who is where in the call of this number of a group; None if no member waits there."""
     waiting: dict[int, Call] = {}
     there: dict[int, Call] = {}
     past: list[int] = []
@@ -146,6 +171,8 @@ def _stuck(
             past.append(rank)
         else:
             missing.append(_missing(rank, name, records.get(rank)))
+    if not waiting:
+        return None
     first = min(waiting.values(), key=lambda call: call.since)
     now = max(records[rank].time for rank in waiting)
     return Stuck(

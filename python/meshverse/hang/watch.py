@@ -310,16 +310,16 @@ class _WatchedWorld:
         tellers: dict[str, bool] = {}
         for group, call in mine.items():
             if _identity(call) not in self._told:
-                tellers[group] = alarm.claim(group, self.world.rank)
+                tellers[group] = alarm.claim(group, record)
                 self._told[_identity(call)] = call.since, tellers[group]
         for group, is_teller in tellers.items():
             if is_teller:
-                self._own_keys += alarm.keys_of(group)
+                self._own_keys.append(alarm.verdict_key(group, record))
                 self._tell(alarm, group, record, pause, is_over)
         if self._on_stuck is not None:
             for group, is_teller in tellers.items():
                 if not is_teller:
-                    self._hear(alarm, group, pause, is_over)
+                    self._hear(alarm.store, alarm.verdict_key(group, record), pause, is_over)
 
     def _tell(
         self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
@@ -340,17 +340,17 @@ class _WatchedWorld:
         about = [own, *(one for one in stuck if one.group in own.cycle and one is not own)]
         words = Words(live_coordinates, is_live=True)
         text, data = words.text(stuck, about), words.data(stuck, about)
-        alarm.write_verdict(group, json.dumps([text, data]))
+        alarm.store.write(alarm.verdict_key(group, record), json.dumps([text, data]))
         # Of a deadlock, one of its groups is enough.
         is_cause = own.cause is not Cause.FOLLOWS and group == min([*own.cycle, group])
         level = logging.ERROR if is_cause else logging.INFO
         _log.log(level, "A collective is stuck.\n%s", text)
         self._call(Hang(text, data, True))
 
-    def _hear(self, alarm: Alarm, group: str, pause: float, is_over: threading.Event) -> None:
+    def _hear(self, store: RunStore, key: str, pause: float, is_over: threading.Event) -> None:
         """Wait for the verdict that another rank of a group tells, for a bounded time."""
         for _ in range(10):
-            if verdict := alarm.read_verdict(group):
+            if verdict := store.read(key):
                 text, data = json.loads(verdict)
                 self._call(Hang(text, data, False))
                 return
