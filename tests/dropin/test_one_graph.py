@@ -223,6 +223,7 @@ def test_a_rank_outside_has_none_where_nothing_is_compiled(world, which: str) ->
 
 
 # Stock's stops here in 2.13: "device_mesh._get_submesh is not an OpOverload".
+@pytest.mark.long
 @in_worlds((8, 5))
 def test_inductor_compiles_a_graph_of_a_mesh_and_its_slice(world, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -43,7 +43,7 @@ _FORMS = (
     *("aria_text", "deepseek_v3", "dots1", "gpt_oss", "inkling_text", "llama4_text"),
     *("longcat_flash", "mixtral", "nemotron_h", "qwen3_moe"),
 )
-_SHORT = {"ep 2": ("mixtral",), "ep 2 x tp 2": ("qwen3_moe",)}
+_SHORT = {"ep 2": ("mixtral",)}
 # Experts are the same on every mesh; what is around them differs.
 _LONG = {
     "ep 2": ("longcat_flash", "gpt_oss"),

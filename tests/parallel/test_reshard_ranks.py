@@ -72,6 +72,7 @@ def _does_not_come() -> None:
     assert torch.equal(target["w"].to_local(), torch.ones(6))
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named(crew: Crew) -> None:
     crew.run(_does_not_come, 3, timeout=200)
 

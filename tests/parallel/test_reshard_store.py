@@ -86,6 +86,7 @@ def _late_once() -> None:
     assert rank == 0 or torch.equal(moved.to_local(), torch.ones(4))
 
 
+@pytest.mark.long
 def test_redistribute_after_a_rank_was_late(crew: Crew) -> None:
     crew.run(_late_once, 2, timeout=150)
 
