@@ -208,6 +208,7 @@ def _made_again() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.long
 def test_a_mesh_may_be_made_again_when_its_universe_is_destroyed(crew: Crew) -> None:
     for answer in crew.run(_made_again, 4):
         assert answer == {"first": (True, (10, 6)), "second": (True, (10, 6))}

@@ -21,7 +21,7 @@ import meshverse
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
-from meshverse.hang.watch import _WatchedWorld
+from meshverse.hang.watch import _WatchedWorld, watch_by_environment
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World
 
@@ -117,10 +117,13 @@ assert watched() == 1
 
 
 @pytest.mark.parametrize("text", ["soon", "-3"])
-def test_an_environment_that_is_no_number(text: str) -> None:
-    done = _python("import meshverse", MESHVERSE_WATCH=text)
-    assert done.returncode != 0
-    assert f"MESHVERSE_WATCH='{text}': set it to a number of seconds from 1 to" in done.stderr
+def test_an_environment_that_is_no_number(text: str, monkeypatch) -> None:
+    monkeypatch.setenv("MESHVERSE_WATCH", text)
+    with pytest.raises(ValueError, match=f"MESHVERSE_WATCH='{text}': set it to a number of sec"):
+        watch_by_environment()
+    monkeypatch.setenv("MESHVERSE_WATCH", "0")
+    watch_by_environment()
+    assert not _threads()
 
 
 # --- on ranks -------------------------------------------------------------------------------------

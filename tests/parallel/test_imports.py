@@ -79,6 +79,7 @@ def test_what_needs_no_sharding_does_not_import_it(imported_by, names) -> None:
     assert imported > {"meshverse.parallel"}
 
 
+@pytest.mark.long
 def test_what_shards_imports_what_it_uses(imported_by: Callable[[str], set[str]]) -> None:
     assert imported_by("from meshverse.parallel import fsdp2_strategy_parallelize") > _COSTLY
 

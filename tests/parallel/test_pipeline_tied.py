@@ -81,6 +81,7 @@ def accumulate() -> list[Tensor]:
     return seen
 
 
+@pytest.mark.long
 def test_the_two_gradients_stay_equal_to_the_last_bit(crew: Crew) -> None:
     first, last = crew.run(accumulate, 2)
     alone = make(tied=True).double()

@@ -72,6 +72,7 @@ def test_wrapped_models_equal_one_process(crew: Crew, kind: str, plan: str) -> N
         assert split > count // 2, (split, count)
 
 
+@pytest.mark.long
 def test_lora_under_sequence_parallelism_equals_one_process(crew: Crew) -> None:
     settings = {"tp_shard_plan": LLAMA_PLAN, "sequence_parallel": True}
     for kind in ("lora", "lora in place"):
@@ -215,6 +216,7 @@ def of_two_stages() -> float:
     )
 
 
+@pytest.mark.long
 def test_lora_layers_in_pipeline_stages_equal_one_process(crew: Crew) -> None:
     for difference in crew.run(of_two_stages, 4):
         assert difference < 1e-6

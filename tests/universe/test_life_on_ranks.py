@@ -72,7 +72,7 @@ def _destroy(way: str) -> dict[str, Any]:
     return {"before": before, "during": during, "after": after, "printed": repr(mesh["tp"])}
 
 
-@pytest.mark.parametrize("way", ["destroy", "abort"])
+@pytest.mark.parametrize("way", ["destroy", pytest.param("abort", marks=pytest.mark.long)])
 def test_what_was_made_is_given_back_and_nothing_else(crew: Crew, way: str) -> None:
     for seen in crew.run(_destroy, 4, way):
         assert seen["after"] == seen["before"]
