@@ -38,7 +38,7 @@ def train(mesh: meshverse.DeviceMesh, steps: int) -> None:
         dist.all_reduce(batch, group=mesh.get_group("dp"))
 
 
-def run(rank: int, port: int, told: Event) -> None:
+def run(rank: int, port: int, reported: Event) -> None:
     """Train on one rank, watched."""
     logging.basicConfig(format="%(message)s")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -46,7 +46,7 @@ def run(rank: int, port: int, told: Event) -> None:
 
     def end(hang: meshverse.Hang) -> None:
         if hang.groups[0]["cause"] == "missing":
-            told.set()
+            reported.set()
 
     meshverse.watch(seconds=_SECONDS, on_stuck=end)
     mesh = meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,4 @@
-"""What watching costs a step, and how long dumps of a large job take to read."""
+"""Cost of the watch in a step, and the time that dumps of a large job take to read."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def calls_from_two_threads(job: Job) -> None:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
-        time.sleep(0.2)  # in which it calls: that is the order that the ranks differ in
+        time.sleep(0.2)  # in which it calls: that is the order that the ranks disagree in
     for thread in threads:
         thread.join()
 

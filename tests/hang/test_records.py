@@ -121,7 +121,7 @@ def test_a_send_and_a_receive_name_the_other_rank_of_the_group() -> None:
     ]
 
 
-def test_several_sends_at_once_are_told_of_one_by_one() -> None:
+def test_several_sends_at_once_are_reported_one_by_one() -> None:
     common = {"is_p2p": True, "p2p_seq_id": 3, "state": "started", "retired": False}
     sent = _entry(profiling_name="nccl:send 0->1", **common)
     together = _entry(profiling_name="nccl:coalesced", **common)

@@ -59,7 +59,7 @@ class Running:
         self.wait_for(lambda: all((self.folder / f"dumped{rank}").exists() for rank in ranks))
 
     def error(self, rank: int) -> str:
-        """What a rank has printed so far."""
+        """Standard error of a rank so far."""
         return self.ranks[rank].printed_so_far()[1]
 
     def has_begun(self, rank: int) -> bool:
@@ -85,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 class Stuck(NamedTuple):
-    """What is said of a job, live and from its dumps; of its first line and its verdict parts."""
+    """Parts of the report on a job, live and from its dumps."""
 
     job: str
     cause: str
@@ -228,13 +228,13 @@ _PARAMETERS = [
 
 
 @pytest.mark.parametrize("case", _PARAMETERS)
-def test_the_cause_is_told_live_and_from_the_dumps(case: Stuck, start, capsys) -> None:
+def test_the_cause_is_reported_live_and_from_the_dumps(case: Stuck, start, capsys) -> None:
     job = start(case.job)
-    told = job.wait_for(job.causes)
-    texts = "\n".join(one["text"] for one in told)
+    reported = job.wait_for(job.causes)
+    texts = "\n".join(one["text"] for one in reported)
     for part in case.live:
         assert part in texts
-    assert {one["groups"][0]["cause"] for one in told} == {case.cause}
+    assert {one["groups"][0]["cause"] for one in reported} == {case.cause}
     job.dump(list(case.dumping))
     folder = job.folder
     command = ["hang", str(folder / "dumps"), "--mesh", str(folder / "mesh.json")]
@@ -248,14 +248,14 @@ def test_the_cause_is_told_live_and_from_the_dumps(case: Stuck, start, capsys) -
 
 
 @pytest.mark.long
-def test_a_lost_receive_is_told_by_where_its_rank_stands(start) -> None:
+def test_a_lost_receive_is_reported_by_where_its_rank_stands(start) -> None:
     # Gloo records no sends and receives: only the live watch sees them.
     job = start("loses_a_receive")
-    (told,) = job.wait_for(job.causes)
-    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in told["text"]
-    assert "waiting there: rank 5 at hang/stuck_job.py:" in told["text"]
-    assert "rank 1 (pp=0, dp=0, tp=1), which is at hang/stuck_job.py:" in told["text"]
-    assert "Verdict: a recv without its send: rank 1 (pp=0, dp=0, tp=1)" in told["text"]
+    (reported,) = job.wait_for(job.causes)
+    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in reported["text"]
+    assert "waiting there: rank 5 at hang/stuck_job.py:" in reported["text"]
+    assert "rank 1 (pp=0, dp=0, tp=1), which is at hang/stuck_job.py:" in reported["text"]
+    assert "Verdict: a recv without its send: rank 1 (pp=0, dp=0, tp=1)" in reported["text"]
 
 
 def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start) -> None:
@@ -298,18 +298,18 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
 @pytest.mark.long
 def test_a_pipeline_that_waits_names_the_stage_before_or_after(start) -> None:
     job = start("sleeps_in_a_pipeline")
-    (told,) = job.wait_for(job.causes)
-    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in told["text"]
-    assert "rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:" in told["text"]
-    assert " in load_data, " in told["text"] or " in load_data\n" in told["text"]
+    (reported,) = job.wait_for(job.causes)
+    assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), since" in reported["text"]
+    assert "rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:" in reported["text"]
+    assert " in load_data, " in reported["text"] or " in load_data\n" in reported["text"]
 
 
 @pytest.mark.long
-def test_a_job_on_torchs_own_meshes_is_told_of_too(start) -> None:
+def test_a_job_on_torchs_own_meshes_is_reported_of_too(start) -> None:
     job = start("calls_another_operation", "stock")
-    (told,) = job.wait_for(job.causes)
-    assert "number 4 on axis tp, ranks 4, 5, float32 (4,), since" in told["text"]
-    assert "as number 4: operation all_reduce on rank 4; broadcast on rank 5." in told["text"]
+    (reported,) = job.wait_for(job.causes)
+    assert "number 4 on axis tp, ranks 4, 5, float32 (4,), since" in reported["text"]
+    assert "as number 4: operation all_reduce on rank 4; broadcast on rank 5." in reported["text"]
 
 
 @pytest.mark.long

@@ -112,7 +112,7 @@ def test_a_group_that_waits_for_a_cause_follows() -> None:
     assert "the missing ranks wait on axis dp, ranks 0-3" in _verdict(found, 1)
 
 
-def test_a_rank_that_is_missing_in_two_groups_is_told_where_it_is_missing_first() -> None:
+def test_a_rank_that_is_missing_in_two_groups_is_reported_where_it_is_missing_first() -> None:
     # Rank 2 comes neither to tp nor, later, to the group of all, where rank 1 is missing for it.
     calls = {0: [_call("world", 1)], 1: [_call("tp", 1)], 2: []}
     found = find_stuck(_records({"tp": (1, 2), "world": range(3)}, calls))
@@ -223,8 +223,8 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
 
     for name, one in found.items():
         is_deadlock = reaches(name, name)
-        told = {m.rank for other in follows[name] for m in found[other].missing}
-        ended = [rank for rank in _GROUPS[name] if rank not in waits and rank not in told]
+        reported = {m.rank for other in follows[name] for m in found[other].missing}
+        ended = [rank for rank in _GROUPS[name] if rank not in waits and rank not in reported]
         wanted = Cause.DEADLOCK if is_deadlock else Cause.MISSING if ended else Cause.FOLLOWS
         assert one.cause is wanted
         if is_deadlock:

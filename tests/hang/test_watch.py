@@ -184,12 +184,12 @@ def _stuck_twice() -> list[str]:
         mesh = meshverse.init_device_mesh("cpu", (size,), mesh_dim_names=(f"dp{number}",))
         begun = len(lines.texts)
         if rank == 1:
-            key = f"told {number}"
+            key = f"reported {number}"
             dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=SECONDS))
         work = dist.all_reduce(torch.ones(3), group=mesh.get_group(), async_op=True)
         if rank == 0:
             wait_until(lambda begun=begun: any("on_stuck=" in t for t in lines.texts[begun:]))
-            dist.distributed_c10d._get_default_store().set(f"told {number}", "x")
+            dist.distributed_c10d._get_default_store().set(f"reported {number}", "x")
         assert work is not None
         work.wait()
         if rank == 0:

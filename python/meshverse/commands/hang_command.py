@@ -23,7 +23,7 @@ something is, and 2 if the dumps cannot be read.
 """
 
 
-_FOLLOWERS = 8  # groups that are told of, of those that follow from others
+_FOLLOWERS = 8  # groups that are printed, of those that follow from others
 
 
 def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

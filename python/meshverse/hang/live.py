@@ -119,8 +119,8 @@ class Alarm(NamedTuple):
         return keys
 
     def claim(self, group: str, record: RankRecord) -> bool:
-        """Return whether this rank is the one that tells the verdict on a group of its record."""
-        key = self._key("teller", _identity(group, record.groups[group]))
+        """Return whether this rank is the one that logs the verdict on a group of its record."""
+        key = self._key("reporter", _identity(group, record.groups[group]))
         return self.store.put_first(key, str(record.rank)) == str(record.rank)
 
     def verdict_key(self, group: str, record: RankRecord) -> str:

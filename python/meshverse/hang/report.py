@@ -45,7 +45,7 @@ class Words(NamedTuple):
 
         Args:
             stuck: all groups that are.
-            about: those to tell of; by default all.
+            about: those to report; by default all.
         """
         by_name = {one.group: one for one in stuck}
         said: set[str] = set()
@@ -215,9 +215,9 @@ class Words(NamedTuple):
                         f"{_at(line)} for rank {missing.rank}"
                     )
                     break
-        told = "; ".join(steps)
+        chain = "; ".join(steps)
         return (
-            f"a deadlock. {told[:1].upper()}{told[1:]}. All ranks must call these groups in one "
+            f"a deadlock. {chain[:1].upper()}{chain[1:]}. All ranks must call these groups in one "
             "order, and skip none."
         )
 

@@ -292,11 +292,11 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
             stuck.cause = Cause.DEADLOCK
         elif stuck.missing:
             # A rank that waits nowhere may be missing in the groups that this one follows from.
-            told_there = {each.rank for other in stuck.follows for each in found[other].missing}
+            missing_there = {each.rank for other in stuck.follows for each in found[other].missing}
             is_explained = all(
                 missing.rank in in_pairs
                 or (missing.elsewhere is not None and missing.elsewhere.group in stuck.follows)
-                or missing.rank in told_there
+                or missing.rank in missing_there
                 for missing in stuck.missing
             )
             stuck.cause = Cause.FOLLOWS if is_explained else Cause.MISSING

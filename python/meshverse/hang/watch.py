@@ -228,7 +228,7 @@ class _WatchedWorld:
         self._unchanged: dict[str, tuple[object, float]] = {}  # status of groups, since when
         self._settled: dict[str, object] = {}  # status of groups that have nothing pending
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
-        self._told: dict[tuple[str, int, str], tuple[float, bool]] = {}
+        self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
         self._own_keys: list[str] = []  # in the store
         self._last_raised = float("-inf")
         self._why_alone = ""
@@ -236,12 +236,12 @@ class _WatchedWorld:
     def look(self, pause: float, is_over: threading.Event) -> None:
         """Look once: raise an alarm if this rank is stuck, and answer the one there is."""
         stuck = self._find_stuck()
-        if self._told:
+        if self._reported:
             self._take_back()
         try:
             store = None if self._why_alone else self.world.run_store
             if store is None:
-                self._tell_alone(stuck)
+                self._report_alone(stuck)
                 return
             if self._next_alarm is None:
                 self._next_alarm = _number_of_alarms(store)
@@ -259,12 +259,12 @@ class _WatchedWorld:
                 return
             # Not asked again: c10d prints a warning each time.
             self._why_alone = f"the store does not answer ({str(error).splitlines()[0]})"
-            self._tell_alone(stuck)
+            self._report_alone(stuck)
 
     # --- this rank ----------------------------------------------------------------------------
 
     def _find_stuck(self) -> list[Call]:
-        """Return the calls of this rank that are older than the limit, and that were not told."""
+        """Return the calls of this rank that are older than the limit and were not reported."""
         now = time.monotonic()
         status = compat.flight_recorder_status()
         for group, numbers in status.items():
@@ -284,7 +284,7 @@ class _WatchedWorld:
         return [
             call
             for call in record.pending()
-            if self._is_stuck(call) and _identity(call) not in self._told
+            if self._is_stuck(call) and _identity(call) not in self._reported
         ]
 
     def _record(self, *, with_lines: bool) -> RankRecord:
@@ -307,21 +307,21 @@ class _WatchedWorld:
         # Those that follow from the same hang have not waited quite as long.
         waiting = [call for call in record.pending() if self._has_waited(call)]
         mine = {call.group: call for call in reversed(waiting)}
-        tellers: dict[str, bool] = {}
+        reporters: dict[str, bool] = {}
         for group, call in mine.items():
-            if _identity(call) not in self._told:
-                tellers[group] = alarm.claim(group, record)
-                self._told[_identity(call)] = call.since, tellers[group]
-        for group, is_teller in tellers.items():
-            if is_teller:
+            if _identity(call) not in self._reported:
+                reporters[group] = alarm.claim(group, record)
+                self._reported[_identity(call)] = call.since, reporters[group]
+        for group, is_reporter in reporters.items():
+            if is_reporter:
                 self._own_keys.append(alarm.verdict_key(group, record))
-                self._tell(alarm, group, record, pause, is_over)
+                self._report(alarm, group, record, pause, is_over)
         if self._on_stuck is not None:
-            for group, is_teller in tellers.items():
-                if not is_teller:
+            for group, is_reporter in reporters.items():
+                if not is_reporter:
                     self._hear(alarm.store, alarm.verdict_key(group, record), pause, is_over)
 
-    def _tell(
+    def _report(
         self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
     ) -> None:
         """Log the verdict on a group, for all its ranks."""
@@ -348,7 +348,7 @@ class _WatchedWorld:
         self._call(Hang(text, data, True))
 
     def _hear(self, store: RunStore, key: str, pause: float, is_over: threading.Event) -> None:
-        """Wait for the verdict that another rank of a group tells, for a bounded time."""
+        """Wait for the verdict that another rank of a group logs, for a bounded time."""
         for _ in range(10):
             if verdict := store.read(key):
                 text, data = json.loads(verdict)
@@ -361,16 +361,16 @@ class _WatchedWorld:
         """Return whether a call of any rank has waited long enough to be no passing one."""
         return time.time() - call.since >= self._seconds / 2
 
-    def _tell_alone(self, stuck: list[Call]) -> None:
+    def _report_alone(self, stuck: list[Call]) -> None:
         """Log what this rank knows by itself."""
-        new = [call for call in stuck if _identity(call) not in self._told]
+        new = [call for call in stuck if _identity(call) not in self._reported]
         if not new:
             return
         record = self._record(with_lines=True)
         found = find_stuck({self.world.rank: record}, self._is_stuck)
         words = Words(live_coordinates, is_live=True)
         for call in new:
-            self._told[_identity(call)] = call.since, True
+            self._reported[_identity(call)] = call.since, True
         text = words.text(found)
         _log.error(
             "A collective is stuck, and ranks cannot compare where they are: %s.\n%s",
@@ -388,13 +388,13 @@ class _WatchedWorld:
             _log.exception("on_stuck= of meshverse.watch() failed")
 
     def _take_back(self) -> None:
-        """Say of calls that were told to be stuck that they have gone on."""
+        """Say of calls that were reported as stuck that they have gone on."""
         pending = {_identity(call) for call in self._record(with_lines=False).pending()}
-        for identity, (since, is_teller) in list(self._told.items()):
+        for identity, (since, is_reporter) in list(self._reported.items()):
             if identity in pending:
                 continue
-            del self._told[identity]
-            if is_teller:
+            del self._reported[identity]
+            if is_reporter:
                 group, number, operation = identity
                 _log.warning(
                     "%s number %d has gone on after %.0f s: the missing ranks were slow. (%s)",
