@@ -275,8 +275,8 @@ def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start)
 
 @pytest.mark.long
 def test_a_job_that_goes_on_is_left_alone(start) -> None:
-    # As an hour is to a limit of a minute, sixty limits are to this one.
-    job = start("trains", "90")
+    # Sixty times the limit: of a minute, that would be an hour.
+    job = start("trains", "60")
     ended = [rank.communicate() for rank in job.ranks]
     assert [status for status, _, _ in ended] == [0] * _SIZE
     assert not any("stuck" in error for _, _, error in ended), ended
