@@ -24,9 +24,10 @@ def _permuted() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), ranks=[6, 1, 3, 4])
 
 
+@pytest.mark.parametrize("writer", [4, 6])
 @pytest.mark.parametrize("make", [_cube, _permuted])
-def test_one_ranks_file_names_the_groups_of_all(make) -> None:
-    with fake_world(8, 6):
+def test_one_ranks_file_names_the_groups_of_all(make, writer: int) -> None:
+    with fake_world(8, writer):
         names = MeshNames(json.loads(make().universe.explain().to_json()))
     for rank in range(8):
         with fake_world(8, rank):

@@ -21,6 +21,7 @@ import meshverse
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
+from meshverse.hang.live import Alarm
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World
@@ -238,3 +239,20 @@ def _operations_of_looks(n_looks: int) -> Counter[str]:
 def test_a_look_asks_the_store_once(crew: Crew) -> None:
     # The first finds out how many alarms there have been.
     assert crew.run(_operations_of_looks, 2, 10) == [{"read": 11}] * 2
+
+
+def _texts_after_a_second_alarm() -> list[str]:
+    world = World.current()
+    assert world is not None
+    store = world.run_store
+    assert store is not None
+    watched, is_over = _WatchedWorld(world, 60.0, None), threading.Event()
+    is_over.set()  # it waits for nobody
+    for number in range(2):
+        watched._answer(Alarm(store, number), 0.1, is_over)
+    return [store.read(f"watch/{number}/rank/{world.rank}") for number in range(2)]
+
+
+def test_a_second_alarm_leaves_what_the_reporter_of_the_first_still_reads(crew: Crew) -> None:
+    for texts in crew.run(_texts_after_a_second_alarm, 2):
+        assert all(texts)

@@ -109,12 +109,14 @@ class MeshNames:
             if groups.mine == name and rank in groups.ranks:
                 self._known[name] = seen
                 return
-            ranks, identity = ranks_and_identity(
-                groups.layout, self._rank_map, position, groups.salt
-            )
-            if name.startswith(f"meshverse-{identity}-"):
-                self._known[name] = seen._replace(ranks=ranks)
-                return
+            for keeps_order in (False, True):
+                ranks, identity = ranks_and_identity(
+                    *(groups.layout, self._rank_map, position, groups.salt),
+                    keeps_order=keeps_order,
+                )
+                if name.startswith(f"meshverse-{identity}-"):
+                    self._known[name] = seen._replace(ranks=ranks)
+                    return
 
 
 def axes_in_words(axes: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # of all ranks together
 _SECONDS_TO_STOP = 2.0
 _SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # an alarm
+_SECONDS_TO_KEEP = 120.0  # what a rank wrote at an alarm
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ class Watch:
                 self._watched.look(pause, self._is_over)
             except Exception as error:  # noqa: BLE001  # a watch never ends a job
                 _log.info("Meshverse's watch could not look: %s", error)
-                self._watched = None if self._is_over.is_set() else self._watched
 
     def _say_why_off(self, world: World, why: str) -> None:
         if not self._has_said_why_off:
@@ -229,7 +229,7 @@ class _WatchedWorld:
         self._settled: dict[str, object] = {}  # status of groups that have nothing pending
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
         self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
-        self._own_keys: list[str] = []  # in the store
+        self._own_keys: list[tuple[float, str]] = []  # in the store, and since when
         self._last_raised = float("-inf")
         self._why_alone = ""
 
@@ -297,10 +297,10 @@ class _WatchedWorld:
 
     def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:
         record = self._record(with_lines=True)
-        for key in self._own_keys:  # of the alarm before
-            alarm.store.remove(key)
         self.world.run.add_user(_VARIABLE)
-        self._own_keys = alarm.answer(record)
+        self._remove_old_keys(alarm.store)
+        now = time.monotonic()
+        self._own_keys += [(now, key) for key in alarm.answer(record)]
         # By then the others have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
@@ -314,12 +314,20 @@ class _WatchedWorld:
                 self._reported[_identity(call)] = call.since, reporters[group]
         for group, is_reporter in reporters.items():
             if is_reporter:
-                self._own_keys.append(alarm.verdict_key(group, record))
+                self._own_keys.append((now, alarm.verdict_key(group, record)))
                 self._report(alarm, group, record, pause, is_over)
         if self._on_stuck is not None:
             for group, is_reporter in reporters.items():
                 if not is_reporter:
                     self._hear(alarm.store, alarm.verdict_key(group, record), pause, is_over)
+
+    def _remove_old_keys(self, store: RunStore) -> None:
+        """Remove what this rank wrote at alarms whose reporters and hearers are through."""
+        oldest = time.monotonic() - _SECONDS_TO_KEEP
+        for since, key in self._own_keys:
+            if since < oldest:
+                store.remove(key)
+        self._own_keys = [(since, key) for since, key in self._own_keys if since >= oldest]
 
     def _report(
         self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
