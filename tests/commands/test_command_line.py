@@ -12,7 +12,6 @@ import pytest
 
 import meshverse
 from helpers.forked import SECONDS
-from helpers.tiers import in_tiers
 from meshverse.commands.main import main
 
 
@@ -119,9 +118,8 @@ def test_a_pipe_that_is_closed_is_no_error(arguments: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
 
 
-@pytest.mark.parametrize(
-    "arguments", in_tiers(["plan dp=4", "versions", "plan dp=x"], ["versions"])
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", ["plan dp=4", "versions", "plan dp=x"])
 def test_a_standard_output_that_the_shell_has_closed_is_no_error(arguments: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m meshverse {arguments} >&-"
     done = subprocess.run(

@@ -65,7 +65,7 @@ def _shape_of(way: str) -> tuple[int, int]:
     return (8, 3) if way == "redistribution" else (2, 3)
 
 
-@pytest.mark.parametrize("which", in_tiers(SIDES, ["ours", "installed"]))
+@pytest.mark.parametrize("which", in_tiers(SIDES, ["installed"]))
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_group_can_be_looked_up_in_a_graph(way: str, which: str) -> None:
     with fake_world(8, 5), side(which) as family:

@@ -212,7 +212,7 @@ def _operations(side_name: str, view: str) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("view", in_tiers(_VIEWS, ["whole", "flattened"]))
+@pytest.mark.parametrize("view", in_tiers(_VIEWS, ["flattened"]))
 def test_operations_over_meshes_and_submeshes(crew: Crew, view: str) -> None:
     assert len(_on_every_side(crew, _operations, view)[0]) == len(_OPERATIONS)
 

@@ -156,6 +156,7 @@ def _two_worlds(side_name: str, folder: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", in_tiers(["ours", "installed"], ["installed"]))
 def test_training_goes_on_in_a_second_world(crew: Crew, which: str, tmp_path: Path) -> None:
     losses, _ = train_alone()

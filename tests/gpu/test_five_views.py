@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers.all_reduce import expected_ranks, reached_by
 from helpers.at_platforms import at
 from helpers.platforms import World, world_at
+from helpers.tiers import in_tiers
 from meshverse import init_device_mesh
 from trainer_views import Degrees, count_process_groups, five_views
 
@@ -79,7 +80,7 @@ def _check(answers: list[dict[str, Any]]) -> None:
                 assert reached == {axis: expected[axis] for axis in reached}, (name, rank, device)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", in_tiers([2, 4, 8], [4]))
 @at("gloo", "gloo mixed", "nccl", "nccl bound", "nccl mixed", "nccl bound mixed")
 def test_every_axis_reduces_the_right_sum(
     world: World, run: Callable[..., list[Any]], size: int

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
@@ -81,7 +82,7 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
 @pytest.mark.parametrize(
     "lazy", [pytest.param(False, id="eager", marks=pytest.mark.long), pytest.param(True, id="lazy")]
 )
-@pytest.mark.parametrize("place", ["rendezvous", "creation", "connected"])
+@pytest.mark.parametrize("place", in_tiers(["rendezvous", "creation", "connected"], ["creation"]))
 def test_members_can_try_again_after_one_was_interrupted(
     crew: Crew, place: str, lazy: bool
 ) -> None:

@@ -221,7 +221,7 @@ _CASES = [
         ),
     ),
 ]
-_SHORT = ("sleeps", "orders_two_axes_otherwise")
+_SHORT = ("orders_two_axes_otherwise",)
 _PARAMETERS = [
     pytest.param(case, id=case.job, marks=() if case.job in _SHORT else pytest.mark.long)
     for case in _CASES

@@ -200,6 +200,7 @@ def _stuck_twice() -> list[str]:
     return lines.texts
 
 
+@pytest.mark.long
 def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> None:
     lines, others = crew.run(_stuck_twice, world_size=2)
     assert [line.partition("\n")[0] for line in lines if "gone on" not in line] == [

@@ -255,6 +255,7 @@ def check_generator(output: str, steps: int) -> None:
     assert "Rank 0 receives 0 B in each run" in output
 
 
+@pytest.mark.long
 def test_the_generator_has_the_trainers_weights(on_crew: Run) -> None:
     check_generator(on_crew(4, _RL, "--tp=2", "--steps=2", "--batch=2", "--new=4"), 2)
 

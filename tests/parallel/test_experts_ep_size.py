@@ -102,7 +102,7 @@ def _compare_gradients(model: nn.Module, alone: nn.Module) -> None:
         torch.testing.assert_close(seen.grad.full_tensor(), wanted.grad)
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("entrance", in_tiers(ENTRANCES, list(ENTRANCES)[::2]))
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_entrance_equals_one_process(crew: Crew, ranks: int, entrance: str) -> None:
     crew.run(_equals_one_process, ranks, entrance)
@@ -146,6 +146,7 @@ def _replicated(sizes: dict[str, int]) -> dict[str, int]:
     return dict(zip(axes, down.device_mesh.shape, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", in_tiers(REPLICAS, short=("experts over several",)))
 def test_experts_have_the_replicas_of_the_rest(crew: Crew, name: str) -> None:
     ranks, sizes, axes = REPLICAS[name]

@@ -138,5 +138,6 @@ def _train_split() -> None:
         torch.testing.assert_close(seen.full_tensor(), wanted)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_tensor_parallelism_splits_each(crew: Crew) -> None:
     crew.run(_train_split, 4)

@@ -179,9 +179,7 @@ def norms(norm_type: float) -> tuple[float, float, float]:
     return total.item(), expected.item(), largest_error(seen, wanted, floor=1e-2)[0]
 
 
-@pytest.mark.parametrize(
-    "norm_type", [pytest.param(1.0, marks=pytest.mark.long), 2.0, float("inf")]
-)
+@pytest.mark.parametrize("norm_type", in_tiers([1.0, 2.0, float("inf")], [2.0]))
 def test_norms_over_several_meshes_equal_one_process(crew: Crew, norm_type: float) -> None:
     for total, expected, wrong in crew.run(norms, 4, norm_type):
         # A norm sums over all elements, of which there are some thousands.

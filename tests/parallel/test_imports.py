@@ -61,6 +61,7 @@ def imported_by() -> Iterator[Callable[[str], set[str]]]:
         server.stdin.close()
 
 
+@pytest.mark.long
 def test_the_package_alone_imports_nothing(imported_by: Callable[[str], set[str]]) -> None:
     assert imported_by("import meshverse.parallel") == {"meshverse.parallel"}
 

@@ -11,6 +11,7 @@ from tiny_models import BOUND, batch
 from torch import nn
 
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse.parallel import (
@@ -115,7 +116,7 @@ def evaluate(virtual: int) -> tuple[list[float], list[float], list[bool], str]:
     )
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("virtual", in_tiers([1, 2], [1]))
 def test_evaluation_leaves_no_gradients(crew: Crew, virtual: int) -> None:
     answers = crew.run(evaluate, 4, virtual)
     for rank, (losses, expected, right, message) in enumerate(answers):
@@ -142,9 +143,7 @@ def summed(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss_of(whole, tokens)
 
 
-@pytest.mark.parametrize(
-    "norm_type", [pytest.param(1.0, marks=pytest.mark.long), 2.0, float("inf")]
-)
+@pytest.mark.parametrize("norm_type", in_tiers([1.0, 2.0, float("inf")], [2.0]))
 def test_norms_over_stages_equal_one_process(crew: Crew, norm_type: float) -> None:
     for seen, expected in crew.run(norms, 4, norm_type):
         assert seen == pytest.approx(expected, rel=BOUND)

@@ -67,14 +67,14 @@ def errors_of(cases: list[tuple[str, bool, bool]]) -> list[float | str]:
 DENSE = ["llama", "qwen3", "gemma2", "gemma3_text", "exaone4", "apertus"]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_dense_models_equal_one_process(crew: Crew, sequence_parallel: bool) -> None:
     cases = [(family, sequence_parallel, False) for family in DENSE]
     for errors in crew.run(errors_of, 2, cases):
         assert all(isinstance(error, float) and error < EXACT for error in errors), errors
 
 
-@pytest.mark.parametrize("ep", [False, True])
+@pytest.mark.parametrize("ep", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_models_with_experts_equal_one_process(
     crew: Crew, sequence_parallel: bool, ep: bool

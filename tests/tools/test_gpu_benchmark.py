@@ -11,6 +11,7 @@ from helpers.forked import SECONDS
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_is_measured_on_a_gpu_works_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(_BENCHMARKS)

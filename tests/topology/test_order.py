@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from helpers.tiers import in_tiers
 from meshverse import Topology
 from meshverse.topology import orders
 
@@ -73,7 +74,7 @@ _SMALL = [
 
 
 @pytest.mark.parametrize("searched_in_full", [True, False], ids=["in full", "by rule"])
-@pytest.mark.parametrize("nodes", _SMALL, ids=str)
+@pytest.mark.parametrize("nodes", in_tiers(_SMALL, _SMALL[::3]), ids=str)
 def test_no_order_of_a_small_world_is_cheaper(nodes, searched_in_full, monkeypatch) -> None:
     if not searched_in_full:  # then it is found as on larger worlds
         monkeypatch.setattr(orders, "_SEARCHED_IN_FULL", 0)

@@ -154,11 +154,7 @@ def _cases() -> Iterator[Any]:
     for cluster, topology in _CLUSTERS.items():
         for shape, names in _SHAPES[topology.world_size]:
             key = f"{cluster}: {dict(zip(names, shape, strict=True))}"
-            short = key in (
-                "a, b, b, a: {'shards': 2, 'tp': 2}",
-                "a, b, a, b: {'replicas': 2, 'shards': 2}",
-            )
-            marks = () if short else (pytest.mark.long,)
+            marks = () if key == "a, b, b, a: {'shards': 2, 'tp': 2}" else (pytest.mark.long,)
             yield pytest.param(topology, shape, names, id=key, marks=marks)
 
 

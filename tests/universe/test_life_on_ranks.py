@@ -107,6 +107,7 @@ def _resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.long
 def test_cycles_of_making_and_destroying_leave_nothing_behind(crew: Crew) -> None:
     for seen in crew.run(_many_cycles, 4, _CYCLES):
         assert seen["after"] == seen["before"]
