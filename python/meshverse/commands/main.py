@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import meshverse
 from meshverse.pictures.model import printable
@@ -14,6 +14,7 @@ from meshverse.report.environment import environment_report
 from .doctor_command import add_doctor
 from .hang_command import add_hang
 from .plan_command import add_plan
+from .run_command import add_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 where a check failed; 2 where the command cannot be done.
     """
-    status = 0
+    status: int | Callable[[], None] = 0
     try:
         try:
             status = _run(arguments)
@@ -39,10 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = "\n".join(map(printable, str(error).splitlines()))
         print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
         return 2
+    if callable(status):  # a program of the user's, whose errors are not ours
+        status()
+        return 0
     return status
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
     parser = argparse.ArgumentParser(
         prog="meshverse",
         description="Process meshes: see them before they run, check them where they run.",
@@ -52,6 +56,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_plan(commands)
     add_doctor(commands)
     add_hang(commands)
+    add_run(commands)
     commands.add_parser(
         "versions", help="what this environment is made of, for reports of defects"
     ).set_defaults(run=_print_versions)
@@ -59,7 +64,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if not hasattr(given, "run"):
         parser.print_help()
         return 2
-    status: int = given.run(given)
+    status: int | Callable[[], None] = given.run(given)
     return status
 
 

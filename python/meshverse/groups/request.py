@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap, rank_group
@@ -158,6 +160,25 @@ class RequestBuilder:
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
         """Return the request of an axis without options of its own."""
         return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
+
+    def of_all_ranks(
+        self, name: str, override: Override, timeout: timedelta | None, tag: str
+    ) -> GroupRequest:
+        """Return the request of one group of all ranks, with options of its own.
+
+        Args:
+            name: for `explain()` and c10d's descriptions.
+            override: backend and options object of the group.
+            timeout: of its operations; None for the one that is inherited.
+            tag: isolation tag; "" for none.
+
+        Raises:
+            ValueError: an options key cannot be made.
+        """
+        assert self._world is not None
+        defaults = self._defaults if timeout is None else replace(self._defaults, timeout=timeout)
+        options = GroupOptions.resolve(override, self._world.default_group, defaults).with_tag(tag)
+        return self.given(AxisLayout(self._rank_map.size), name, options)
 
     def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
         """Return the request that stands for a process group that the user made."""

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -294,6 +295,36 @@ class UniverseGroups:
             layout, axis_names, overrides, tags, preserve_rank_order, first
         )
         return self._get_or_make(requests, call, layout, first=first)
+
+    def need_all_ranks(self, override: Override) -> bool:
+        """Return whether all ranks of the default group make groups with these options together."""
+        backend = self._builder.of_all_ranks("", override, None, "").options.backend
+        world = self._world
+        return world.can_split(backend) or world.why_all_ranks(backend) is not None
+
+    def of_all_ranks(
+        self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str
+    ) -> compat.ProcessGroup | None:
+        """Return my group of all ranks here, made by now; None if this rank is not among them.
+
+        Args:
+            name: by which it is requested.
+            override: backend and options object of the group.
+            timeout: of its operations; None for that of the universe.
+            tag: isolation tag; "" for none.
+            call: what the user called, for messages.
+
+        Raises:
+            As `get_or_make`.
+        """
+        self.check_usable()
+        request = self._builder.of_all_ranks(name, override, timeout, tag)
+        layout = Layout.from_shape((self._rank_map.size,))
+        (use,) = self._get_or_make([request], call, layout)
+        if use.name is None:
+            return None
+        self.before_use(use.name)
+        return self.process_groups[use.name]
 
     def _get_or_make(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from meshverse.world.world import World
 
 from .groups import UniverseGroups
 from .meshes import UniverseMeshes
+from .plain_groups import group_of, group_of_mine
 from .registry import WorldUniverses, next_own_serial, note_universe
 from .suspension import GroupMemory, memory_stats, resume, suspend
 from .warm_up import WarmedUp, warm_up
@@ -207,6 +208,97 @@ class Universe:
         for groups in all_groups:
             groups.check_usable()
         return all_groups
+
+    def group(
+        self,
+        ranks: RankMap | torch.Tensor | ArrayLike,
+        *,
+        name: str = "group",
+        backend: str | None = None,
+        options: compat.BackendOptions | None = None,
+        timeout: timedelta | None = None,
+        isolate: str | None = None,
+    ) -> compat.ProcessGroup:
+        """Return the process group of a list of ranks, as `torch.distributed.new_group` makes one.
+
+        Made the first time, by its members only: no other rank has to call this. Mesh axes over the
+        same ranks with the same options have the same group, whichever comes first. `explain()`
+        lists it, and it ends with the universe. In a default group [whose groups all ranks make
+        together](../limits.md#groups-that-all-ranks-must-make-together), all ranks call this.
+
+        Args:
+            ranks: global ranks of this universe. The group has them in ascending order.
+            name: for `explain()`, errors, and c10d's description of the group.
+            backend: "nccl", "gloo", ...; by default that of the default group.
+            options: options object for the backend, such as `ProcessGroupNCCL.Options()`; by
+                default that of the universe.
+            timeout: of the group's operations; by default that of the universe.
+            isolate: tag, for a group of its own; see `meshverse.isolate`.
+
+        Returns:
+            The group. On a rank that is not in it `torch.distributed.GroupMember.NON_GROUP_MEMBER`,
+            with which torch's collectives warn and do nothing.
+
+        Raises:
+            ValueError: ranks that repeat, are negative or outside this universe; an unknown
+                backend; a timeout that is not positive; or a tag that is none.
+            TypeError: a timeout that is no timedelta, or options that are no options object.
+            RanksDifferError: its ranks are making groups with other options.
+            RuntimeError: this universe or its world has ended, or the group cannot be made.
+
+        Example:
+            >>> universe = meshverse.Universe(8)  # doctest: +SKIP
+            >>> pair = universe.group([0, 4], timeout=timedelta(minutes=2))  # doctest: +SKIP
+        """
+        return group_of(
+            *(self, ranks),
+            name=name,
+            backend=backend,
+            options=options,
+            timeout=timeout,
+            isolate=isolate,
+        )
+
+    def groups_of(
+        self,
+        lists: Iterable[torch.Tensor | ArrayLike],
+        *,
+        name: str = "group",
+        backend: str | None = None,
+        options: compat.BackendOptions | None = None,
+        timeout: timedelta | None = None,
+        isolate: str | None = None,
+    ) -> compat.ProcessGroup:
+        """Return the process group of this rank's list, of several: for loops over `new_group`.
+
+        Each rank makes its own group, with the other members; for the other lists it does no more
+        than read them. Arguments and errors as of `group`.
+
+        Args:
+            lists: of global ranks. A rank may be in one of them, or in none.
+            name: as of `group`.
+            backend: as of `group`.
+            options: as of `group`.
+            timeout: as of `group`.
+            isolate: as of `group`.
+
+        Returns:
+            As `group`.
+
+        Raises:
+            ValueError: this rank is in several lists; and as `group`.
+
+        Example:
+            >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
+        """
+        return group_of_mine(
+            *(self, lists),
+            name=name,
+            backend=backend,
+            options=options,
+            timeout=timeout,
+            isolate=isolate,
+        )
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -466,8 +558,19 @@ class Universe:
 
 
 _FOR_USERS = (
-    *("abort", "bind", "destroy", "draw", "explain", "memory_stats", "part", "parts", "rank"),
-    *("rank_map", "resume", "root", "size", "suspend", "topology", "warm_up"),
+    *("abort", "bind", "destroy", "draw", "explain", "group", "groups_of", "memory_stats"),
+    *(
+        "part",
+        "parts",
+        "rank",
+        "rank_map",
+        "resume",
+        "root",
+        "size",
+        "suspend",
+        "topology",
+        "warm_up",
+    ),
 )
 
 

@@ -1,0 +1,153 @@
+"""A Python program, run in this process as the interpreter would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+# What starts the ranks of a job as programs of their own, and how each starts them under Meshverse.
+_TORCHRUN = "torchrun ... -m meshverse run train.py"
+_LAUNCHERS = {
+    "torch.distributed.run": _TORCHRUN,
+    "torch.distributed.launch": _TORCHRUN,
+    "torchrun": _TORCHRUN,
+    "accelerate": "accelerate launch ... -m meshverse run train.py",
+    "accelerate.commands.launch": "accelerate launch ... -m meshverse run train.py",
+    "deepspeed": "deepspeed --module meshverse run train.py",
+    "deepspeed.launcher.runner": "deepspeed --module meshverse run train.py",
+}
+
+
+class Program:
+    """A program that is ready to run: a script, a folder or archive with a `__main__`, or a module.
+
+    Args:
+        name: path of the script, folder or archive; or, with `is_module`, a module's name.
+        arguments: that follow it on the command line.
+        is_module: whether it is a module, as of `python -m`.
+
+    Raises:
+        ValueError: it is not there, or it starts the ranks of a job by itself.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:
+        launcher = _LAUNCHERS.get(name if is_module else Path(name).name)
+        if launcher is not None:
+            raise ValueError(
+                f"{name} starts each rank as a program of its own, which would be without "
+                f"Meshverse. Have it start Meshverse: {launcher}"
+            )
+        self._name, self._arguments = name, list(arguments)
+        self._main = ModuleType("__main__")
+        self._code: CodeType | None = None
+        self._find: Callable[[], CodeType]
+        self._is_archive = False
+        if is_module:
+            self._folder = os.getcwd()
+            self._find = self._load_module
+        elif _has_main(name):
+            self._folder, self._is_archive = os.path.abspath(name), True
+            self._find = self._load_archive
+        else:
+            if not os.access(name, os.R_OK):
+                Path(name).open("rb").close()  # raises
+            self._folder = str(Path(name).resolve().parent)
+            self._find = self._load_script
+
+    def load(self) -> None:
+        """Enter it as `__main__`, with its arguments and its folder first on the module path.
+
+        Raises:
+            ValueError: there is no such module, or it has no Python code.
+            SyntaxError: of the program.
+        """
+        sys.argv[:] = [self._name, *self._arguments]
+        # Under -I, -P or PYTHONSAFEPATH, and only then, nothing of ours is at the first place.
+        if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+            del sys.path[0]
+            sys.path.insert(0, self._folder)
+        elif self._is_archive:
+            sys.path.insert(0, self._folder)
+        sys.modules["__main__"] = self._main
+        with self._as_python_shows_it():
+            self._code = self._find()
+
+    def run(self) -> None:
+        """Run it, once it is loaded.
+
+        Raises:
+            Whatever the program does. If nothing handles it, Python shows the program's own frames.
+        """
+        assert self._code is not None
+        with self._as_python_shows_it():
+            exec(self._code, vars(self._main))
+
+    @contextlib.contextmanager
+    def _as_python_shows_it(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            sys.excepthook = self._without_our_frames(sys.excepthook)
+            raise
+
+    def _without_our_frames(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def show(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            while trace is not None and trace.tb_frame.f_globals is not vars(self._main):
+                trace = trace.tb_next
+            hook(kind, error.with_traceback(trace), trace)
+
+        return show
+
+    # --- the code of a program ------------------------------------------------------------------
+
+    def _load_script(self) -> CodeType:
+        path = os.path.abspath(self._name)
+        loader = SourceFileLoader("__main__", path)
+        self._main.__file__, self._main.__loader__ = path, loader
+        self._main.__dict__["__cached__"] = None
+        return loader.source_to_code(loader.get_data(path), path)
+
+    def _load_archive(self) -> CodeType:
+        return self._load_from(PathFinder.find_spec("__main__", [self._folder]), "__main__")
+
+    def _load_module(self) -> CodeType:
+        name = self._name
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                name += ".__main__"
+                spec = importlib.util.find_spec(name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"No module named {self._name!r} was found to run: {type(error).__name__}: {error}"
+            ) from error
+        code = self._load_from(spec, name)
+        sys.argv[0] = self._main.__file__ or name
+        return code
+
+    def _load_from(self, spec: ModuleSpec | None, name: str) -> CodeType:
+        get_code = getattr(None if spec is None else spec.loader, "get_code", None)
+        code: CodeType | None = None if get_code is None else get_code(name)
+        if spec is None or code is None:
+            raise ValueError(f"No module named {name!r} with Python code was found to run.")
+        self._main.__file__, self._main.__loader__ = spec.origin, spec.loader
+        self._main.__package__, self._main.__spec__ = spec.parent, spec
+        self._main.__dict__["__cached__"] = spec.cached
+        return code
+
+
+def _has_main(path: str) -> bool:
+    """Return whether a path is a folder or an archive, which Python runs by its `__main__`."""
+    importer = pkgutil.get_importer(path)
+    return importer is not None and PathFinder.find_spec("__main__", [path]) is not None

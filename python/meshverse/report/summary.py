@@ -1,0 +1,48 @@
+"""What the process groups of several universes come to, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshverse.wording import counted, in_bytes, rank_list
+
+from .explain import Explanation
+
+_SHOWN = 5  # process groups that several axes are on
+
+
+def in_numbers(explanations: Iterable[Explanation]) -> str:
+    """Return how many process groups were requested, created and saved, as one sentence each."""
+    all_of_them = list(explanations)
+    requested = sum(each.requested for each in all_of_them)
+    created = sum(each.created for each in all_of_them)
+    planned = sum(each.planned for each in all_of_them)
+    saved_bytes = sum(each.saved_bytes for each in all_of_them)
+    text = (
+        f"Requested {counted(requested, 'process group')}: {created} created, "
+        + (f"{planned} planned (lazy), " if planned else "")
+        + f"{requested - created - planned} reused. "
+        f"Saved: {sum(each.avoided for each in all_of_them)}"
+    )
+    return text + (f" (about {in_bytes(saved_bytes)} of device memory)." * bool(saved_bytes) or ".")
+
+
+def what_queues(explanations: Iterable[Explanation]) -> list[str]:
+    """Return a line for each process group that several axes are on; the default group is left out.
+
+    Collectives on one communicator run one after the other.
+    """
+    axes: dict[str, dict[str, None]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for explanation in explanations:
+        for group in explanation.groups:
+            if group.name is not None and len(group.ranks) > 1:
+                axes.setdefault(group.name, {}).update(dict.fromkeys(group.requests))
+                ranks[group.name] = group.ranks
+    lines = [
+        f"{' and '.join(names)} (ranks {rank_list(ranks[name])})"
+        for name, names in axes.items()
+        if len(names) > 1
+    ]
+    left_out = len(lines) - _SHOWN
+    return lines if left_out <= 0 else [*lines[:_SHOWN], f"and {left_out} more"]

@@ -1,0 +1,82 @@
+"""Process groups of plain lists of ranks, which no mesh axis has to be along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshverse import _torch_compat as compat
+from meshverse._core import RankMap
+from meshverse.layouts.user_input import ArrayLike, read_rank_map
+from meshverse.options.group_options import Override, check_timeout, normalize_override
+from meshverse.options.isolation import normalize_tags
+from meshverse.wording import rank_list
+
+if TYPE_CHECKING:
+    from .universe import Universe
+
+# Of ranks that are not in a group, as `torch.distributed.new_group` has it.
+_OF_OTHERS: Any = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def group_of(
+    universe: Universe,
+    ranks: RankMap | torch.Tensor | ArrayLike,
+    *,
+    name: str,
+    backend: str | None,
+    options: compat.BackendOptions | None,
+    timeout: timedelta | None,
+    isolate: str | None,
+) -> compat.ProcessGroup:
+    """Return the process group of these ranks; see `Universe.group`."""
+    rank_map = (ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)).sorted()
+    override = read_override(backend, options)
+    if timeout is not None:
+        check_timeout(timeout)
+    tag = "".join(normalize_tags(isolate, None, 1))
+    universe.groups.check_usable()
+    universe.check_has(rank_map)
+    group = None
+    if rank_map.position_of(universe.rank) is not None or universe.groups.need_all_ranks(override):
+        groups = universe.part(rank_map).groups
+        group = groups.of_all_ranks(name, override, timeout, tag, call=f"universe.group {name!r}")
+    return _OF_OTHERS if group is None else group
+
+
+def group_of_mine(
+    universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
+) -> compat.ProcessGroup:
+    """Return the process group of the list with this rank; see `Universe.groups_of`."""
+    all_lists = [each.tolist() if hasattr(each, "tolist") else list(each) for each in lists]
+    mine = [ranks for ranks in all_lists if universe.rank in ranks]
+    if len(mine) > 1:
+        raise ValueError(
+            f"Rank {universe.rank} is in {len(mine)} of these lists, such as "
+            f"[{rank_list(sorted(mine[0]))}] and [{rank_list(sorted(mine[1]))}]: groups_of returns "
+            "one group. Call universe.group(ranks) for each list."
+        )
+    backend, options = arguments.get("backend"), arguments.get("options")
+    if universe.groups.need_all_ranks(read_override(backend, options)):
+        made = [universe.group(ranks, **arguments) for ranks in all_lists]
+        return next((one for one in made if one is not _OF_OTHERS), _OF_OTHERS)
+    return universe.group(mine[0], **arguments) if mine else _OF_OTHERS
+
+
+def read_override(backend: str | None, options: compat.BackendOptions | None) -> Override:
+    """Return what is given for a group as an override.
+
+    Raises:
+        TypeError: the options are no options object.
+        ValueError: the backend is unknown.
+    """
+    if options is not None and not compat.is_backend_options(options):
+        raise TypeError(
+            f"options={options!r} of type {type(options).__name__}: give an options object of the "
+            "group's backend, such as ProcessGroupNCCL.Options()."
+        )
+    return normalize_override((backend, options))
