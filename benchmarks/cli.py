@@ -40,6 +40,7 @@ SUITES = [
     "store",
     "waiting",
     "hang",
+    "rank_lists",
     "memory",
     "one_graph",
     "experts",

@@ -52,7 +52,8 @@ def group_of_mine(
     universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
 ) -> compat.ProcessGroup:
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
-    all_lists = [each.tolist() if hasattr(each, "tolist") else list(each) for each in lists]
+    # Lists are not copied: there may be as many as ranks.
+    all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
     mine = [ranks for ranks in all_lists if universe.rank in ranks]
     if len(mine) > 1:
         raise ValueError(
@@ -65,6 +66,11 @@ def group_of_mine(
         made = [universe.group(ranks, **arguments) for ranks in all_lists]
         return next((one for one in made if one is not _OF_OTHERS), _OF_OTHERS)
     return universe.group(mine[0], **arguments) if mine else _OF_OTHERS
+
+
+def _listed(ranks: Any) -> list[int]:
+    listed: list[int] = ranks.tolist() if hasattr(ranks, "tolist") else list(ranks)
+    return listed
 
 
 def read_override(backend: str | None, options: compat.BackendOptions | None) -> Override:
