@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from .agreement import RanksDifferError
+from .connection import Connection, connect
 from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
 from .dropin import install, installed, uninstall
 from .hang.watch import Hang, Watch, watch, watch_by_environment
@@ -48,6 +49,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Connection",
     "DeviceMesh",
     "Explanation",
     "GroupExplanation",
@@ -58,6 +60,7 @@ __all__ = [
     "Universe",
     "Watch",
     "__version__",
+    "connect",
     "init_device_mesh",
     "init_mesh_partition",
     "install",

@@ -19,6 +19,7 @@ from .creation import (
     create_by_all,
     create_by_members,
     create_by_split,
+    create_connected,
     find_interrupted,
     is_of_other_ranks,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "create_by_all",
     "create_by_members",
     "create_by_split",
+    "create_connected",
     "creation_blocks",
     "current_default_group",
     "default_backend",

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .backends import by_device, split_devices
-from .groups import Ranks, find_group
+from .groups import Ranks, current_default_group, find_group
 from .options import options_of, options_timeout
 from .private_names import BackendOptions, ProcessGroup, c10d
 
@@ -222,3 +222,52 @@ def create_by_all(
 def is_of_other_ranks(error: RuntimeError) -> bool:
     """Whether c10d could not reach other ranks, or else refused what this rank asked for."""
     return isinstance(error, dist.DistError) or "connectFullMesh failed" in str(error)
+
+
+def create_connected(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    backend: str,
+    backend_options: BackendOptions | None,
+    timeout: timedelta,
+    name: str,
+    description: str,
+) -> ProcessGroup:
+    """Create a process group with processes that have another default group, or none.
+
+    Ranks in it are numbered by themselves, for every function of torch.distributed that takes one.
+
+    Args:
+        store: that all of its processes can reach.
+        rank: of this process in the group.
+        size: number of processes.
+        backend: backend string of the group.
+        backend_options: options object that c10d may keep and write to, or None.
+        timeout: of the group's operations.
+        name: unique among the groups there are, the same in all processes.
+        description: shown in c10d's logs.
+    """
+    default_group = current_default_group()
+    device = None if default_group is None else default_group.bound_device_id
+    try:
+        if device is not None:  # c10d would split a default group that is bound
+            default_group.bound_device_id = None  # type: ignore[union-attr]
+        group, _ = c10d._new_process_group_helper(
+            size,
+            rank,
+            [],  # as of a default group: not ranks of this process's own
+            backend,
+            store,
+            name,  # type: ignore[arg-type]
+            backend_options=backend_options,
+            timeout=timeout,
+            group_desc=description,
+        )
+    finally:
+        if device is not None:
+            default_group.bound_device_id = device  # type: ignore[union-attr]
+    assert isinstance(group, ProcessGroup)
+    c10d._world.pg_group_ranks[group] = Ranks(zip(range(size), range(size), strict=True))
+    return group

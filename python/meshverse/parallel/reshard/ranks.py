@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import Connection, DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
 
@@ -22,40 +23,71 @@ _Answer = TypeVar("_Answer")
 class MoveGroup:
     """A process group of one move's own, so that it never queues behind other collectives.
 
-    All of its ranks create it together, and all of them close it.
+    All of its ranks create it together, and all of them close it. Over a connection, it is the
+    connection's, which stays, and ranks are those of the connection.
 
     Args:
         function: what the user called, for messages.
         name: of the move. All ranks give the same.
         ranks: global ranks of the group; by default all ranks of the default group.
         timeout: of group creation and of every collective; by default that of the default group.
+        connection: whose processes move tensors, if these are in several worlds.
 
     Attributes:
         label: the function and the name.
         ranks: global ranks, ascending.
         rank: this process's global rank.
+        world_size: number of ranks that a mesh could have.
+        connection: see above.
     """
 
     def __init__(
+        self,
+        function: str,
+        name: str,
+        ranks: Sequence[int] | None,
+        timeout: timedelta | None,
+        connection: Connection | None = None,
+    ) -> None:
+        self.label = f"{function}(name={name!r})" if name else function
+        self.connection, self._wrong = connection, ""
+        self._mesh: DeviceMesh | None = None
+        self._key: tuple[int, tuple[int, ...], str, int] | None = None
+        if connection is None:
+            self._create(function, name, ranks, timeout)
+            return
+        if not isinstance(connection, Connection):
+            raise TypeError(
+                f"{function}(group={connection!r:.80}) of type {type(connection).__name__}: give "
+                "what meshverse.connect() returns. Moves in one world make a group of their own."
+            )
+        if ranks is not None or timeout is not None:
+            raise ValueError(
+                f"{function}(group=...): ranks and timeout are those of the connection. Leave out "
+                "ranks= and timeout=."
+            )
+        self.rank, self.world_size = connection.rank, connection.size
+        self.ranks = tuple(range(connection.size))
+        _ = connection.group  # raises if it is closed
+
+    def _create(
         self, function: str, name: str, ranks: Sequence[int] | None, timeout: timedelta | None
     ) -> None:
         if dist.get_backend() == "fake":
             raise RuntimeError(
                 f"{function}: the backend 'fake' exchanges nothing between ranks. Use another one."
             )
-        self.label = f"{function}(name={name!r})" if name else function
-        self.rank = dist.get_rank()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.ranks = _read_ranks(function, ranks, self.rank)
         is_timeout = isinstance(timeout, timedelta) and timeout > timedelta(0)
         self._wrong = "" if is_timeout or timeout is None else f"timeout={timeout!r}"
-        self._mesh: DeviceMesh | None = None
         # The lowest number that no open move of these ranks and this name has. It isolates the
         # groups of moves that are open at the same time, which are the same on all ranks. A number
         # of all builds would not be, as builds may fail on some ranks only.
         with _lock:
             keys = ((self.rank, self.ranks, name, number) for number in itertools.count())
-            self._key = next(key for key in keys if key not in _open or not _open[key].is_open())
-            _open[self._key] = self
+            key = next(key for key in keys if key not in _open or not _open[key].is_open())
+            self._key, _open[key] = key, self
         # The type of device that the default group is for, the CPU if it is among several.
         types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
         try:
@@ -65,7 +97,7 @@ class MoveGroup:
                     (len(self.ranks),),
                     mesh_dim_names=("reshard",),
                     ranks=list(self.ranks),
-                    isolate=f"reshard {self._key[-1]} {name}".rstrip(),
+                    isolate=f"reshard {key[-1]} {name}".rstrip(),
                     timeout=timeout if is_timeout else None,
                     check_consistency=False,  # a mismatch of meshes is final, one of moves is not
                 )
@@ -81,12 +113,16 @@ class MoveGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group. Who keeps it keeps the port of the default group's store open."""
+        if self.connection is not None:
+            return self.connection.group
         if self._mesh is None:
             raise RuntimeError(f"{self.label}: its process group was closed.")
         return self._mesh.get_group()
 
     def is_open(self) -> bool:
         """Whether the group can be used, or is being created."""
+        if self.connection is not None:
+            return self.connection.is_open
         try:
             return self._mesh is None or self._mesh.get_group() is not None
         except RuntimeError:
@@ -157,10 +193,14 @@ class MoveGroup:
                 dist.broadcast_object_list(reasons, src=rank, group=self.group)
         return rank, reasons[0]
 
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Use the group alone; RuntimeError if another move of this process uses it."""
+        return contextlib.nullcontext() if self.connection is None else self.connection.in_use()
+
     def close(self) -> None:
-        """Free the group. A second call does nothing."""
+        """Free the group, unless it is a connection's. A second call does nothing."""
         with _lock:
-            if _open.get(self._key) is self:
+            if self._key is not None and _open.get(self._key) is self:
                 del _open[self._key]
         mesh, is_open, self._mesh = self._mesh, self.is_open(), None
         if mesh is not None and is_open:

@@ -9,21 +9,30 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import Self
 
-from meshverse import Topology
+from meshverse import Connection, Topology
 from meshverse import _torch_compat as compat
 from meshverse._core import shard_shape
 
 from .exchange import Exchange
 from .plan import Traffic, plan_of, transfers_of
 from .ranks import MoveGroup, in_words
-from .sides import Description, Piece, Rename, Side, describe, read_side, renamed, shard_coordinates
+from .sides import (
+    Description,
+    Piece,
+    Rename,
+    Side,
+    describe,
+    nodes_of,
+    read_side,
+    renamed,
+    shard_coordinates,
+)
 
 Tensors = Mapping[str, Tensor | Piece]
 
@@ -65,9 +74,12 @@ class Reshard:
             ranks.
         timeout: how long to wait for other ranks, here and in each run; by default that of the
             default process group. The same on all ranks.
+        group: what `meshverse.connect` returned, to move tensors between worlds. All processes of
+            the connection call this, each with tensors on meshes of its own world, and `ranks`,
+            timeouts and peers are those of the connection. One move at a time runs over it.
 
     Attributes:
-        ranks: global ranks that call it, ascending.
+        ranks: global ranks that call it, ascending; with `group`, those of the connection.
 
     Raises:
         TypeError: no dict of tensors, or tensors of a kind that cannot be moved.
@@ -93,11 +105,13 @@ class Reshard:
         buffer_bytes: int = 64 * _MIB,
         topology: Topology | None = None,
         timeout: timedelta | None = None,
+        group: Connection | None = None,
     ) -> None:
         def read() -> dict[str, Side | None]:
-            return read_sides(renamed(source, rename), target)
+            return read_sides(renamed(source, rename), target, group)
 
-        self._build(MoveGroup("Reshard", name, ranks, timeout), read, buffer_bytes, topology)
+        of_ranks = MoveGroup("Reshard", name, ranks, timeout, group)
+        self._build(of_ranks, read, buffer_bytes, topology)
 
     @classmethod
     def _over(cls, group: MoveGroup, read: Callable[[], dict[str, Side | None]]) -> Self:
@@ -123,13 +137,18 @@ class Reshard:
             if compat.is_faking():
                 raise TypeError(f"Reshard: {_FAKING}")
             self._sides = read()
-            description, self._contents = describe(self._sides, buffer_bytes, topology)
+            nodes = nodes_of(topology, group.world_size)
+            if topology is None and group.connection is not None:
+                nodes = group.connection.nodes
+            description, self._contents = describe(self._sides, buffer_bytes, nodes)
             return description
 
         try:
-            described = dict(zip(self.ranks, group.gather(describe_own), strict=True))
-            contents = group.share(self._contents, [each.digests for each in described.values()])
-            group.gather(lambda: self._make_plan(described, contents))
+            with group.in_use():
+                described = dict(zip(self.ranks, group.gather(describe_own), strict=True))
+                digests = [each.digests for each in described.values()]
+                contents = group.share(self._contents, digests)
+                group.gather(lambda: self._make_plan(described, contents))
         except BaseException:
             group.close()
             raise
@@ -140,8 +159,8 @@ class Reshard:
         node_sizes = {each.node_size for each in described.values()}
         node_size = own.node_size if len(node_sizes) == 1 else 1  # else only a topology tells
         transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
-        world_size = dist.get_world_size()
-        self._plan = plan_of(transfers, self._group.rank, world_size, own.buffer_bytes, *nodes)
+        ranks = self._group.rank, self._group.world_size
+        self._plan = plan_of(transfers, *ranks, own.buffer_bytes, *nodes)
         self._n_tensors = len({transfer.name for transfer in transfers.all})
         # Messages are packed on the one type of device that all tensors are on, else on the CPU.
         types = {each for description in described.values() for each in description.device_types}
@@ -181,12 +200,18 @@ class Reshard:
         if self._why_broken or self._exchange is None:
             raise RuntimeError(self._why_broken)
         if not self._group.is_open():
+            if self._group.connection is not None:
+                _ = self._group.group  # raises
             raise RuntimeError(
                 f"{self._group.label}: the default process group in which this move was built is "
                 "gone. Build the move again after init_process_group()."
             )
+        with self._group.in_use():
+            self._run_alone(self._exchange)
+
+    def _run_alone(self, exchange: Exchange) -> None:
         self._runs += 1
-        change = _FAKING if compat.is_faking() else self._exchange.find_change()
+        change = _FAKING if compat.is_faking() else exchange.find_change()
         with self._breaking("did not begin, as a rank has ended or did not call it", _UNTOUCHED):
             rank, reason = self._group.find_reason(change, self._device)
         if reason:
@@ -194,7 +219,7 @@ class Reshard:
                 f"{self._group.label}: rank {rank} cannot run: {reason} {_UNTOUCHED}"
             )
         with self._breaking("failed while data was exchanged", _TORN):
-            self._exchange.run(self._group.group)
+            exchange.run(self._group.group)
 
     @contextlib.contextmanager
     def _breaking(self, what: str, state: str) -> Iterator[None]:
@@ -214,7 +239,10 @@ class Reshard:
         return Traffic(self._plan, self._group.rank, self._wanted_bytes)
 
     def close(self) -> None:
-        """Free the process group of this move. All its ranks call it; none runs it afterwards."""
+        """Free the process group of this move. All its ranks call it; none runs it afterwards.
+
+        A connection stays open.
+        """
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
@@ -234,9 +262,13 @@ class Reshard:
         return f"Reshard({self._n_tensors} tensors, {in_words(self.ranks)}, {state})"
 
 
-def read_sides(source: Tensors | None, target: Tensors | None) -> dict[str, Side | None]:
+def read_sides(
+    source: Tensors | None, target: Tensors | None, connection: Connection | None = None
+) -> dict[str, Side | None]:
     """Return both sides, as `read_side` reads them."""
-    return {"source": read_side(source, "source"), "target": read_side(target, "target")}
+    given = {"source": source, "target": target}
+    rank_of = None if connection is None else connection.rank_of
+    return {name: read_side(tensors, name, rank_of) for name, tensors in given.items()}
 
 
 def _check_settings(described: Mapping[int, Description]) -> None:

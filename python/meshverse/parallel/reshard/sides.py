@@ -160,7 +160,7 @@ class Description(NamedTuple):
 
 
 def describe(
-    sides: Mapping[str, Side | None], buffer_bytes: int, topology: Topology | None
+    sides: Mapping[str, Side | None], buffer_bytes: int, nodes: tuple[int, ...] | None
 ) -> tuple[Description, dict[str, Any]]:
     """Return the description of this rank, and the contents that it refers to, by digest."""
     if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int):
@@ -183,19 +183,25 @@ def describe(
             described[name] = SideDescription(digest(content), digest(orders), side.firsts)
     types = {each.device.type for side in sides.values() if side for each in side.tensors.values()}
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    node_size = int(local) if local.isdecimal() and topology is None else 1
-    nodes = digest(_nodes_of(topology))
-    return Description(described, sorted(types), buffer_bytes, max(node_size, 1), nodes), contents
+    node_size = int(local) if local.isdecimal() and nodes is None else 1
+    settings = buffer_bytes, max(node_size, 1), digest(nodes)
+    return Description(described, sorted(types), *settings), contents
 
 
-def _nodes_of(topology: Topology | None) -> tuple[int, ...] | None:
+def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
+    """Return the node of each rank, where a topology of this many ranks is given.
+
+    Raises:
+        TypeError: it is no topology.
+        ValueError: it has no nodes, or another number of ranks.
+    """
     if topology is None:
         return None
     if not isinstance(topology, Topology):
         raise TypeError(
             f"topology={topology!r:.80} of type {type(topology).__name__}: give a Topology."
         )
-    level, size = topology.level("node"), dist.get_world_size()
+    level = topology.level("node")
     if level is None or topology.world_size != size:
         raise ValueError(
             f"topology={topology!r} of {topology.world_size} ranks: give one with nodes, of the "
@@ -228,8 +234,18 @@ def renamed(
     return {new: source[old] for new, old in old_names.items()}
 
 
-def read_side(tensors: Mapping[str, Tensor | Piece] | None, what: str) -> Side | None:
-    """Return the tensors of one side that are on this rank; None where it has no part."""
+def read_side(
+    tensors: Mapping[str, Tensor | Piece] | None,
+    what: str,
+    rank_of: Callable[[int], int] | None = None,
+) -> Side | None:
+    """Return the tensors of one side that are on this rank; None where it has no part.
+
+    Args:
+        tensors: by name.
+        what: the side, for messages.
+        rank_of: gives the rank by which others know a rank of this world, if that is another.
+    """
     if tensors is None:
         return None
     if not isinstance(tensors, Mapping):
@@ -243,7 +259,25 @@ def read_side(tensors: Mapping[str, Tensor | Piece] | None, what: str) -> Side |
         if not isinstance(name, str):
             raise TypeError(f"{what} has the name {name!r} of type {type(name).__name__}: give str")
         _add(side, meshes, name, tensor, f"{what} {name!r}")
+    if rank_of is not None:
+        pairs = [_renumbered(*pair, rank_of) for pair in zip(side.grids, side.firsts, strict=True)]
+        side.grids, side.firsts = [grid for grid, _ in pairs], [first for _, first in pairs]
     return side if side.specs else None
+
+
+def _renumbered(grid: Grid, first: int, rank_of: Callable[[int], int]) -> tuple[Grid, int]:
+    """Return a grid and its first rank with every rank under another number."""
+    ranks = grid.ranks
+    if ranks is None:
+        positions = grid.layout.collapse()
+        ranks = tuple(first + positions(place) for place in range(positions.size))
+    renumbered = tuple(rank_of(rank) for rank in ranks)
+    offset = renumbered[0] - ranks[0]
+    if grid.ranks is None and all(
+        new - old == offset for new, old in zip(renumbered, ranks, strict=True)
+    ):
+        return grid, first + offset
+    return Grid(Layout.from_shape(grid.layout.shape), renumbered), 0
 
 
 def _add(side: Side, meshes: dict[int, int], name: str, given: Tensor | Piece, what: str) -> None:

@@ -1,0 +1,398 @@
+"""Process groups across worlds: between jobs that have a default process group each.
+
+Example: a trainer of 4 ranks and an engine of 2, each started by a command of its own, connect as
+ranks 0 to 3 and 4 to 5. `Reshard(..., group=connection)` then moves weights from one to the other.
+Neither default group is touched.
+
+All processes meet in a store, in rounds. A rank joins the current round under its number and counts
+itself. When all are counted, the round is complete, and c10d makes the group. A rank that gives up,
+or finds its number taken by an earlier attempt of its own, ends the round; those that wait in it
+join the next one. So a side that comes late, or again, finds everybody in the same round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from meshverse import _torch_compat as compat
+from meshverse.options.group_options import check_timeout
+from meshverse.wording import rank_ranges
+from meshverse.world.world import World
+
+_SHOWN = 8  # missing ranks that an error looks for
+_LOOKS_A_SECOND = 10_000  # that all waiting processes together ask of the store
+_random = random.Random()  # of its own: Python's global one is the user's
+
+
+def connect(
+    name: str,
+    store: dist.Store | str,
+    *,
+    rank: int,
+    size: int,
+    backend: str | None = None,
+    options: compat.BackendOptions | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Connection:
+    """Create a process group of processes that may have different default groups, or none.
+
+    All `size` processes call this with the same arguments but for `rank`, in any order.
+
+    Args:
+        name: of the connection. Connections that share a store have different names.
+        store: that all of them reach; or "host:port", where rank 0 then starts one, which lasts as
+            long as its process.
+        rank: of this process in the connection: 0, 1, ... in any order of the jobs.
+        size: number of processes.
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; by default the last one where there are
+            CUDA devices, else gloo.
+        options: options object for the backend.
+        timeout: how long to wait for the others here, and in every operation of the group.
+
+    Raises:
+        ValueError: arguments that cannot be, that differ from those of other processes, or a rank
+            that another live process has; a connection of this name is open here.
+        TypeError: no store or address, no timedelta, no options object.
+        RuntimeError: processes did not come in time, named by their ranks; the store is out of
+            reach; or c10d could not connect them.
+
+    Example:
+        >>> trainer = meshverse.connect(
+        ...     "weights", "10.0.0.1:29700", rank=dist.get_rank(), size=6
+        ... )  # doctest: +SKIP
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"connect(rank={rank}, size={size}): ranks run from 0 to size - 1.")
+    if not name:
+        raise ValueError(f"connect({name!r}): give a name, the same in all processes.")
+    check_timeout(timeout)
+    if options is not None and not compat.is_backend_options(options):
+        raise TypeError(
+            f"options={options!r} of type {type(options).__name__}: give an options object of the "
+            "backend, such as ProcessGroupNCCL.Options()."
+        )
+    if backend is None:
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+    compat.check_backend(backend)
+    with _lock:
+        if name in _open:
+            raise ValueError(
+                f"A connection {name!r} is open in this process. close() it first, or give this "
+                "one another name."
+            )
+        _open.add(name)
+    try:
+        rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
+        number = rounds.join(f"{size} processes, backend {backend}")
+        return Connection(name, rounds.store, number, rank, size, backend, options, timeout)
+    except BaseException:
+        with _lock:
+            _open.discard(name)
+        raise
+
+
+# By address, kept until the process ends: when rank 0 gives up, others still read why.
+_hosted: dict[str, dist.Store] = {}
+_open: set[str] = set()  # names of the connections of this process
+_lock = threading.Lock()
+
+
+def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    if isinstance(store, dist.Store):
+        return store
+    if not isinstance(store, str):
+        raise TypeError(
+            f"connect(store={store!r:.80} of type {type(store).__name__}): give a store of "
+            'torch.distributed, or "host:port".'
+        )
+    host, colon, port = store.removeprefix("tcp://").rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"connect(store={store!r}): give an address as host:port, with a number.")
+    try:
+        found = dist.TCPStore(
+            *(host.strip("[]"), int(port), size, rank == 0, timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        if rank == 0:
+            _hosted.setdefault(store, found)
+        return found
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"connect(rank={rank}): no store answered at {store} within {timeout}. The process of "
+            f"rank 0 starts it there, when it connects: {str(error).splitlines()[0]}"
+        ) from error
+
+
+class _Rounds:
+    """The rounds in which the processes of one connection meet in a store."""
+
+    def __init__(
+        self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        self._name, self._rank, self._size, self._timeout = name, rank, size, timeout
+        self.store = dist.PrefixStore(f"meshverse connection {name}", store)
+        # Of this attempt, and of this process.
+        self._attempt, self._process = os.urandom(8).hex(), f"{socket.gethostname()}:{os.getpid()}"
+
+    def join(self, settings: str) -> int:
+        """Return the number of a round that all processes have joined.
+
+        Raises:
+            ValueError: other processes have other settings, or another live one has this rank.
+            RuntimeError: some processes did not come in time, or the store is out of reach.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        taken_by = ""
+        try:
+            while True:
+                number = self._current()
+                found = self._write(f"{number} settings", settings)
+                if found != settings:
+                    self._refuse(
+                        number,
+                        f"rank {self._rank} has {settings}, and others have {found}. Give the same "
+                        "in all processes.",
+                    )
+                holder = self._write(f"{number} {self._rank}", f"{self._attempt} {self._process}")
+                if not holder.startswith(self._attempt):
+                    who = holder.partition(" ")[2]
+                    if who == taken_by != self._process:
+                        self._refuse(
+                            number,
+                            f"processes {who} and {self._process} (as host:pid) both have rank "
+                            f"{self._rank}. Give each a rank of its own.",
+                        )
+                    taken_by = who
+                    self._end(number)
+                    continue
+                self.store.add(f"{number} count", 1)
+                if self._wait(number, deadline):
+                    self._end(number)  # the next call is for the next round
+                    return number
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"connect({self._name!r}): rank {self._rank} lost the store, which ends with the "
+                f"process that hosts it: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _refuse(self, number: int, why: str) -> NoReturn:
+        """Raise ValueError here, and in all that wait in this round."""
+        self._write(f"{number} error", why)
+        self.store.set("refused", f"{number} {why}")
+        self._end(number)
+        raise ValueError(f"connect({self._name!r}): {why}")
+
+    def _why_refused(self, number: int) -> str:
+        key = f"{number} error"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _lately_refused(self, number: int) -> str:
+        if not self.store.check(["refused"]):
+            return ""
+        refused, _, why = self.store.get("refused").decode().partition(" ")
+        # Each process of an attempt ends one round at most.
+        return why if int(refused) + self._size >= number else ""
+
+    def _current(self) -> int:
+        return int(self._write("round", "0"))
+
+    def _end(self, number: int) -> None:
+        self.store.compare_set("round", str(number), str(number + 1))
+
+    def _write(self, key: str, text: str) -> str:
+        """Write the text of a key, unless it has one; return the one it has."""
+        found: bytes = self.store.compare_set(key, "", text)
+        return found.decode()
+
+    def _wait(self, number: int, deadline: float) -> bool:
+        """Wait until a round is complete; return False if it has ended before.
+
+        Raises:
+            ValueError: processes in it disagree.
+            RuntimeError: it was not complete in time.
+        """
+        pause = max(self._size / _LOOKS_A_SECOND, 0.01)
+        while self.store.add(f"{number} count", 0) < self._size:
+            if self._current() != number:
+                if refused := self._why_refused(number):
+                    raise ValueError(f"connect({self._name!r}): {refused}")
+                return self.store.add(f"{number} count", 0) >= self._size
+            if time.monotonic() > deadline:
+                missing, refused = self._missing(number), self._lately_refused(number)
+                self._end(number)  # nobody shall count on this rank
+                raise RuntimeError(
+                    f"connect({self._name!r}): rank {self._rank} waited {self._timeout} for "
+                    f"{missing} of {self._size}. Start all processes with the same name, store "
+                    "and size, each with a rank of its own."
+                    + (f" Before, one was refused: {refused}" if refused else "")
+                )
+            time.sleep(pause * _random.uniform(0.5, 1.5))
+            pause = min(pause * 1.5, max(self._size / _LOOKS_A_SECOND, 0.25))
+        return True
+
+    def _missing(self, number: int) -> str:
+        """Return the ranks that are not in a round, in words."""
+        missing, blocks = list[int](), [range(self._size)]
+        while blocks and len(missing) <= _SHOWN:
+            block = blocks.pop()
+            if self.store.check([f"{number} {rank}" for rank in block]):
+                continue
+            half = len(block) // 2
+            if half:
+                blocks += [block[half:], block[:half]]
+            else:
+                missing.append(block[0])
+        more = " and more" * (len(missing) > _SHOWN)
+        return f"rank{'s' * (len(missing) != 1)} {rank_ranges(missing[:_SHOWN])}{more}"
+
+
+class Connection:
+    """A process group of processes that may have different default groups; made by `connect`.
+
+    Attributes:
+        name: of the connection.
+        rank: of this process in it.
+        size: number of processes.
+        nodes: for each rank of the connection, a number of the host that it is on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        number: int,
+        rank: int,
+        size: int,
+        backend: str,
+        options: compat.BackendOptions | None,
+        timeout: timedelta,
+    ) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._in_use = threading.Lock()
+        self._group: compat.ProcessGroup | None = None
+        try:
+            with compat.untraced():
+                self._group = compat.create_connected(
+                    *(dist.PrefixStore(str(number), store), rank, size),
+                    backend=backend,
+                    backend_options=options,
+                    timeout=timeout,
+                    name=f"meshverse-connection-{name}-{number}",
+                    description=f"connection {name}",
+                )
+                self._meet()
+        except RuntimeError as error:
+            self._end()
+            raise RuntimeError(
+                f"connect({name!r}): rank {rank} could not be connected with the others, of which "
+                f"one may have ended meanwhile: {error}"
+            ) from error
+        except BaseException:
+            self._end()
+            raise
+
+    def _meet(self) -> None:
+        """Exchange where each process is, and which of them are of this world."""
+        world = World.current()
+        own = os.urandom(8).hex(), 0  # of a process without a world
+        if world is not None:
+            run_store = world.run_store
+            key = "unknown" if run_store is None else run_store.put_first("connections", own[0])
+            own = key, world.rank
+        everyone: list[Any] = [None] * self.size
+        host = socket.gethostname()
+        dist.all_gather_object(everyone, (*own, host), group=self._group)
+        hosts = list(dict.fromkeys(host for *_, host in everyone))
+        numbers = {host: number for number, host in enumerate(hosts)}
+        self.nodes = tuple(numbers[host] for *_, host in everyone)
+        self._by_world_rank = {
+            world_rank: rank for rank, (key, world_rank, _) in enumerate(everyone) if key == own[0]
+        }
+
+    @property
+    def group(self) -> compat.ProcessGroup:
+        """The process group, for collectives of torch.distributed.
+
+        Its ranks are those of the connection, also as `src=` and `dst=`. But
+        `torch.distributed.get_rank(group)` goes by the default group: use `rank`.
+
+        Raises:
+            RuntimeError: it was closed, or ended with the default group.
+        """
+        if not self.is_open or self._group is None:
+            raise RuntimeError(
+                f"The connection {self.name!r} of {self.size} processes was closed, or ended with "
+                "the default process group. Call meshverse.connect() again, in all of them."
+            )
+        return self._group
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group can be used."""
+        group = self._group
+        return group is not None and compat.find_group(group.group_name) is group
+
+    def rank_of(self, world_rank: int) -> int:
+        """Return the rank that a rank of this process's own world has here.
+
+        Raises:
+            ValueError: it is not connected.
+        """
+        rank = self._by_world_rank.get(world_rank)
+        if rank is None:
+            raise ValueError(
+                f"Rank {world_rank} of this world is not in the connection {self.name!r}, which "
+                f"has ranks {rank_ranges(sorted(self._by_world_rank))} of it."
+            )
+        return rank
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use the connection alone; RuntimeError if another thread does."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"Another move is under way over the connection {self.name!r}. Wait for it, or "
+                "connect once more under another name, to have both at once."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def close(self) -> None:
+        """End the process group. Each process calls it, when it needs the others no more.
+
+        What the others have under way fails then. A second call does nothing.
+        """
+        self._end()
+
+    def _end(self) -> None:
+        group, is_open, self._group = self._group, self.is_open, None
+        with _lock:
+            _open.discard(self.name)
+        if group is not None and is_open:
+            dist.destroy_process_group(group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self.is_open else ", closed"
+        return f"Connection({self.name!r}, rank {self.rank} of {self.size}{state})"

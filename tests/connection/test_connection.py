@@ -1,0 +1,358 @@
+"""`meshverse.connect` on real processes of two worlds, and what moves over a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as StockMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshverse
+from helpers.crew import Crew, RankError
+from helpers.tiers import in_tiers
+from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.parallel import Piece, Reshard
+
+_TRAINERS, _ENGINES = 4, 2
+_ALL = _TRAINERS + _ENGINES
+_TIMEOUT = timedelta(seconds=30)
+_SHORT = timedelta(seconds=3)
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _own_world(folder: str) -> Iterator[tuple[bool, int]]:
+    """Replace the default group of all ranks by one of the trainer, and one of the engine.
+
+    Gives whether this rank is a trainer, and its rank in the connection: the engine comes first.
+    """
+    rank = dist.get_rank()
+    is_trainer = rank < _TRAINERS
+    dist.all_reduce(torch.zeros(1))
+    dist.destroy_process_group()
+    side, size = ("trainer", _TRAINERS) if is_trainer else ("engine", _ENGINES)
+    own = rank if is_trainer else rank - _TRAINERS
+    store = dist.FileStore(str(Path(folder) / side), size)
+    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=_TIMEOUT)
+    yield is_trainer, own + _ENGINES if is_trainer else own
+    dist.barrier()
+
+
+def _connect(address: str, rank: int, **changed: Any) -> meshverse.Connection:
+    given: dict[str, Any] = {"rank": rank, "size": _ALL, "timeout": _TIMEOUT, **changed}
+    return meshverse.connect("weights", address, **given)
+
+
+# --- the group -----------------------------------------------------------------------------------
+
+
+def _meet(folder: str, address: str) -> dict[str, Any]:
+    with _own_world(folder) as (is_trainer, rank):
+        default = dist.group.WORLD
+        answer: dict[str, Any] = {}
+        for time_ in ("first", "second"):
+            with _connect(address, rank) as connection:
+                with pytest.raises(ValueError, match="'weights' is open in this process"):
+                    _connect(address, rank)
+                total, sent = torch.ones(1), torch.full((2,), float(rank))
+                dist.all_reduce(total, group=connection.group)
+                dist.broadcast(sent, src=5, group=connection.group)
+                texts: list[Any] = [None] * _ALL
+                dist.all_gather_object(texts, rank, group=connection.group)
+                answer[time_] = total.item(), sent.tolist(), texts
+                own = dist.get_rank()
+                answer["ranks"] = connection.rank, connection.rank_of(own), connection.nodes
+                with pytest.raises(ValueError, match="Rank 77 of this world is not in the conn"):
+                    connection.rank_of(77)
+                answer["repr"] = repr(connection)
+            assert not connection.is_open
+            connection.close()
+            with pytest.raises(RuntimeError, match=r"was closed, or ended .* in all of them"):
+                _ = connection.group
+        assert dist.group.WORLD is default
+        own_total = torch.ones(1)
+        dist.all_reduce(own_total)
+        answer["own"] = own_total.item() == (_TRAINERS if is_trainer else _ENGINES)
+        return answer
+
+
+def test_two_worlds_meet_and_meet_again(crew: Crew, tmp_path: Path, address: str) -> None:
+    for rank, answer in enumerate(crew.run(_meet, _ALL, str(tmp_path), address)):
+        here = rank + _ENGINES if rank < _TRAINERS else rank - _TRAINERS
+        seen = (6.0, [5.0, 5.0], [0, 1, 2, 3, 4, 5])
+        assert answer == {
+            "first": seen,
+            "second": seen,
+            "ranks": (here, here, (0,) * _ALL),
+            "repr": f"Connection('weights', rank {here} of 6)",
+            "own": True,
+        }
+
+
+def _wait_in_vain(folder: str, address: str) -> tuple[str, float, bool]:
+    with _own_world(folder) as (_, rank):
+        start = time.monotonic()
+        error = ""
+        failed = dist.FileStore(str(Path(folder) / "failed"), _ALL)
+        if rank != 1:  # which does not come
+            with pytest.raises(RuntimeError) as raised:
+                _connect(address, rank, timeout=_SHORT)
+            error = str(raised.value)
+            failed.add("count", 1)
+        seconds = time.monotonic() - start
+        while failed.add("count", 0) < _ALL - 1:
+            time.sleep(0.05)
+        with _connect(address, rank) as connection:  # and then it does
+            total = torch.ones(1)
+            dist.all_reduce(total, group=connection.group)
+            return error, seconds, total.item() == _ALL
+
+
+def test_who_does_not_come_is_named_and_may_come_later(
+    crew: Crew, tmp_path: Path, address: str
+) -> None:
+    answers = crew.run(_wait_in_vain, _ALL, str(tmp_path), address)
+    assert all(is_connected for *_, is_connected in answers)
+    del answers[_TRAINERS + 1]
+    for error, seconds, _ in answers:
+        assert "waited 0:00:03 for rank" in error
+        assert "of 6. Start all processes with the same name" in error
+        assert seconds < _SHORT.total_seconds() + 10
+    # The first to give up names it; for the others, that one is missing then, too.
+    assert any("for rank 1 of 6" in error for error, *_ in answers)
+
+
+def _disagree(folder: str, address: str, how: str) -> str:
+    with _own_world(folder) as (_, rank):
+        odd: dict[str, Any] = {}
+        if how == "size":
+            odd = {"size": 7}
+        elif how == "rank":
+            odd = {"rank": 3}
+        elif how == "backend":
+            odd = {"backend": "cpu:gloo"}
+        given = {"rank": rank, **(odd if rank == 4 else {})}
+        return _said(lambda: _connect(address, timeout=_SHORT, **given).close())
+
+
+@pytest.mark.parametrize("how", in_tiers(["size", "rank", "backend"], ["size"]))
+def test_processes_that_disagree_get_an_error(
+    crew: Crew, tmp_path: Path, address: str, how: str
+) -> None:
+    answers = crew.run(_disagree, _ALL, str(tmp_path), address, how)
+    texts = {
+        "size": "processes, backend gloo, and others have",
+        "rank": "(as host:pid) both have rank 3. Give each",
+        "backend": "backend cpu:gloo",
+    }
+    assert all(texts[how] in answer for answer in answers), answers
+
+
+def _lose(folder: str, address: str) -> tuple[str, float]:
+    with _own_world(folder) as (is_trainer, rank):
+        connection = _connect(address, rank, timeout=timedelta(seconds=8))
+        w = torch.arange(8.0)
+        with Reshard(
+            *((({"w": w}, None)) if is_trainer else (None, {"w": w})), group=connection
+        ) as move:
+            move()
+            if rank == 1:  # of the engine
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+            try:
+                for _ in range(50):
+                    move()
+                    time.sleep(0.1)
+            except RuntimeError:
+                os._exit(7 if time.monotonic() - start < 20 else 8)
+            os._exit(9)
+
+
+def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, address: str) -> None:
+    with pytest.raises(RankError) as raised:
+        crew.run(_lose, _ALL, str(tmp_path), address)
+    assert str(raised.value).count("died with exit code 7") == _ALL - 1
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"rank": 6}, ValueError, r"connect\(rank=6, size=6\): ranks run from 0"),
+        ({"rank": -1}, ValueError, "ranks run from 0"),
+        ({"name": ""}, ValueError, "give a name"),
+        ({"timeout": 3}, TypeError, "timedelta"),
+        ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
+        ({"store": 29500}, TypeError, "host:port"),
+        ({"store": "localhost"}, ValueError, "host:port"),
+        ({"store": "localhost:x"}, ValueError, "host:port"),
+        ({"backend": "nope"}, ValueError, "nope"),
+        ({"options": object()}, TypeError, "ProcessGroupNCCL.Options"),
+    ],
+)
+def test_bad_input_leaves_nothing(arguments: dict[str, Any], error: Any, text: str) -> None:
+    given: dict[str, Any] = {
+        "name": "bad input",
+        "store": dist.HashStore(),
+        "rank": 0,
+        "size": 6,
+        "timeout": timedelta(seconds=0.1),
+        **arguments,
+    }
+    with fake_world(8, 5):
+        for _ in range(2):  # the second time as the first
+            with pytest.raises(error, match=text):
+                meshverse.connect(**given)
+
+
+def test_without_a_store_the_address_is_named(address: str) -> None:
+    with pytest.raises(RuntimeError, match=f"no store answered at {address}.*rank 0 starts it"):
+        meshverse.connect("nobody", address, rank=1, size=2, timeout=timedelta(seconds=1))
+
+
+def test_a_process_without_a_world_connects_alone() -> None:
+    with meshverse.connect("alone", dist.HashStore(), rank=0, size=1) as connection:
+        assert (connection.size, connection.rank_of(0), connection.nodes) == (1, 0, (0,))
+        w, there = torch.arange(4.0), torch.zeros(4)
+        with Reshard({"w": w}, {"w": there}, group=connection) as move:
+            move()
+        assert torch.equal(w, there)
+    assert not dist.is_initialized()
+
+
+# --- moves ---------------------------------------------------------------------------------------
+
+
+def _weights(step: int) -> dict[str, torch.Tensor]:
+    base = torch.arange(96.0).view(12, 8) + 1000 * step
+    return {"qkv": base, "out": base.T.contiguous() * 2, "plain": base[0]}
+
+
+def _move(folder: str, address: str, family: str) -> list[str]:
+    with _own_world(folder) as (is_trainer, rank):
+        wrong: list[str] = []
+        with _connect(address, rank) as connection:
+            if is_trainer:
+                mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+                if family == "listed":
+                    mesh = init_device_mesh(
+                        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), ranks=[3, 1, 0, 2]
+                    )
+                elif family == "stock":
+                    mesh = StockMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+                first = _weights(0)
+                tensors = {
+                    "qkv": distribute_tensor(first["qkv"], mesh, [Shard(0), Shard(1)]),
+                    "out": distribute_tensor(first["out"], mesh, [Replicate(), Shard(0)]),
+                    "plain": first["plain"],
+                }
+                source: dict[str, Any] = {
+                    **{n: Piece(tensors["qkv"], 0, i * 4, 4) for i, n in enumerate("qkv")},
+                    "out": tensors["out"],
+                    "plain": tensors["plain"],
+                }
+                target: dict[str, Any] | None = None
+            else:
+                mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+                fused = distribute_tensor(torch.zeros(12, 8), mesh, [Shard(1)])
+                out = distribute_tensor(torch.zeros(8, 12), mesh, [Shard(1)])
+                plain = torch.zeros(8)
+                source, target = (
+                    None,
+                    {  # type: ignore[assignment]
+                        **{n: Piece(fused, 0, i * 4, 4) for i, n in enumerate("qkv")},
+                        "out": out,
+                        "plain": plain,
+                    },
+                )
+            with Reshard(source, target, group=connection) as move:
+                for step in range(3):
+                    wanted = _weights(step)
+                    if is_trainer:
+                        for name, tensor in tensors.items():
+                            now = wanted[name]
+                            if isinstance(tensor, DTensor):
+                                now = distribute_tensor(now, mesh, tensor.placements).to_local()
+                                tensor.to_local().copy_(now)
+                            else:
+                                tensor.copy_(now)
+                    move()
+                    if not is_trainer:
+                        found = {
+                            "qkv": fused.full_tensor(),
+                            "out": out.full_tensor(),
+                            "plain": plain,
+                        }
+                        wrong += [
+                            f"{name} at step {step}"
+                            for name, tensor in found.items()
+                            if not torch.equal(tensor, wanted[name])
+                        ]
+                traffic = move.explain()
+                peers = {*traffic.sent, *traffic.received}
+                if peers & (set(range(2, 6)) if is_trainer else {0, 1}):
+                    wrong.append(f"rank {rank} exchanged with {sorted(peers)}")
+                if not is_trainer and traffic.lower_bound != sum(traffic.received.values()):
+                    wrong.append(f"received {traffic.received}")
+        return wrong
+
+
+@pytest.mark.parametrize("family", in_tiers(["ours", "listed", "stock"], ["listed"]))
+def test_weights_move_between_worlds_bit_by_bit(
+    crew: Crew, tmp_path: Path, address: str, family: str
+) -> None:
+    assert crew.run(_move, _ALL, str(tmp_path), address, family) == [[]] * _ALL
+
+
+def _refuse(folder: str, address: str) -> list[str]:
+    with _own_world(folder) as (is_trainer, rank), _connect(address, rank) as connection:
+        w = {"w": torch.ones(3)}
+        texts = [
+            _said(lambda: Reshard(w, None, group=connection.group)),  # type: ignore[arg-type]
+            _said(lambda: Reshard(w, None, group=connection, ranks=[0])),
+            _said(
+                lambda: Reshard(
+                    *((w, None) if is_trainer else (None, {"v": w["w"]})), group=connection
+                )
+            ),
+        ]
+        move = Reshard(w if is_trainer else None, None if is_trainer else w, group=connection)
+        connection.close()
+        return [*texts, _said(move)]
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_cannot_move_is_refused(crew: Crew, tmp_path: Path, address: str) -> None:
+    for texts in crew.run(_refuse, _ALL, str(tmp_path), address):
+        one, other, names, closed = texts
+        assert "give what meshverse.connect() returns" in one
+        assert "ranks and timeout are those of the connection" in other
+        assert "'w'" in names
+        assert "was closed, or ended" in closed
