@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 from torch.distributed import distributed_c10d as c10d
 
 import meshverse

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import meshverse
 from helpers.crew import Crew, RankError
+from helpers.forked import SECONDS
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
@@ -356,3 +359,18 @@ def test_what_cannot_move_is_refused(crew: Crew, tmp_path: Path, address: str) -
         assert "ranks and timeout are those of the connection" in other
         assert "'w'" in names
         assert "was closed, or ended" in closed
+
+
+# --- the example ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_two_jobs_of_two_commands_have_the_same_weights() -> None:
+    # The example itself compares them, bit by bit, at every step.
+    example = Path(__file__).parents[2] / "examples" / "two_jobs.py"
+    done = subprocess.run(
+        [sys.executable, example], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": bit by bit the trainer's weights; moved in ") == 3
+    assert "trainer, Rank 0 receives 0 B in each run" in done.stdout
