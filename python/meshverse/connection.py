@@ -4,10 +4,11 @@ Example: a trainer of 4 ranks and an engine of 2, each started by a command of i
 ranks 0 to 3 and 4 to 5. `Reshard(..., group=connection)` then moves weights from one to the other.
 Neither default group is touched.
 
-All processes meet in a store, in rounds. A rank joins the current round under its number and counts
-itself. When all are counted, the round is complete, and c10d makes the group. A rank that gives up,
-or finds its number taken by an earlier attempt of its own, ends the round; those that wait in it
-join the next one. So a side that comes late, or again, finds everybody in the same round.
+All processes have their rendezvous in a store, in rounds. A rank joins the current round under its
+number and counts itself. When all are counted, the round is complete, and c10d makes the group. A
+rank that gives up, or finds its number taken by an earlier attempt of its own, ends the round;
+those that wait in it join the next one. So a side that comes late, or again, finds everybody in the
+same round.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta)
 
 
 class _Rounds:
-    """The rounds in which the processes of one connection meet in a store."""
+    """Rounds in which the processes of one connection have their rendezvous."""
 
     def __init__(
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta

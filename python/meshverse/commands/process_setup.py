@@ -15,7 +15,7 @@ from meshverse.world.world import World, WorldState, on_new_world
 
 
 class Setup(NamedTuple):
-    """What happens in each process of a job before its program runs.
+    """Set-up of each process of a job, before its program runs.
 
     Attributes:
         share: of `install`.

@@ -1,4 +1,4 @@
-"""What the process groups of several universes come to, in a few lines."""
+"""Summary of the process groups of several universes, in a few lines."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 - `universe`: `Universe`, which has groups, meshes and parts.
 - `groups`: `UniverseGroups`, its process groups, with what was requested of each.
+- `plain_groups`: process groups of lists of ranks, without a mesh.
 - `registry`: the universes of a world, and which one a saved mesh is of.
 - `meshes`: `UniverseMeshes`, each mesh once; which is whose root, where isolation tags differ.
 - `warm_up`, `suspension`: connecting groups before the first step; giving back their memory.
