@@ -94,6 +94,24 @@ def test_members_can_try_again_after_one_was_interrupted(
             assert answer == ("no error" if place == "connected" else "RuntimeError")
 
 
+def test_a_part_whose_end_was_interrupted_is_freed_with_the_universe() -> None:
+    with fake_world(8):
+        before = live_groups()
+        universe = _mesh(lazy=False, shape=(4, 2)).universe
+        first = universe.part([0, 1, 2])
+        init_device_mesh("cpu", (3,), universe=first)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                first.destroy()
+        again = universe.part([0, 1, 2])
+        assert again is not first
+        assert universe.parts == (again,)
+        again.destroy()
+        universe.destroy()
+        assert live_groups() == before
+
+
 class _InterruptsAtLine:
     """Interrupt this thread at the n-th line that it executes while it creates a group."""
 

@@ -275,6 +275,14 @@ def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start)
 
 
 @pytest.mark.long
+def test_the_other_ranks_hear_a_verdict_that_waits_for_a_stopped_rank(start) -> None:
+    # Its reporter gives the stopped rank seconds to answer, many times a look's pause.
+    job = start("is_stopped")
+    job.wait_for(lambda: len(job.verdicts() + job.verdicts("heard")) >= _SIZE - 1)
+    assert len(job.verdicts()) == 1
+
+
+@pytest.mark.long
 def test_a_job_that_goes_on_is_left_alone(start) -> None:
     # Sixty times the limit: of a minute, that would be an hour.
     job = start("trains", "60")

@@ -174,6 +174,8 @@ USES_GROUPS_OF_UNIVERSE = {
     "resume": "talks to groups",
     "memory_stats": "asks groups",
     "bind": "gives meshes groups",
+    "group": "makes a group of a list of ranks",
+    "groups_of": "makes groups of lists of ranks",
     "part": "makes a universe",
     "destroy": "ends groups",
     "abort": "ends groups",

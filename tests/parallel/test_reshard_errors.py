@@ -194,14 +194,14 @@ def _misfits() -> None:
         ),
         (
             RuntimeError,
-            "ranks . and . give different buffer_bytes: ",
+            "ranks 0 and 1 pass different buffer_bytes: 2048 on rank 0, 2049 on rank 1. All ranks must",
             _one(ones),
             _one(torch.ones(8)),
             {"buffer_bytes": 2048 + rank},
         ),
         (
             RuntimeError,
-            "give different topology",
+            r"ranks 0 and 1 pass different topology: None on rank 0, nodes \(0, 1\) on rank 1. All",
             _one(ones),
             _one(torch.ones(8)),
             {"topology": cluster if rank else None},

@@ -230,6 +230,7 @@ class _WatchedWorld:
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
         self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
         self._own_keys: list[tuple[float, str]] = []  # in the store, and since when
+        self._awaited: dict[str, float] = {}  # keys of verdicts of other ranks, and until when
         self._last_raised = float("-inf")
         self._why_alone = ""
 
@@ -254,6 +255,7 @@ class _WatchedWorld:
             if alarm.is_raised():
                 self._next_alarm += 1
                 self._answer(alarm, pause, is_over)
+            self._hear(store)
         except RuntimeError as error:
             if self.world.is_over:
                 return
@@ -317,9 +319,11 @@ class _WatchedWorld:
                 self._own_keys.append((now, alarm.verdict_key(group, record)))
                 self._report(alarm, group, record, pause, is_over)
         if self._on_stuck is not None:
-            for group, is_reporter in reporters.items():
-                if not is_reporter:
-                    self._hear(alarm.store, alarm.verdict_key(group, record), pause, is_over)
+            self._awaited |= {
+                alarm.verdict_key(group, record): now + _SECONDS_TO_KEEP
+                for group, is_reporter in reporters.items()
+                if not is_reporter
+            }
 
     def _remove_old_keys(self, store: RunStore) -> None:
         """Remove what this rank wrote at alarms whose reporters and hearers are through."""
@@ -355,15 +359,15 @@ class _WatchedWorld:
         _log.log(level, "A collective is stuck.\n%s", text)
         self._call(Hang(text, data, True))
 
-    def _hear(self, store: RunStore, key: str, pause: float, is_over: threading.Event) -> None:
-        """Wait for the verdict that another rank of a group logs, for a bounded time."""
-        for _ in range(10):
-            if verdict := store.read(key):
+    def _hear(self, store: RunStore) -> None:
+        """Pass on the verdicts that other ranks have logged since the last look."""
+        for key, until in list(self._awaited.items()):
+            verdict = store.read(key)
+            if verdict or time.monotonic() > until:
+                del self._awaited[key]
+            if verdict:
                 text, data = json.loads(verdict)
                 self._call(Hang(text, data, False))
-                return
-            if is_over.wait(pause):
-                return
 
     def _has_waited(self, call: Call) -> bool:
         """Return whether a call of any rank has waited long enough to be no passing one."""

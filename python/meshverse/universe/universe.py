@@ -135,7 +135,7 @@ class Universe:
             keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
         )
         self.whole = part_of
-        self._parts: list[Universe] = []  # oldest first; of those over some ranks, the last
+        self._parts: list[Universe] = []  # oldest first; those that ended too, until they are freed
         self._parts_lock = threading.RLock()
         self._own_serial: int | None = None  # once it is read
         self.is_over = False
@@ -500,12 +500,8 @@ class Universe:
                 self.check_has(rank_map)
                 known = Universe(rank_map, part_of=self, rank=rank, **own)
                 # An ended part stays while some of its groups could not be freed.
-                self._parts = [
-                    part
-                    for part in self._parts
-                    if part.rank_map is not rank_map and not (part.is_over and part.groups.is_freed)
-                ]
-                self._parts.append(known)
+                live = [part for part in self._parts if not (part.is_over and part.groups.is_freed)]
+                self._parts = [*live, known]
                 return known
         if own:
             raise ValueError(

@@ -123,8 +123,10 @@ class MoveGroup:
         """Whether the group can be used, or is being created."""
         if self.connection is not None:
             return self.connection.is_open
+        if self._mesh is None:
+            return self._key is not None and _open.get(self._key) is self
         try:
-            return self._mesh is None or self._mesh.get_group() is not None
+            return self._mesh.get_group() is not None
         except RuntimeError:
             return False
 

@@ -155,7 +155,7 @@ class Reshard:
 
     def _make_plan(self, described: Mapping[int, Description], contents: Mapping[str, Any]) -> None:
         own = described[self._group.rank]
-        _check_settings(described)
+        _check_settings(described, contents)
         node_sizes = {each.node_size for each in described.values()}
         node_size = own.node_size if len(node_sizes) == 1 else 1  # else only a topology tells
         transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
@@ -271,15 +271,22 @@ def read_sides(
     return {name: read_side(tensors, name, rank_of) for name, tensors in given.items()}
 
 
-def _check_settings(described: Mapping[int, Description]) -> None:
-    for setting, name in {"buffer_bytes": "buffer_bytes", "nodes": "topology"}.items():
-        found = {getattr(each, setting): rank for rank, each in described.items()}
-        if len(found) > 1:
-            one, other, *_ = sorted(found.values())
-            raise RuntimeError(
-                f"Reshard: ranks {one} and {other} give different {name}: {list(found)[:2]}. Give "
-                "the same on all ranks."
-            )
+def _check_settings(described: Mapping[int, Description], contents: Mapping[str, Any]) -> None:
+    """Raise RuntimeError unless all ranks passed the same settings."""
+    for setting in ("buffer_bytes", "nodes"):
+        values = {rank: getattr(each, setting) for rank, each in described.items()}
+        first = min(values)
+        other = next((rank for rank in values if values[rank] != values[first]), None)
+        if other is None:
+            continue
+        name, said = setting, [values[rank] for rank in (first, other)]
+        if setting == "nodes":
+            name, found = "topology", [contents[digest] for digest in said]
+            said = ["None" if one is None else f"nodes {one!r:.80}" for one in found]
+        raise RuntimeError(
+            f"Reshard: ranks {first} and {other} pass different {name}: {said[0]} on rank {first}, "
+            f"{said[1]} on rank {other}. All ranks must pass the same."
+        )
 
 
 class ReshardWork:
