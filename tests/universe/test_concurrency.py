@@ -149,6 +149,35 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
+def _change_and_read(universe: Universe, number: int, times: int) -> None:
+    """One thread in four flattens, one makes roots, one makes groups, one reads all of that."""
+    root = universe.root
+    assert root is not None
+    for step in range(times):
+        own = f"{number}_{step}"
+        if number % 4 == 0:
+            root["pp", "dp"].flatten(f"flat{own}")
+        elif number % 4 == 1:
+            names = (f"x{own}", f"y{own}")
+            init_device_mesh("cpu", (4, 8), mesh_dim_names=names, universe=universe)
+        elif number % 4 == 2:
+            universe.part([0, 1 + step % 31]).explain()
+            universe.group([0, 1 + step % 31], name=own)
+        else:
+            universe.explain().to_json()
+            universe.memory_stats()
+            meshverse.load_mesh(meshverse.save_mesh(root))
+            list(universe.meshes), universe.draw(), repr(universe)
+
+
+def test_threads_read_what_other_threads_are_adding_to() -> None:
+    with fake_world(32), switching_often():
+        mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+        _at_once(
+            lambda number: _change_and_read(mesh.universe, number, 20 if number % 4 == 3 else 150)
+        )
+
+
 def test_a_part_waits_for_a_group_that_another_thread_is_making(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

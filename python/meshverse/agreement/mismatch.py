@@ -153,7 +153,7 @@ class ComparedCalls(WorldState):
 
         One operation for each set of ranks whose calls this rank has made.
         """
-        for ranks, calls in list(self._by_ranks.items()):
+        for ranks, calls in dict(self._by_ranks).items():
             if calls.n_compared == 0 or calls.mismatch:
                 continue
             if both := store.read(_mismatch_key(ranks)):

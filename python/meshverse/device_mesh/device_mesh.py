@@ -398,7 +398,7 @@ class DeviceMesh(StockDeviceMesh):
             IndexError: no such index.
             ValueError: a node size that is not positive.
         """
-        flattened = {name: mesh.description for name, mesh in self.flattened.items()}
+        flattened = {name: mesh.description for name, mesh in dict(self.flattened).items()}
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:

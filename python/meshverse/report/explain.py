@@ -280,7 +280,7 @@ def _explain_group(
     options = request.options
     ranks = tuple(request.my_ranks())
     is_mine = group.name is not None and not group.borrowed
-    asked = sum(group.requests.values())
+    requests = dict(group.requests)  # to which other threads may add
     return GroupExplanation(
         name=group.name,
         layout=str(request.axis),
@@ -290,8 +290,8 @@ def _explain_group(
         options=str(options.key),
         how=how_it_came(group),
         created=group.created,
-        requests=dict(group.requests),
-        avoided=asked - group.created if is_mine else 0,
+        requests=requests,
+        avoided=sum(requests.values()) - group.created if is_mine else 0,
         bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
         is_planned=group.origin is Origin.NOT_YET,

@@ -42,7 +42,7 @@ class UniverseMeshes:
     def __init__(self, *, keeps_coordinates: bool, has_plain_names: bool) -> None:
         self.root: DeviceMesh | None = None
         self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
-        self._lock = threading.RLock()  # protects all below but the next two
+        self._lock = threading.RLock()  # held to change the others below; readers copy them
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
         # Of root meshes after it, by name: where an axis stands in the first of them that has it.
@@ -91,7 +91,7 @@ class UniverseMeshes:
 
         In an order that all ranks share, whatever order they loaded the meshes in.
         """
-        bare = [(key, mesh) for key, mesh in self._interned.items() if not mesh.has_groups]
+        bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh.has_groups]
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1].description)):
             mesh._join(target)
             del self._interned[key]
@@ -154,7 +154,7 @@ class UniverseMeshes:
             ValueError: one of them is that of a flattened mesh of other ranks.
         """
         for name, axis in zip(description.axis_names or (), description.layout, strict=False):
-            for (known_name, _), known in self._flattened.items():
+            for (known_name, _), known in dict(self._flattened).items():
                 if known_name == name:
                     flattened = known.layout[0]
                     check_names_at_root(name, axis, flattened, "a flattened mesh", self.root)
@@ -162,8 +162,9 @@ class UniverseMeshes:
     def note_names(self, description: MeshDescription) -> None:
         """Note the names of a root mesh made after the first: no other axis gets them."""
         names = description.axis_names or ()
-        for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
-            self._later_axes.setdefault(name, {}).setdefault(axis, index)
+        with self._lock:
+            for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
+                self._later_axes.setdefault(name, {}).setdefault(axis, index)
 
     def later_dim(self, description: MeshDescription) -> int | None:
         """Return where a one-axis mesh stands in a root mesh made after the first.
@@ -183,7 +184,7 @@ class UniverseMeshes:
         Raises:
             ValueError: a root mesh made after the first has another axis of this name.
         """
-        for later in self._later_axes.get(name, ()):
+        for later in list(self._later_axes.get(name, ())):
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.root)
 
     def flattened(self, name: str, tag: str) -> DeviceMesh | None:

@@ -395,7 +395,7 @@ class Universe:
         return list(views.values())
 
     def _flattened_axes(self) -> dict[str, AxisLayout]:
-        return {name: mesh.layout.collapse() for name, mesh in self.flattened.items()}
+        return {name: mesh.layout.collapse() for name, mesh in dict(self.flattened).items()}
 
     def bind(self, target: Universe) -> None:
         """Give the meshes here that have no process groups those of a universe, this or another.

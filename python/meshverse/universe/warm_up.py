@@ -96,7 +96,7 @@ def in_one_order(
         KeyError: no group was requested by one of the names.
     """
     pairs = [(use, groups) for groups in universes for use in groups]
-    known = {name for use, _ in pairs for name in use.requests}
+    known = {name for use, _ in pairs for name in list(use.requests)}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
@@ -110,7 +110,7 @@ def in_one_order(
             by_name.setdefault(use.name, []).append((use, groups))
     chosen = []
     for found in by_name.values():
-        axes = tuple(dict.fromkeys(name for use, _ in found for name in use.requests))
+        axes = tuple(dict.fromkeys(name for use, _ in found for name in list(use.requests)))
         first, user = found[0]
         if wanted.intersection(axes) and first.group is not None:
             chosen.append(Chosen(first.group, axes, user))
