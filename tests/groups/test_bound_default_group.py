@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
 from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
 from helpers.splitting import NAME, backend_of
 from helpers.versions import AT_LEAST_2_15, needs_one_split
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, connect, init_device_mesh
 
 _AXES = ("dp", "tp")
 _MIXED = f"cpu:gloo,{splitting.DEVICE}:{NAME}"
@@ -236,3 +237,50 @@ def test_an_order_of_ranks_to_keep_is_kept(
         assert seen["reached"] == [int(other in line) for other in range(4)]
         # From 2.15 on, c10d asks any backend to make a group by a split.
         assert seen["how"].startswith("made by all ranks" if AT_LEAST_2_15 else "made by its")
+
+
+# As DeepSpeed 0.19 looks for it in the error of a mesh, to make other groups (utils/groups.py).
+_CANNOT_SPLIT = "No backend for the parent process group or its backend does not support splitting"
+
+
+def _where_nothing_splits(library: str, folder: str) -> tuple[str, list[int]]:
+    """Split as torch's mesh does where it has an accelerator, and make a mesh of ours."""
+    splitting.restart(library, folder, f"cpu:gloo,{splitting.DEVICE}:fake")
+    with pytest.raises(RuntimeError) as raised:
+        dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    return str(raised.value), reached_by(mesh.get_group("tp"))
+
+
+def test_where_torch_cannot_split_the_groups_are_made_otherwise(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    answers = bound_crew.run(_where_nothing_splits, 4, str(via_store_library), str(tmp_path))
+    for rank, (error, reached) in enumerate(answers):
+        assert _CANNOT_SPLIT in error or "No backend type associated" in error  # in torch 2.11
+        assert reached == _expected(rank)["tp"]
+
+
+def _connected(library: str, folder: str) -> dict[str, Any]:
+    """Connect two worlds of two ranks each, whose default groups are bound."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.zeros(1))
+    dist.destroy_process_group()
+    world = Path(folder) / str(rank // 2)
+    world.mkdir(exist_ok=True)
+    splitting.start(library, str(world), rank % 2, 2)
+    store = dist.FileStore(str(Path(folder) / "between"), 4)
+    connection = connect("weights", store, rank=rank, size=4, backend="gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=connection.group)
+    with connection:
+        default = dist.group.WORLD
+        assert default is not None
+        return {"sum": ones.item(), "splits": _counts(), "bound": str(default.bound_device_id)}
+
+
+def test_a_connection_splits_no_default_group(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    for seen in bound_crew.run(_connected, 4, str(via_store_library), str(tmp_path)):
+        assert seen == {"sum": 4, "splits": (0, 0), "bound": f"{splitting.DEVICE}:0"}
