@@ -193,6 +193,43 @@ def test_a_program_sees_itself_as_without(kind: str, safe: str, tmp_path: Path) 
     assert (done.stdout, done.stderr) == (alone.stdout, alone.stderr)
 
 
+_MAKES_A_MESH = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+method, rank, timeout = f"file://{sys.argv[1]}", int(sys.argv[2]), timedelta(seconds=3)
+dist.init_process_group("gloo", init_method=method, rank=rank, world_size=4, timeout=timeout)
+init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(_MAKES_A_MESH)
+    ranks = []
+    for rank in range(4):
+        command = [str(program), str(tmp_path / "store"), str(rank)]
+        if rank < 2:
+            command = ["-m", "meshverse", "run", *command]
+        ranks.append(
+            subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks[:2]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    for error in errors:
+        assert "could not make the process group of axis 'dp'" in error
+        assert "all ranks of a job must run with meshverse.install() or none" in " ".join(
+            error.split()
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
