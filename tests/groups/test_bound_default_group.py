@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks

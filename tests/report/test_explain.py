@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -113,6 +115,8 @@ def test_backends_that_nobody_named_are_reported_by_their_names() -> None:
 _WITHOUT_A_BACKEND = """
 import json
 import re
+from datetime import timedelta
+from typing import Any
 import sys
 import torch.distributed as dist
 from meshverse import init_device_mesh
@@ -223,3 +227,28 @@ def test_json_is_the_data(mesh) -> None:
     assert data == json.loads(json.dumps(report.to_dict()))
     assert (data["avoided"], data["saved_bytes"]) == (0, 0)
     assert data["groups"][0]["backend"] == "fake"
+
+
+def test_groups_that_another_universe_made_again_are_counted_and_the_cure_is_named() -> None:
+    with fake_world(16):
+        mesh, _ = (init_device_mesh("cpu", (4, 4), mesh_dim_names=names) for names in ("ab", "cd"))
+        report = mesh.universe.explain()
+        assert report.to_dict()["n_duplicates"] == 2
+        *_, last = str(report).splitlines()
+        assert last.startswith("2 of these process groups were made again in another universe")
+        assert 'meshverse.install(share="world") before the first mesh' in last
+
+
+@pytest.mark.parametrize("way", ["shared universe", "other tag", "other timeout", "destroyed"])
+def test_groups_that_differ_or_are_shared_or_gone_exist_once(way: str) -> None:
+    with fake_world(16):
+        first = init_device_mesh("cpu", (4, 4), mesh_dim_names=("a", "b"))
+        arguments: dict[str, dict[str, Any]] = {
+            "shared universe": {"universe": first.universe},
+            "other tag": {"isolate": "role"},
+            "other timeout": {"timeout": timedelta(seconds=5)},
+        }
+        second = init_device_mesh("cpu", (4, 4), **arguments.get(way, {}))
+        if way == "destroyed":
+            second.universe.destroy()
+        assert first.universe.explain().n_duplicates == 0

@@ -9,6 +9,7 @@ import sys
 from typing import Any, Literal, NamedTuple
 
 from meshverse.dropin import install
+from meshverse.report.explain import in_other_universes
 from meshverse.report.summary import in_numbers, what_queues
 from meshverse.universe.registry import WorldUniverses
 from meshverse.world.world import World, WorldState, on_new_world
@@ -88,6 +89,10 @@ class _Report(WorldState):
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:
             lines.append(f"Not counted: {universes.n_ended} universes that ended before.")
+        n_duplicates = sum(explanation.n_duplicates for explanation in explanations)
+        if n_duplicates:
+            again = in_other_universes(n_duplicates)
+            lines.append(f"{again} To share them, pass --share world, unless meshes must overlap.")
         if queues := what_queues(explanations):
             lines += ["Axes on one process group, whose collectives queue behind each other:"]
             lines += [f"  {line}" for line in queues]

@@ -81,7 +81,7 @@ class Group:
         registry: Any,
         handle: compat.ProcessGroup | None = None,
         *,
-        content: Hashable = None,
+        content: tuple[Hashable, str, str] | None = None,
         borrowed: bool = False,
     ) -> None:
         self.name, self.request, self.borrowed = name, request, borrowed

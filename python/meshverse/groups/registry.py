@@ -30,7 +30,7 @@ class GroupRegistry(WorldState):
 
     def __init__(self) -> None:
         self._by_name: dict[str, Group] = {}
-        self._by_content: dict[Hashable, Group] = {}
+        self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
         self._lock = threading.RLock()  # protects the three above and the uses of groups
         self.reference = weakref.ref(self)  # for its groups
@@ -42,6 +42,15 @@ class GroupRegistry(WorldState):
     def find(self, name: str) -> Group | None:
         """Return the group of this c10d name, or None."""
         return self._by_name.get(name)
+
+    def duplicates(self) -> set[str]:
+        """Return the names of the groups that were made more than once, under different scopes."""
+        with self._lock:
+            found = [(group.content, group.name) for group in self._by_content.values()]
+        names: dict[Hashable, list[str]] = {}
+        for content, name in found:
+            names.setdefault(content and content[1:], []).append(name)
+        return {name for equal in names.values() if len(equal) > 1 for name in equal}
 
     def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
         """Give a use its group: the one there is, or a planned one; return the group's ranks.

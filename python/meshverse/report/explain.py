@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, NamedTuple
@@ -62,6 +62,7 @@ class Explanation:
         parts: the ranks of each part of the universe, in words.
         ranks: global ranks by position, or a number n for 0 to n-1.
         views: the meshes over all ranks: by axis name its layout, `sizes:strides`.
+        n_duplicates: groups that another universe made again, with the same ranks and options.
         picture: the same, to be drawn; None where no group was requested.
     """
 
@@ -74,6 +75,7 @@ class Explanation:
     parts: tuple[str, ...] = ()
     ranks: int | tuple[int, ...] = 0
     views: tuple[dict[str, str], ...] = ()
+    n_duplicates: int = 0
     picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -149,6 +151,12 @@ class Explanation:
             "one for each request, would have created besides."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
+        if self.n_duplicates:
+            foot += (
+                f"\n{in_other_universes(self.n_duplicates)} To share them, call "
+                'meshverse.install(share="world") before the first mesh, unless their meshes must '
+                "overlap."
+            )
         return "\n".join([head, *parts, *aligned(rows, right=numbers), foot])
 
     __repr__ = __str__  # at a prompt
@@ -166,6 +174,14 @@ class Explanation:
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
         return text
+
+
+def in_other_universes(n_duplicates: int) -> str:
+    """Return a sentence about process groups that another universe made again."""
+    return (
+        f"{n_duplicates} of these process groups {'was' if n_duplicates == 1 else 'were'} made again "
+        "in another universe, with the same ranks and options."
+    )
 
 
 def _row(group: GroupExplanation) -> tuple[str, ...]:
@@ -197,6 +213,7 @@ def explain(
     node_size: int | None = None,
     topology: Topology | None = None,
     parts: Sequence[Portion] = (),
+    duplicates: Collection[str] = (),
 ) -> Explanation:
     """Explain the groups of a universe; see `Universe.explain`.
 
@@ -209,6 +226,7 @@ def explain(
         node_size: ranks on each node, for the picture; None where that is unknown.
         topology: where the ranks are, if that is known.
         parts: of the universe.
+        duplicates: names of groups that several universes made.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
@@ -226,6 +244,7 @@ def explain(
         parts=tuple(part.ranks for part in parts),
         ranks=rank_map.size if rank_map.is_identity else tuple(rank_map.ranks().tolist()),
         views=tuple(_axes_of(view) for view in views),
+        n_duplicates=sum(group.name in duplicates for group in explained),
     )
     pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
     picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")

@@ -167,6 +167,10 @@ class UniverseGroups:
     def __len__(self) -> int:
         return len(self._uses)
 
+    def duplicates(self) -> set[str]:
+        """Return the names of this world's groups that several universes made."""
+        return self._registry.duplicates()
+
     def along(self, axis: AxisLayout) -> list[GroupUse]:
         """Return the groups along an axis, whatever their options."""
         either = (axis, axis.sorted())

@@ -200,6 +200,7 @@ class Universe:
             *(self.rank_map, self.rank, self.groups, figures, views, node_size),
             topology=self.topology,
             parts=parts,
+            duplicates=self.groups.duplicates(),
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
