@@ -19,7 +19,7 @@ void check_mode(const Mode& mode) {
                               ": sizes must be at least 1 and strides at least 0");
 }
 
-// Whether `left` goes on where `right` ends. A span beyond 64 bits is no mode's stride.
+// Whether `left`'s stride is the span of `right`. A span beyond 63 bits is no mode's stride.
 bool continues(const Mode& left, const Mode& right) {
   std::int64_t span = 0;
   return !__builtin_mul_overflow(right.size, right.stride, &span) && left.stride == span;
@@ -121,7 +121,7 @@ bool AxisLayout::is_orthogonal() const {
   std::int64_t span = 1;
   for (const Mode& mode : by_ascending_stride(modes_)) {
     if (mode.stride == 0 || (span > 1 && mode.stride % span != 0)) return false;
-    // A span beyond 64 bits is that of the largest stride: it is compared with nothing.
+    // Only the largest stride's span can exceed 63 bits, and it is compared with nothing.
     if (__builtin_mul_overflow(mode.size, mode.stride, &span)) break;
   }
   return true;

@@ -1,8 +1,8 @@
-// The layout of one axis, and its algebra: how an index becomes a position.
+// The layout of one axis, which maps indices to positions, and its algebra.
 //
-// An axis layout is a map from indices 0..size-1 to positions. It is written as modes, sizes over
-// strides, and the rightmost mode varies fastest: (2,4):(8,1) maps index 5 = 1*4 + 1 to 1*8 + 1*1
-// = 9.
+// An axis layout maps indices 0..size-1 to positions. It consists of modes, pairs of a size and a
+// stride, written sizes:strides; the rightmost mode varies fastest: (2,4):(8,1) maps index
+// 5 = 1*4 + 1 to 1*8 + 1*1 = 9.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ class AxisLayout {
   // The layout of one point: index 0 at position 0.
   AxisLayout() = default;
 
-  // The map that these modes spell, coalesced.
+  // The map of these modes, coalesced.
   // Throws std::invalid_argument unless every size >= 1 and every stride >= 0;
   // std::overflow_error if the size or the largest position needs more than 63 bits.
   explicit AxisLayout(const std::vector<Mode>& modes);
 
-  // The same from separate sizes and strides, which must be equally many.
+  // The map of these sizes and strides, which must be equally many.
   AxisLayout(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides);
 
   // Row-major: index i is at position i.
@@ -43,8 +43,8 @@ class AxisLayout {
   std::vector<std::int64_t> positions() const;
 
   // {self(i) + complement(n)(j)} is 0..n-1, each exactly once; the complement is ascending.
-  // Throws std::invalid_argument where no such layout exists, std::overflow_error where the span
-  // (size * stride) of a mode needs more than 63 bits, so that none does either.
+  // Throws std::invalid_argument if there is no such layout, also std::overflow_error if the span
+  // (size * stride) of a mode needs more than 63 bits.
   AxisLayout complement(std::int64_t n) const;
 
   // Sorted by stride, each stride is a multiple of the span (size * stride) of the mode before it.
@@ -55,10 +55,11 @@ class AxisLayout {
   bool is_sorted() const;
 
   // The same set of positions, in ascending order.
-  // Throws std::invalid_argument where ordering the modes by stride does not order the positions.
+  // Throws std::invalid_argument if sorting the modes by stride does not sort the positions.
   AxisLayout sorted() const;
 
-  // index_of(self(i) + anything the other digits may hold) == i. O(modes).
+  // The index whose position agrees with `position` in all modes of this layout: index_of(self(i) +
+  // any position of complement(n)) == i. O(modes).
   // Pre-condition: is_orthogonal() and position >= 0 (not checked).
   std::int64_t index_of(std::int64_t position) const;
 

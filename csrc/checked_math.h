@@ -31,8 +31,8 @@ inline std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* what
   return sum;
 }
 
-// An empty vector with room for n integers; std::bad_alloc where memory has none, also for any n
-// that no memory could have.
+// An empty vector with room for n integers; std::bad_alloc if there is not enough memory, whatever
+// n is.
 inline std::vector<std::int64_t> with_room_for(std::int64_t n) {
   std::vector<std::int64_t> values;
   if (static_cast<std::uint64_t>(n) > values.max_size()) throw std::bad_alloc();

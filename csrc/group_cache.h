@@ -1,4 +1,5 @@
-// One entry for every (axis layout, options key), computed once however many threads ask.
+// Cache with one entry for each (axis layout, options key). Single-flight: however many threads
+// request an entry, one creates it.
 #pragma once
 
 #include <algorithm>
@@ -34,14 +35,14 @@ struct GroupKeyHash {
   }
 };
 
-// Nothing is ever evicted: making a group is collective, so a rank that forgot one by itself would
-// make it again alone and hang. Entries go only by `remove` and `clear`. A failure is
-// never cached, for the same reason.
+// Nothing is evicted: creating a group is collective, so a rank that evicted one by itself would
+// create it again alone and hang. Only `remove` and `clear` remove entries. A failure is never
+// cached, for the same reason.
 //
-// `Entry` is a handle that copies cheaply, without calling back. `WhileWaiting` lives as long as a
-// wait for another thread, and is destroyed after the cache's lock is released: it is the place to
-// let go of a lock that the other thread needs. If its `may_give_up()`, its `give_up_if_asked()` is
-// called every kLookAround, without the cache's lock; what that throws ends the wait.
+// `Entry` is a handle whose copy is cheap and runs no foreign code. `WhileWaiting` lives as long as
+// a wait for another thread, and is destroyed after the cache's lock is released: it can release a
+// lock that the other thread needs. If its `may_give_up()` returns true, its `give_up_if_asked()`
+// is called every kLookAround, without the cache's lock; an exception from it ends the wait.
 template <class Entry, class WhileWaiting>
 class GroupCache {
  public:
@@ -52,10 +53,10 @@ class GroupCache {
     Entry entry;
   };
 
-  // The entry of `key`: the one there, or what make() gives.
-  // Callers that find another thread making it wait for that; if it fails, one of them tries next.
-  // Whatever make() throws passes through, and what ends the wait. Throws std::runtime_error where
-  // a wait could never end.
+  // The entry of `key`: the existing one, or the result of make().
+  // If another thread is making it, callers wait for that thread; if it fails, one of them tries
+  // next. Exceptions of make() and of give_up_if_asked() pass through. Throws std::runtime_error
+  // where the wait would be a deadlock.
   template <class Make>
   Entry get_or_create(const GroupKey& key, Make&& make) {
     while (true) {
@@ -73,7 +74,7 @@ class GroupCache {
     }
   }
 
-  // The entry of `key`; Entry() where there is none yet.
+  // The entry of `key`; Entry() if there is none yet.
   Entry get(const GroupKey& key) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
@@ -96,7 +97,7 @@ class GroupCache {
     for (const auto& slot : created_) visit(slot->key, slot->entry);
   }
 
-  // How many copies of an entry's key are here: one in `slots_`, one in the slot.
+  // Number of copies of an entry's key in the cache: one in `slots_`, one in the slot.
   static constexpr long kCopiesOfKey = 2;
 
   std::size_t size() const {
@@ -104,7 +105,7 @@ class GroupCache {
     return created_.size();
   }
 
-  // Forgets the entry of `key`; false where there is none, or it is still being made.
+  // Removes the entry of `key`; false if there is none, or it is still being made.
   bool remove(const GroupKey& key) {
     std::shared_ptr<Slot> slot;  // destroyed after the lock is released, as in clear()
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -116,10 +117,10 @@ class GroupCache {
     return true;
   }
 
-  // Forgets every entry. One that is being made meanwhile goes to its maker, and is not kept.
+  // Removes every entry. One that is being made meanwhile is returned to its maker, but not kept.
   void clear() {
     // Declared before the lock, to be destroyed after it is released: destroying an entry may run
-    // foreign code, and that code may come back here.
+    // foreign code, which may call this cache.
     Slots slots;
     std::vector<std::shared_ptr<Slot>> created;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -144,7 +145,7 @@ class GroupCache {
   template <class Make>
   Entry fill(const std::shared_ptr<Slot>& slot, Make&& make) {
     try {
-      // Outside the lock: making an entry is slow, and may ask this cache for other entries.
+      // Outside the lock: making an entry is slow, and may request other entries of this cache.
       Entry entry = make();
       settle(slot, State::kReady, entry);
       return entry;
@@ -168,8 +169,8 @@ class GroupCache {
     settled_.notify_all();
   }
 
-  // Notes for what this thread waits. Made and destroyed under the cache's lock. A thread that
-  // looks around while it waits may run into another wait.
+  // Records the slot that this thread waits for. Created and destroyed under the cache's lock.
+  // Waits can nest, as give_up_if_asked() may run code that waits for another slot.
   class Waiting {
    public:
     Waiting(GroupCache& cache, const Slot& slot)
@@ -188,10 +189,10 @@ class GroupCache {
     const Slot*& noted() { return cache_.waiting_for_[std::this_thread::get_id()]; }
 
     GroupCache& cache_;
-    const Slot* const outer_;  // what it waits for besides; null for nothing
+    const Slot* const outer_;  // slot of the outer wait; null if there is none
   };
 
-  // Lets go of a lock, and takes it again.
+  // Releases a lock for the life of this object.
   class Unlocked {
    public:
     explicit Unlocked(std::unique_lock<std::mutex>& lock) : lock_(lock) { lock_.unlock(); }
@@ -217,7 +218,7 @@ class GroupCache {
     }
   }
 
-  // Follows who waits for whom from `slot` on: that chain must not lead back to this thread.
+  // Throws if the wait-for graph leads from `slot` back to this thread: waiting would deadlock.
   void refuse_endless_wait(const Slot& slot) const {
     const Slot* next = &slot;
     while (next && next->state == State::kMaking) {
@@ -235,7 +236,7 @@ class GroupCache {
   mutable std::mutex mutex_;  // protects all below, and the state and entry of every slot
   std::condition_variable settled_;
   Slots slots_;
-  std::vector<std::shared_ptr<Slot>> created_;  // the ready slots, in order of creation
+  std::vector<std::shared_ptr<Slot>> created_;  // ready slots, in order of creation
   std::unordered_map<std::thread::id, const Slot*> waiting_for_;
 };
 

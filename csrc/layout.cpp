@@ -21,7 +21,8 @@ void check_domain(const AxisLayout& outer, const Layout& inner) {
                               " indices; choose an inner layout that stays below that");
 }
 
-// Composes the modes of one or more inner layouts with one outer layout, digit by digit.
+// Composes inner layouts with one outer layout, mode by mode. A digit is the index within one mode
+// of the outer layout.
 class Composer {
  public:
   explicit Composer(const AxisLayout& outer) : outer_(outer), used_(outer.modes().size(), 0) {}
@@ -57,7 +58,7 @@ class Composer {
     }
   }
 
-  // Two modes may share a digit of outer_ as long as their sum never carries into the next one.
+  // Two inner modes may share a digit of outer_, if their sum never carries into the next digit.
   void use(std::size_t digit, std::int64_t largest, const AxisLayout& inner) {
     used_[digit] = checked_add(used_[digit], largest, "a composition");
     if (used_[digit] >= outer_.modes()[digit].size) refuse(inner);
@@ -71,7 +72,7 @@ class Composer {
   }
 
   const AxisLayout& outer_;
-  Integers used_;  // the largest value that every digit of outer_ can take, so far
+  Integers used_;  // the largest value of each digit of outer_ so far
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ class Layout {
   // than 63 bits.
   explicit Layout(std::vector<AxisLayout> axes);
 
-  // One axis for each size. Row-major: collapse()(i) == i.
+  // One axis for each size, row-major: collapse()(i) == i.
   static Layout row_major(const std::vector<std::int64_t>& sizes);
   // One axis for each (size, stride).
   static Layout from_shape(const std::vector<std::int64_t>& sizes,
@@ -33,32 +33,32 @@ class Layout {
   // The largest position + 1.
   std::int64_t cosize() const { return cosize_; }
 
-  // All axes as one: the map of the row-major index over shape() to positions.
+  // All axes as one: maps the row-major index over shape() to positions.
   AxisLayout collapse() const;
 
   // axes[:start] + layout.axes + axes[stop:]; std::out_of_range unless 0 <= start <= stop <= len.
   Layout splice(std::int64_t start, std::int64_t stop, const Layout& layout) const;
 
   // This layout with the axis at `index` split into row-major axes of these sizes.
-  // Throws std::out_of_range for an index beyond, std::invalid_argument unless the sizes are
-  // positive and multiply out to the axis.
+  // Throws std::out_of_range if there is no such axis, std::invalid_argument unless the sizes are
+  // positive and multiply out to the axis's size.
   Layout unflatten(std::int64_t index, const std::vector<std::int64_t>& sizes) const;
 
   // The axes at these indices, in this order; negative ones count from the end.
   Layout select(const std::vector<std::int64_t>& indices) const;
 
-  // The axes at these indices if a mesh can be sliced to them, in this order: their positions are
-  // sorted, and none repeats. Otherwise none.
+  // select(indices) if it is sorted and orthogonal, so that a mesh can be sliced to these axes;
+  // else nullopt.
   std::optional<Layout> slice(const std::vector<std::int64_t>& indices) const;
 
   // axes + other.axes.
   Layout concatenate(const Layout& other) const;
 
-  // Of the collapsed layout.
+  // Those of the collapsed layout.
   bool is_orthogonal() const;
   bool is_sorted() const;
 
-  // The index of `position` on every axis, within the copy of this layout that holds it. O(modes).
+  // The index of `position` along each axis, in the copy of this layout that contains it. O(modes).
   // Throws std::invalid_argument unless is_orthogonal(), std::out_of_range for a negative position.
   std::vector<std::int64_t> coordinate(std::int64_t position) const;
 
@@ -66,7 +66,7 @@ class Layout {
   // Throws as coordinate() does.
   std::int64_t base(std::int64_t position) const;
 
-  // The axis at `index`, negative ones counting from the end; std::out_of_range beyond.
+  // The axis at `index`; negative ones count from the end. std::out_of_range if there is none.
   const AxisLayout& axis(std::int64_t index) const;
 
   // "(2:4, (2,2):(8,1))".
@@ -83,8 +83,8 @@ class Layout {
 
 // `outer` after each axis of `inner`: compose(outer, inner).axis(k)(i) == outer(inner.axis(k)(i)),
 // and compose(outer, inner).collapse()(i) == outer(inner.collapse()(i)).
-// Throws std::invalid_argument where `inner` leaves the domain of `outer`, or steps across digits
-// of `outer` in a way that no choice of modes expresses digit by digit.
+// Throws std::invalid_argument if `inner` reaches an index that `outer` lacks, or if its strides
+// cross the modes of `outer` in a way that no layout expresses.
 Layout compose(const AxisLayout& outer, const Layout& inner);
 
 }  // namespace meshverse

@@ -1,4 +1,4 @@
-// The digits that layouts are written with.
+// Modes: the pairs of size and stride that make up layouts.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace meshverse {
 
-// One digit of an axis layout: `size` indices whose positions lie `stride` apart.
+// One mode of an axis layout: `size` indices whose positions are `stride` apart.
 struct Mode {
   std::int64_t size;
   std::int64_t stride;

@@ -43,8 +43,8 @@ struct ShowValue {
   std::string operator()(const Handle& value) const { return "<" + value.type_name + " handle>"; }
 };
 
-// Adds a value so that no two different values add the same words; `add_handle` says what tells
-// one handle from another.
+// Adds a value so that no two different values add the same words; `add_handle` adds the words of
+// a handle.
 template <class AddHandle>
 struct AddValue {
   FingerprintBuilder& builder;

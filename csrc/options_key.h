@@ -1,4 +1,4 @@
-// Options keys: what a process group was asked to be, as a plain value.
+// Options keys: the settings that a process group was requested with, as a plain value.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace meshverse {
 
-// Stands for a field that the defaults have and the options lack.
+// Value of a field that the defaults have and the options lack.
 struct Absent {
   friend bool operator==(const Absent&, const Absent&) { return true; }
 };
@@ -31,7 +31,7 @@ struct FloatBits {
   friend bool operator==(const FloatBits& a, const FloatBits& b) { return a.bits == b.bits; }
 };
 
-// A value known by its kind and a text that is unique within the kind: ("bytes", "ab"),
+// A value as its kind and a text that is unique within the kind: ("bytes", "ab"),
 // ("timedelta", "1500000 us"), ("torch.Color", "RED"), ("list", "").
 struct Tagged {
   std::string kind;
@@ -41,7 +41,7 @@ struct Tagged {
   }
 };
 
-// Something that cannot be looked into: equal only to itself, and kept alive. Copies share it.
+// An opaque Python object: equal only to itself, and kept alive. Copies share one reference.
 struct Handle {
   std::shared_ptr<void> object;
   std::string type_name;
@@ -51,22 +51,22 @@ struct Handle {
 using OptionValue =
     std::variant<Absent, None, bool, std::int64_t, FloatBits, std::string, Tagged, Handle>;
 
-// By dotted name: "is_high_priority_stream", "config.min_ctas", "devices[0]", "hints['a']".
+// Values by dotted name: "is_high_priority_stream", "config.min_ctas", "devices[0]", "hints['a']".
 using OptionFields = std::map<std::string, OptionValue>;
 
-// The fields of `actual` whose value differs from that in `defaults`, and Absent for those that
+// The fields of `actual` whose values differ from those in `defaults`, and Absent for fields that
 // only `defaults` has. Equal results <=> equal `actual`, for the same `defaults`.
 OptionFields differing_fields(const OptionFields& actual, const OptionFields& defaults);
 
-// A backend's name, what differs from the defaults of its options, and an isolation tag.
+// A backend's name, the options that differ from its defaults, a timeout and an isolation tag.
 struct OptionsKey {
   std::string backend;
   std::optional<std::int64_t> timeout_us;  // microseconds
   std::string tag;
-  std::string options_type;  // empty where `fields` are relative to known defaults
+  std::string options_type;  // empty if `fields` are relative to known defaults
   OptionFields fields;
 
-  // Equality, hash and digest are over these. `options_type` is in because fields that are not
+  // Members that equality, hash and digest cover. `options_type` is one, as fields that are not
   // relative to defaults mean nothing without their type.
   auto members() const { return std::tie(backend, timeout_us, tag, options_type, fields); }
   friend bool operator==(const OptionsKey& a, const OptionsKey& b) {
@@ -74,14 +74,14 @@ struct OptionsKey {
   }
   std::uint64_t hash() const;
 
-  // The same in every process for equal keys; a handle counts as "a handle of this type" only.
+  // The same in every process for equal keys; of a handle, only its type counts.
   Fingerprint digest() const;
 
   // "OptionsKey('nccl', timeout=600s, config.min_ctas=4, tag='x')".
   std::string to_string() const;
 };
 
-// How a value is shown: True, 4, 'text', list, <a Device handle>.
+// Text of a value: True, 4, 'text', list, <a Device handle>.
 std::string to_string(const OptionValue& value);
 
 }  // namespace meshverse

@@ -1,4 +1,4 @@
-// The groups of one mesh axis: the ranks that differ along it only.
+// The groups of one mesh axis: ranks whose coordinates differ along this axis only.
 #pragma once
 
 #include <cstdint>
@@ -35,15 +35,15 @@ class RankGroups {
   // The global ranks of the group of `position`, in the order of the axis. O(group_size).
   std::vector<std::int64_t> ranks_of(std::int64_t position) const;
 
-  // Identifies the group of `position`: its ranks in the order of the axis, and `salt`. Its members
-  // agree on it, along whichever axis they come. Throws as ranks_of() does. O(group_size).
+  // Hash of the group of `position`: of its ranks in the order of the axis, and of `salt`. Equal on
+  // all members, and for any axis with the same ranks. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
-  // The same for the group with these ranks.
+  // fingerprint_of() for the group with these ranks.
   static Fingerprint fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
                                           std::string_view salt);
 
-  // The global ranks of every group, as int64 of shape (n_groups, group_size). O(world).
+  // The global ranks of all groups, as int64 of shape (n_groups, group_size). O(world).
   RankArray all() const;
 
  private:

@@ -31,7 +31,7 @@ bool counts_up_from_zero(const Integers& ranks) {
   return true;
 }
 
-// The positions in order of their rank; empty where that is the order of positions anyway.
+// The positions in order of their rank; empty if the ranks ascend already.
 Integers order_by_rank(const Integers& ranks) {
   if (std::is_sorted(ranks.begin(), ranks.end())) return {};
   Integers order(ranks.size());
@@ -58,7 +58,7 @@ struct FingerprintHash {
 
 }  // namespace
 
-// The interned maps that are alive, by fingerprint.
+// The interned maps that are still referenced, by fingerprint.
 class RankMapTable {
  public:
   static RankMapTable& instance() {
@@ -73,9 +73,9 @@ class RankMapTable {
     return found == maps_.end() ? nullptr : found->second.lock();
   }
 
-  // The map under this content's fingerprint: the one there, or a new one.
+  // The map with this fingerprint: the existing one, or a new one.
   RankMap::Ptr intern(std::int64_t size, Integers ranks, const Fingerprint& fingerprint) {
-    // Built, indexed and checked outside the lock. Losing a race is harmless but for the work.
+    // Built, indexed and checked outside the lock: a thread that loses a race only loses this work.
     RankMap::Ptr created(new RankMap(size, std::move(ranks), fingerprint), release);
     const std::lock_guard<std::mutex> lock(mutex_);
     std::weak_ptr<RankMap>& entry = maps_[fingerprint];
@@ -90,7 +90,7 @@ class RankMapTable {
     delete map;
   }
 
-  // A new map may have taken the dead one's place by now: that one stays.
+  // Keeps a new map that has taken the place of the expired one meanwhile.
   void forget_if_expired(const Fingerprint& fingerprint) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = maps_.find(fingerprint);
@@ -139,7 +139,7 @@ RankMap::Ptr RankMap::from_ranks(Integers ranks) {
                                 " at position " + std::to_string(smallest - ranks.begin()) +
                                 ": global ranks are at least 0");
   }
-  // 128 bits stand for the content: the two are compared nowhere else either.
+  // Equal 128-bit fingerprints count as equal contents, here as everywhere.
   const Fingerprint fingerprint = fingerprint_of_ranks(ranks);
   if (Ptr alive = RankMapTable::instance().find(fingerprint)) return alive;
   return RankMapTable::instance().intern(size, std::move(ranks), fingerprint);
@@ -211,7 +211,7 @@ std::int64_t RankMap::tuple_hash() const {
     hash *= kPrime1;
   }
   hash += static_cast<std::uint64_t>(size_) ^ (kPrime5 ^ 3527539U);
-  // CPython keeps -1 for errors.
+  // CPython reserves -1 for errors.
   return hash == ~std::uint64_t{0} ? 1546275796 : static_cast<std::int64_t>(hash);
 }
 

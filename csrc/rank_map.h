@@ -1,4 +1,4 @@
-// Rank maps: which global rank stands at which position.
+// Rank maps: the global rank at each position of a universe.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace meshverse {
 
 // An immutable map position -> global rank, nearly always the identity.
 //
-// Maps are interned process-wide: equal content is the same object, so that pointers are compared
-// where contents are meant. The table holds its maps weakly.
+// Maps are interned in each process: equal maps are one object, so comparing pointers compares
+// contents. The table holds weak references.
 class RankMap {
  public:
   using Ptr = std::shared_ptr<RankMap>;
@@ -39,24 +39,23 @@ class RankMap {
   // Whether the ranks ascend, as those of the identity do. O(1).
   bool is_sorted() const { return positions_by_rank_.empty(); }
 
-  // The same ranks in ascending order: what maps over one set of ranks have in common.
+  // The map of the same ranks in ascending order: one object for all maps over a set of ranks.
   Ptr sorted() const;
 
-  // Every rank by position, as int32; std::invalid_argument where one does not fit.
+  // Every rank by position, as int32; std::invalid_argument if one does not fit.
   RankArray ranks() const;
 
-  // The hash that 64-bit CPython, 3.8 and newer, gives to the tuple of these ranks. O(size),
-  // without the tuple. Source: tuple_hash in CPython's Objects/tupleobject.c, which is xxHash's
-  // round; and an int below 2**61 - 1 is its own hash. std::invalid_argument for more than 2**31
-  // ranks.
+  // The hash of the tuple of these ranks in 64-bit CPython, 3.8 and newer, without creating the
+  // tuple. O(size). Source: tuplehash in CPython's Objects/tupleobject.c, after xxHash; an int
+  // below 2**61 - 1 is its own hash. std::invalid_argument for more than 2**31 ranks.
   std::int64_t tuple_hash() const;
 
-  // Stands for the content across processes and machines. O(1).
+  // Hash of the content, the same in all processes and on all machines. O(1).
   const Fingerprint& fingerprint() const { return fingerprint_; }
 
-  // "identity of 8", "4 ranks: 0, 2, 4, 6"; long ones are shortened.
+  // "identity of 8", "4 ranks: 0, 2, 4, 6"; long lists are shortened.
   std::string to_string() const;
-  // The same for sentences: "ranks 0 to 7", "ranks 0, 2, 4, 6".
+  // For sentences: "ranks 0 to 7", "ranks 0, 2, 4, 6"; long lists are shortened.
   std::string in_words() const;
 
  private:
@@ -66,7 +65,7 @@ class RankMap {
 
   std::int64_t size_;
   std::vector<std::int64_t> ranks_;              // empty for the identity
-  std::vector<std::int64_t> positions_by_rank_;  // empty where the ranks already ascend
+  std::vector<std::int64_t> positions_by_rank_;  // empty if the ranks ascend
   Fingerprint fingerprint_;
 };
 

@@ -15,9 +15,8 @@ namespace {
 
 using namespace py::literals;
 
-// Another thread can only finish an entry if this one lets go of the interpreter meanwhile. Python
-// runs the handlers of signals, such as that of Ctrl-C, in the main thread: if one of them raises,
-// the wait is over.
+// Releases the GIL during a wait, so that another thread can finish the entry. Python runs signal
+// handlers, such as that of Ctrl-C, in the main thread: if one raises, the wait ends.
 class InterpreterReleased {
  public:
   bool may_give_up() const { return is_main_thread_; }
@@ -34,7 +33,7 @@ class InterpreterReleased {
     return main_thread.equal(threading.attr("get_ident")());
   }
 
-  const bool is_main_thread_ = is_main_thread();  // asked before the interpreter is let go of
+  const bool is_main_thread_ = is_main_thread();  // before the GIL is released
   const py::gil_scoped_release released_;
 };
 
@@ -42,7 +41,7 @@ using PyGroupCache = GroupCache<py::object, InterpreterReleased>;
 
 py::object none_if_absent(py::object entry) { return entry ? std::move(entry) : py::none(); }
 
-// The entry of `n` axes from `first` on, ascending; None unless all are there.
+// The entries of `n` axes from `first` on, sorted to ascend; None unless all exist.
 py::object find(const PyGroupCache& cache, const Layout& layout, std::int64_t first, std::int64_t n,
                 const OptionsKey& options) {
   const auto n_axes = static_cast<std::int64_t>(layout.axes().size());
@@ -112,25 +111,25 @@ PyMethodDef methods[] = {
     method<&get_or_create>("get_or_create", R"(get_or_create($self, axis, key, make, /)
 --
 
-The entry of ``(axis, key)``: the one there, or what ``make()`` returns.
+Return the entry of ``(axis, key)``: the existing one, or the result of ``make()``.
 
-Threads that ask while another one makes the entry wait for it; the main thread's wait ends with the
-exception of a signal's handler, such as KeyboardInterrupt. Nothing is kept if ``make`` raises: the
-exception passes through, and the next one to ask makes it.
+If another thread is making the entry, this one waits for it; in the main thread, an exception of a
+signal handler, such as KeyboardInterrupt, ends the wait. If ``make`` raises, nothing is kept: the
+exception passes through, and the next caller makes the entry.
 
 Raises:
-    RuntimeError: ``make`` asks for the very entry that it is to return.
+    RuntimeError: Waiting would be a deadlock, as when ``make`` requests the entry that it makes.
 )"),
     method<&get>("get", R"(get($self, axis, key, /)
 --
 
-The entry of ``(axis, key)``, or None where there is none yet.)"),
+Return the entry of ``(axis, key)``, or None if there is none yet.)"),
     method<&find>("find", R"(find($self, layout, first, n, key, /)
 --
 
-The entries of ``n`` axes of a layout with one key, or None unless all are there.
+Return the entries of ``n`` axes of a layout under one key, or None unless all exist.
 
-An axis that is not ascending stands for the same ranks in ascending order.
+An axis that does not ascend is sorted first.
 
 Raises:
     IndexError: The layout has less than ``first + n`` axes.
@@ -149,7 +148,7 @@ void set_up(PyHeapTypeObject* heap_type) {
 void bind_group_cache(py::module_& module) {
   py::class_<PyGroupCache> cache(module, "GroupCache", py::is_final(), plain_class(),
                                  py::custom_type_setup(&set_up),
-                                 R"(One entry for every pair of axis layout and options key.
+                                 R"(A cache with one entry for each axis layout and options key.
 
 >>> cache = GroupCache()
 >>> key = OptionsKey.of("gloo")
@@ -164,8 +163,8 @@ void bind_group_cache(py::module_& module) {
             return self.remove({axis, key});
           },
           "axis"_a, "key"_a,
-          "Forget the entry of ``(axis, key)``; False where there is none that is finished.")
-      .def("clear", &PyGroupCache::clear, "Forget every entry.")
+          "Remove the entry of ``(axis, key)``; False if there is none, or it is being made.")
+      .def("clear", &PyGroupCache::clear, "Remove every entry.")
       .def("__len__", &PyGroupCache::size);
   set_new(cache, [](const py::object&) { return std::make_unique<PyGroupCache>(); });
 }

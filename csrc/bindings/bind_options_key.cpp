@@ -63,7 +63,7 @@ PyObject* key_of(PyObject* /*none*/, PyObject* positional, PyObject* keywords) {
   });
 }
 
-// A field as pickle keeps it: which kind of value it is, and the value.
+// A field in pickled form: the kind of its value, and the value.
 struct ToPickled {
   const std::string& name;
 
@@ -205,7 +205,7 @@ The same key of a group whose timeout does not count.)"),
                            "fields count by type."),
       {}};
   const std::vector<PyType_Slot> slots = {{Py_tp_repr, untyped(&unary<&OptionsKey::to_string>)}};
-  // Pickle calls the class with what `__reduce__` gave, and nobody else does.
+  // Only pickle calls the class, with the arguments that `__reduce__` returned.
   return ValueType<OptionsKey>::create<&key_of_state>(
       "meshverse._core.OptionsKey",
       R"(The settings that a process group was requested with: backend, options, isolation tag.

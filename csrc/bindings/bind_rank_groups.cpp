@@ -14,7 +14,7 @@ using namespace py::literals;
 
 void bind_rank_groups(py::module_& module) {
   py::class_<RankGroups> groups(module, "RankGroups", py::is_final(), plain_class(),
-                                R"(The groups of one axis: the ranks that differ along it only.
+                                R"(The groups of one axis: ranks that differ along this axis only.
 
 Group ``g`` holds the positions ``axis.complement(size)(g) + axis(i)``, for every index ``i`` of the
 axis.
@@ -68,9 +68,9 @@ Raises:
             return self.fingerprint_of(position, salt).hex();
           },
           "position"_a, "salt"_a = "",
-          R"(32 hexadecimal digits for the group of ``position``: its ranks in order, and ``salt``.
+          R"(Hash of the ordered ranks of the group of ``position`` and of ``salt``: 32 hex digits.
 
-All members of the group get the same, in every process; no other group does.
+All members of the group get the same one, in every process; no other group does.
 
 Raises:
     IndexError: ``position`` is outside the rank map.

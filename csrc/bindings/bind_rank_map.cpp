@@ -91,7 +91,7 @@ RankMap::Ptr from_ranks(const py::object& ranks) {
 constexpr char kHowToMakeRankMap[] =
     "a RankMap is made by RankMap.identity(n) or RankMap.from_ranks(ranks)";
 
-// Constructor for pickle, from the size of an identity or from the ranks.
+// Constructor for pickle, from the size of an identity map or from the ranks.
 RankMap::Ptr new_rank_map(const py::object&, const py::object& size_or_ranks) {
   if (size_or_ranks.is_none()) throw py::type_error(kHowToMakeRankMap);
   if (py::isinstance<py::int_>(size_or_ranks)) {
@@ -175,15 +175,15 @@ True
       .def_property_readonly(
           "fingerprint", [](const RankMap& self) { return self.fingerprint().hex(); },
           "32 hexadecimal digits that stand for the content, on every machine.")
-      // Interned: Python's comparison and hash by identity would do, but a hash that is the same in
-      // every process keeps what is derived from it reproducible.
+      // As maps are interned, Python's hash by identity would do. This one is the same in every
+      // process, so that what is derived from it is reproducible.
       .def("__hash__",
            [](const RankMap& self) { return static_cast<py::ssize_t>(self.fingerprint().low); })
       .def("__repr__", [](const RankMap& self) { return "RankMap(" + self.to_string() + ")"; })
       .def("__str__", &RankMap::in_words)
       .def("__reduce__", &reduce);
-  // torch.load(weights_only=True) restores objects only by calling their class. The class gives the
-  // interned map then; pybind11 leaves objects that are initialised already as they are.
+  // torch.load(weights_only=True) restores objects only by calling their class, which then returns
+  // the interned map; pybind11 does not initialise an object again.
   rank_map.attr("__new__") =
       py::staticmethod(py::cpp_function(&new_rank_map, "cls"_a, "size_or_ranks"_a = py::none()));
 }

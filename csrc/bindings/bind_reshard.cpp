@@ -63,11 +63,11 @@ void bind_reshard(py::module_& module) {
   py::class_<Holders> holders(module, "Holders", py::is_final(), plain_class(),
                               R"(The ranks that hold the shards of tensors.
 
-They stand at the positions ``base + axes(coordinates)`` of a rank map.
+Their positions in a rank map are ``base + axes(coordinates)``.
 
 Args:
     rank_map: Global rank at every position.
-    base: Position of the first one.
+    base: Position of the first rank.
     axes: Layout of the axes that tensors are split over.
 
 Raises:
@@ -106,28 +106,28 @@ Raises:
       "node_of_rank"_a = py::none(),
       R"(Plan the transfers of one rank when tensors are resharded: what it sends, receives, keeps.
 
-Every element of a target is received once, and not at all where the rank holds it. Costs what this
-rank has to do with: its shards, and the ranks it exchanges some with.
+Every element of a target is received once, or not at all if the rank holds it. The cost depends on
+this rank's shards and peers, not on the number of ranks.
 
 Args:
-    holders: The ranks of each side, which moves name by number.
-    moves: For each tensor its shape, bytes of an element on its way, and how source and target
-        lay it out. A side is the number of its holders; for each of their axes the dimension that
-        it splits, or -1; for each axis the factor of a strided split, or 1; and whether strided
-        splits are applied to what the others leave, as FSDP2 does.
+    holders: Sets of ranks that hold tensors.
+    moves: For each tensor its shape, bytes of an element in messages, and the sharding of source
+        and target. A sharding is the index in ``holders``; for each of their axes the dimension
+        that it splits, or -1; for each axis the factor of a strided split, or 1; and whether
+        strided splits are applied after the others, as FSDP2 does.
     rank: Global rank to plan for.
     world_size: Number of ranks.
-    round_bytes: The longest message. Longer ones are exchanged in several rounds.
+    round_bytes: Bytes of the longest message. More bytes are exchanged in several rounds.
     node_size: Ranks on each node.
     node_of_rank: Number of the node of every rank, in place of ``node_size``.
 
 Returns:
     Three arrays of integers. Messages, of shape ``(messages, 7)``: step, round, peer, 1 if it is
-    sent, bytes, where its boxes begin in the second array, how many boxes. All ranks exchange
-    messages in the order of step and round, a rank at most one with each peer. Boxes: tensor, first
-    byte in the message, number of dimensions n, n first elements in the local tensor, n extents.
-    Kept boxes: tensor, n, n first elements in the source's local tensor, n in the target's, n
-    extents.
+    sent, bytes, index of its first box in the second array, number of boxes. All ranks exchange
+    messages in the order of step and round. Boxes (ranges of elements along every dimension):
+    tensor, first byte in the message, number of dimensions n, n first elements in the local tensor,
+    n extents. Kept boxes: tensor, n, n first elements in the source's local tensor, n in the
+    target's, n extents.
 
 Raises:
     ValueError: A side that does not fit its tensor or holders, a negative size, a factor that is
@@ -145,20 +145,20 @@ Raises:
                                              coordinates));
       },
       "shape"_a, "dims"_a, "factors"_a, "right_to_left"_a, "axis_sizes"_a, "coordinates"_a,
-      R"(The shape of one shard of a tensor.
+      R"(Return the shape of one shard of a tensor.
 
 Args:
-    shape: Of the whole tensor.
-    dims: By axis, the dimension that it splits, or -1.
-    factors: By axis, the factor of a strided split, or 1.
-    right_to_left: Whether strided splits are applied to what the others leave, as FSDP2 does.
+    shape: Shape of the whole tensor.
+    dims: For each axis, the dimension that it splits, or -1.
+    factors: For each axis, the factor of a strided split, or 1.
+    right_to_left: Whether strided splits are applied after the others, as FSDP2 does.
     axis_sizes: Number of ranks along each axis.
     coordinates: Index of the shard along each axis.
 
 Raises:
-    ValueError: They are not equally many, an axis splits a dimension that is not there, an axis
-        has no rank, a coordinate is not on its axis, a size of the shape is negative, or a factor
-        is not in ``1..2**24``.
+    ValueError: The lists for axes have different lengths, an axis splits a dimension that does not
+        exist or has no rank, a coordinate is not on its axis, a size of the shape is negative, or
+        a factor is not in ``1..2**24``.
 
 >>> shard_shape([9, 4], [0, 0], [2, 1], False, [4, 2], [3, 0])
 (1, 4)

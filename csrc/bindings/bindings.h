@@ -1,4 +1,4 @@
-// Declarations that all topics of the bindings share.
+// Declarations that all files of the bindings share.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +26,16 @@ inline py::metaclass plain_class() {
   return py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type));
 }
 
-// Has `Type.__new__(Type, ...)` give a finished object, which `__init__` then leaves as it is.
-// Where `__init__` alone makes it, `Type.__new__(Type)` gives an object that nobody has made, and
-// reading that crashes. `make` takes the class first.
+// Makes `Type.__new__(Type, ...)` return a finished object, which `__init__` then leaves unchanged.
+// If only `__init__` constructed it, `Type.__new__(Type)` would return an object without a C++
+// value, and reading that crashes. The first argument of `make` is the class.
 template <class Type, class Make, class... Arguments>
 void set_new(Type& type, Make make, const Arguments&... arguments) {
   type.attr("__new__") = py::staticmethod(py::cpp_function(make, py::arg("cls"), arguments...));
 }
 
-// For a class whose objects are made otherwise: a TypeError that says how.
+// Makes the constructor raise a TypeError with the cure, for classes whose objects are created in
+// another way.
 template <class Value, class... Options>
 void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
   const auto refuse = [cure](const py::args&, const py::kwargs&) -> std::unique_ptr<Value> {
@@ -48,14 +49,13 @@ void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
 // A Python string as UTF-8. Raises TypeError, or UnicodeEncodeError for half a surrogate pair.
 std::string to_text(py::handle value);
 
-// A Python integer as a 64-bit one. Errors as below.
+// A Python integer as a 64-bit one. Raises TypeError or OverflowError that names the argument.
 std::int64_t to_integer(py::handle value, const char* name);
 
-// A sequence of Python integers as 64-bit ones. Raises TypeError or OverflowError, with the `name`
-// that the caller knows the argument by.
+// A sequence of Python integers as 64-bit ones. Raises as to_integer() does.
 std::vector<std::int64_t> to_integers(py::handle values, const char* name);
 
-// The same, where a single integer is as good as a sequence of it.
+// The same; a single integer counts as a sequence of one.
 std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name);
 
 // The arguments (sizes, strides=None) of a call, each an integer or a sequence of them. `format` is
@@ -66,8 +66,8 @@ struct SizesAndStrides {
 };
 SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, const char* format);
 
-// The only argument of a call, by place or by `name`; `otherwise`, or a TypeError, where it is not
-// given. `format` as above.
+// The only argument of a call, positional or by `name`. If it is missing: `otherwise`, or a
+// TypeError if `format`, as above, requires it.
 PyObject* to_argument(PyObject* positional, PyObject* keywords, const char* format,
                       const char* name, PyObject* otherwise = nullptr);
 

@@ -1,8 +1,8 @@
 // C++ functions as methods that Python calls without pybind11 in between.
 //
-// pybind11 finds the C++ object behind an argument, and the function to call, in tables. Where none
-// of that is in the processor's caches, the first call takes 20 us: more than most of what is
-// called here. What every mesh asks for is called this way; all else goes through pybind11.
+// pybind11 looks up the C++ object behind an argument, and the function to call, in tables. If
+// these are not in the processor's caches, the first call takes 20 us, more than most functions
+// here. Functions that every mesh calls avoid that; all others go through pybind11.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ py::object to_python(std::optional<Value> value) {
 
 // --- from Python to C++ ---
 
-// The C++ object behind `self`, which is of the class that the method belongs to.
+// The C++ object behind `self`, an instance of the method's class.
 template <class Object>
 Object& self_of(PyObject* self) {
   using Value = std::remove_const_t<Object>;
@@ -53,7 +53,7 @@ Object& self_of(PyObject* self) {
   }
 }
 
-// An argument: an integer, a text, a value, or whatever Python has there.
+// An argument: an integer, a text, a value, or any Python object as a handle.
 template <class Argument>
 decltype(auto) from_python(PyObject* given) {
   if constexpr (std::is_same_v<Argument, py::handle>) {
@@ -117,12 +117,12 @@ PyObject* unary(PyObject* self) {
 // A method, for a table of a type. `doc` begins with "name($self, arguments, /)\n--\n\n".
 template <auto function>
 PyMethodDef method(const char* name, const char* doc) {
-  // Through a function without arguments, as the compiler warns of any other cast.
+  // Cast via a function type without arguments: the compiler warns of any other cast.
   auto* const untyped = reinterpret_cast<void (*)()>(&call<function>);
   return {name, reinterpret_cast<PyCFunction>(untyped), METH_FASTCALL, doc};
 }
 
-// An attribute that cannot be written.
+// A read-only attribute.
 template <auto function>
 PyGetSetDef property(const char* name, const char* doc) {
   return {name, &get<function>, nullptr, doc, nullptr};

@@ -1,9 +1,8 @@
-// The handles of options keys as Python's garbage collector sees them: references that an owner has
-// to itself.
+// References of options keys to handles, for Python's garbage collector.
 //
-// Copies of a key share one reference to each handle. The collector must learn of a reference
-// once, from its owner, or it takes live objects for garbage. So whatever Python can reach and
-// keeps a key, an OptionsKey object or a cache, has references of its own.
+// Copies of a key share one reference to each handle. The collector must see each reference exactly
+// once, from one owner, or it takes live objects for garbage. So each Python object that keeps a
+// key (an OptionsKey or a cache) has its own references.
 #pragma once
 
 #include <memory>
@@ -20,7 +19,7 @@ namespace py = pybind11;
 // A new reference to a Python object.
 inline std::shared_ptr<void> refer_to(py::handle object) {
   const auto release = [](void* referred_to) {
-    if (Py_IsInitialized() == 0) return;  // nothing left to give it back to
+    if (Py_IsInitialized() == 0) return;  // the interpreter is gone
     const py::gil_scoped_acquire gil;
     Py_DECREF(static_cast<PyObject*>(referred_to));
   };
@@ -28,7 +27,7 @@ inline std::shared_ptr<void> refer_to(py::handle object) {
   return std::shared_ptr<void>(object.ptr(), release);
 }
 
-// Has a key share its references with no other key.
+// Gives a key references of its own, which it shares with no other key.
 inline void own_references(OptionsKey& key) {
   for (auto& [name, value] : key.fields) {
     auto* const handle = std::get_if<Handle>(&value);
@@ -44,8 +43,8 @@ inline bool has_handles(const OptionsKey& key) {
   return false;
 }
 
-// Tells the collector of the handles of a key that its owner keeps in so many copies. Says nothing
-// of a reference that others share at the moment, which only has the handle live on.
+// Reports to the collector the handles of a key of which the owner keeps `copies` copies. Skips a
+// reference that others share at the moment: the handle then merely stays alive.
 inline int traverse_handles(const OptionsKey& key, long copies, visitproc visit, void* arg) {
   for (const auto& [name, value] : key.fields) {
     const auto* const handle = std::get_if<Handle>(&value);

@@ -9,7 +9,7 @@ std::string shown(py::handle value) {
   return std::string(py::repr(value)) + " of type " + Py_TYPE(value.ptr())->tp_name;
 }
 
-// Replaces a TypeError of the interpreter by one that names the argument; lets others pass.
+// Replaces a TypeError of the interpreter by one that names the argument; rethrows other errors.
 [[noreturn]] void throw_type_error(const std::string& message) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
   PyErr_Clear();
@@ -41,7 +41,7 @@ std::int64_t to_integer(py::handle value, const char* name) {
 }
 
 std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
-  // A tuple of its own: __index__ of an item is the caller's code, which may change a list.
+  // A copy as a tuple: an item's __index__ is foreign code, which may change a list.
   const auto items = py::reinterpret_steal<py::object>(PySequence_Tuple(values.ptr()));
   if (!items) {
     throw_type_error(std::string(name) + " must be a sequence of integers, got " + shown(values));

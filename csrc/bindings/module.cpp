@@ -1,4 +1,4 @@
-// Table of contents of meshverse._core: one line a topic, in order of dependence.
+// Table of contents of meshverse._core: one line for each file, in order of dependence.
 #include "bindings.h"
 
 PYBIND11_MODULE(_core, module, pybind11::mod_gil_not_used()) {

@@ -17,10 +17,10 @@
 namespace meshverse::bindings {
 namespace {
 
-// Deep enough for any options; an object that refers to itself through ever new ones ends here.
+// Deep enough for any options; stops objects that create new ones on each access.
 constexpr std::size_t kMaxDepth = 8;
 
-// Types of the standard library by which kinds of values are distinguished.
+// Types of Python's standard library that distinguish kinds of values.
 struct PythonTypes {
   py::object enum_type = py::module_::import("enum").attr("Enum");
   py::object timedelta = py::module_::import("datetime").attr("timedelta");
@@ -63,7 +63,7 @@ OptionValue read_int(py::handle value) {
   return Tagged{"int", py::str(int_type(value))};
 }
 
-// A value known by what it is; nothing for all others.
+// A scalar, compared by value; nullopt for other objects.
 std::optional<OptionValue> read_scalar(py::handle value) {
   PyObject* const object = value.ptr();
   if (object == Py_None) return None();
@@ -88,7 +88,7 @@ std::optional<OptionValue> read_scalar(py::handle value) {
                                             : std::string(py::str(value))};
 }
 
-// Whether the repr of a dict's key or a set's item says all of it.
+// Whether the repr of a dict's key or a set's item identifies it.
 bool is_known_by_repr(py::handle value) {
   if (!py::isinstance<py::tuple>(value)) return read_scalar(value).has_value();
   const auto items = py::reinterpret_borrow<py::tuple>(value);
@@ -130,7 +130,7 @@ py::list members_of(py::handle type) {
 
 // Names of an object's data fields: properties and slots of its class, then its own attributes.
 std::set<std::string> field_names(py::handle object) {
-  // These have attributes, but are not made of them.
+  // These have attributes, but do not consist of them.
   PyObject* const pointer = object.ptr();
   if (PyModule_Check(pointer) || PyType_Check(pointer) || PyFunction_Check(pointer)) return {};
   py::dict fields;
@@ -170,8 +170,8 @@ py::list structs_of(py::handle type) {
   return structs;
 }
 
-// Whether an object is all in its fields, as pickle finds them. Sockets, files, locks and most
-// objects of C++ extensions are not: two of them with equal fields are two things. Nor are objects
+// Whether an object consists of its fields, as pickle finds them. Sockets, files, locks and most
+// objects of C++ extensions do not: two with equal fields are different things. Nor do objects
 // of classes that derive from containers other than Python's own.
 bool is_all_in_fields(py::handle object) {
   try {
@@ -219,15 +219,15 @@ class Reader {
     return fields;
   }
 
-  // The objects that were looked into.
+  // The objects whose parts were read.
   const std::vector<py::object>& data() const { return data_; }
 
  private:
-  // An object turned out to be a handle, or to hold one.
+  // Thrown if an object turned out to be a handle, or to contain one.
   struct HandleFound {};
 
-  // An object that may be data, or hold a handle and so be one itself, is read to see which. If it
-  // is in another such object, the outer one decides.
+  // A trial reading of an object that is data unless it contains a handle. In nested trials, the
+  // outermost decides.
   struct Trial {
     std::size_t depth;               // of the object in `path_`
     std::exception_ptr first_error;  // counts if the object is data
@@ -411,11 +411,11 @@ class Reader {
     add(name, make_handle(value));
   }
 
-  const py::handle options_;  // those at the top
+  const py::handle options_;  // the outermost object
   const std::set<std::string>& ignored_;
   std::vector<std::pair<std::string, OptionValue>> fields_;
   std::vector<py::object> data_;
-  std::vector<PyObject*> path_;  // what is being looked into, outermost first
+  std::vector<PyObject*> path_;  // objects being read, outermost first
   std::optional<Trial> trial_;
 };
 

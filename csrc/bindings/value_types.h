@@ -1,7 +1,7 @@
-// Python types of C++ values: immutable, compared and hashed by what they are.
+// Python types of C++ values: immutable, compared and hashed by content.
 //
-// An object holds its value. pybind11's objects hold a pointer and are noted in a table, which
-// costs more than most values are asked for.
+// An object contains its value. pybind11's objects contain a pointer and are registered in a table,
+// which costs more than most uses of a value.
 #pragma once
 
 #include <cstddef>
@@ -116,7 +116,7 @@ class ValueType {
   // The value of an object that is one.
   static const Value& of(PyObject* object) { return reinterpret_cast<Object*>(object)->value; }
 
-  // The same of whatever was given, or a TypeError.
+  // The value of an argument; TypeError if it is something else.
   static const Value& from(PyObject* given) {
     if (!is(given)) {
       throw py::type_error(std::string(py::repr(given)) + " of type " + Py_TYPE(given)->tp_name +
@@ -140,7 +140,7 @@ class ValueType {
     return or_error([&] { return make(construct(positional, keywords)); });
   }
 
-  // An object without its value, which the collector does not know yet.
+  // An object without its value, not yet tracked by the garbage collector.
   static PyObject* allocate() {
     if constexpr (has_references<Value>) {
       Object* const object = PyObject_GC_New(Object, type_);
@@ -187,7 +187,7 @@ inline bool is_value_object(py::handle object) {
 
 }  // namespace meshverse::bindings
 
-// pybind11's functions take and give these values too.
+// Lets pybind11's functions take and return these values.
 namespace pybind11::detail {
 
 template <class Value>

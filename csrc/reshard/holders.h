@@ -1,4 +1,4 @@
-// The ranks that hold one side's tensors: a grid of mesh axes over a rank map.
+// Ranks that hold tensors of one side of a move: a grid of mesh axes over a rank map.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class Holders {
   // The lowest rank and the highest.
   std::pair<std::int64_t, std::int64_t> bounds() const { return bounds_; }
 
-  // The index of a rank on each axis; nothing if it is none of these ranks.
+  // The index of a rank along each axis; nullopt if it is none of these ranks.
   std::optional<std::vector<std::int64_t>> coordinates_of(std::int64_t rank) const;
 
  private:
@@ -38,15 +38,16 @@ class Holders {
 // The ranks that hold the same shard: those that differ along the free axes only.
 class Replicas {
  public:
-  // Pre-condition: `offset` is the position, relative to the base, of all other axes' coordinates.
+  // Pre-condition: `offset` is the position, relative to the base, of the shard's coordinates along
+  // all other axes.
   Replicas(const Holders& holders, std::vector<std::size_t> free_axes, std::int64_t offset);
 
   std::int64_t size() const { return size_; }
   std::int64_t offset() const { return offset_; }
   std::int64_t rank_at(std::int64_t index) const;
-  // Of all holders, not only these.
+  // The lowest and highest rank of all holders, not only of these replicas.
   std::pair<std::int64_t, std::int64_t> bounds() const { return holders_->bounds(); }
-  // Nothing if the rank does not hold this shard.
+  // nullopt if the rank does not hold this shard.
   std::optional<std::int64_t> index_of(std::int64_t rank) const;
 
  private:

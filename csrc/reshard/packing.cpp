@@ -7,8 +7,8 @@
 namespace meshverse::reshard {
 namespace {
 
-// Along which dimension a box is shared among senders: the outermost that is long enough for
-// shares of equal size, else the longest.
+// The dimension along which senders share a box: the outermost that is long enough for nearly equal
+// shares, else the longest.
 std::size_t dim_to_share(const std::vector<std::int64_t>& extent, std::int64_t shares) {
   constexpr std::int64_t kRowsEach = 16;
   for (std::size_t dim = 0; dim < extent.size(); ++dim) {

@@ -1,4 +1,4 @@
-// Boxes of elements, packed into messages of bounded size.
+// Packing of boxes into messages of bounded size.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace meshverse::reshard {
 
-// Elements of one tensor that one rank sends another.
+// A range of elements along every dimension of a tensor, which one rank sends to another.
 struct Box {
   std::int64_t tensor;
   std::int64_t itemsize;
@@ -22,11 +22,11 @@ struct Box {
   Box split_off(std::size_t dim, std::int64_t extent_there);
 };
 
-// The part of a box that one of several senders gives, without elements where that is nothing.
+// The part of a box that one of several senders sends; it may have no elements.
 Box part_of(const Box& box, const Share& share);
 
-// Puts the boxes of one peer into messages, in an order that both ends of them find, so that
-// elements are aligned: large elements first. Appends to `plan`, whose order is made later.
+// Packs the boxes for one peer into messages, in an order that sender and receiver both derive:
+// large elements first, which keeps elements aligned. Appends to `plan`, which is sorted later.
 void pack(std::vector<Box>& boxes, std::int64_t step, std::int64_t peer, bool is_sent,
           std::int64_t round_bytes, Plan& plan);
 

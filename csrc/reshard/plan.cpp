@@ -18,7 +18,7 @@ namespace {
 
 using Coordinates = std::vector<std::int64_t>;
 
-// Far more than any job has. Below them no number here needs more than 64 bits.
+// Limits far beyond any job. Within them, no number here needs more than 64 bits.
 constexpr std::int64_t kMostRanks = std::int64_t{1} << 31;
 constexpr std::int64_t kMostPieces = std::int64_t{1} << 24;
 constexpr std::int64_t kMostRounds = std::int64_t{1} << 24;
@@ -31,7 +31,7 @@ void check_shape(const std::vector<std::int64_t>& shape) {
   }
 }
 
-// std::overflow_error unless the bytes of a tensor are counted in 64 bits.
+// The bytes of a tensor; std::overflow_error if they need more than 63 bits.
 std::int64_t bytes_of(const Move& move) {
   std::int64_t bytes = move.itemsize;
   for (const std::int64_t size : move.shape) {
@@ -64,7 +64,8 @@ std::vector<DimSharding> dim_shardings(const std::vector<std::int64_t>& shape,
                                   "factors from 1 to " +
                                   std::to_string(kMostPieces));
     }
-    // An axis of one rank splits nothing. All others are few, however many axes there are.
+    // An axis of one rank splits nothing. The other axes are few, as their sizes multiply out to
+    // the number of ranks.
     if (dim == -1 || axis_sizes[axis] == 1) continue;
     splits[static_cast<std::size_t>(dim)].push_back({axis, axis_sizes[axis], factor});
   }
@@ -100,7 +101,7 @@ struct Side {
     }
   }
 
-  // Where the replicas of a shard begin.
+  // The position of the first replica of a shard, relative to the holders' base.
   std::int64_t offset(const Coordinates& coordinates) const {
     std::int64_t sum = 0;
     for (const DimSharding& dim : dims) {
@@ -112,7 +113,7 @@ struct Side {
   }
 };
 
-// A shard of the other side along one dimension, with what it has in common with mine.
+// A shard of the other side along one dimension, with the elements that this rank's shard has too.
 struct Option {
   std::int64_t offset;  // of its coordinates along the axes that split this dimension
   std::vector<Run> runs;
@@ -178,7 +179,7 @@ class Planner {
   }
 
  private:
-  // Goes through the shards of the other side that have elements of mine.
+  // Visits the shards of the other side that have elements of this rank's shard.
   void each_shard(std::size_t tensor, const Side& mine, const Side& theirs, bool is_sent) {
     const auto coordinates = mine.holders.coordinates_of(rank_);
     if (!coordinates) return;
@@ -264,7 +265,7 @@ class Planner {
     if (box.bytes() > 0) boxes_[{peer, is_sent}].push_back(std::move(box));
   }
 
-  // Who serves whom depends on the two sets of replicas only, which many tensors have in common.
+  // The matching depends only on the two sets of replicas, which many tensors share.
   const Matching& matched(const Replicas& sources, const Side& source, const Replicas& targets,
                           const Side& target) {
     auto& matching = matchings_[{&source.holders, source.free_axes, sources.offset(),

@@ -12,29 +12,29 @@ namespace meshverse::reshard {
 
 // How one side lays a tensor out.
 struct Sharding {
-  std::size_t holders;                // their number in the list of all holders
+  std::size_t holders;                // index in the list of all holders
   std::vector<std::int64_t> dims;     // by axis: the dimension that it splits, or -1
   std::vector<std::int64_t> factors;  // by axis: see Split
   bool right_to_left;                 // see DimSharding
 };
 
-// One tensor, from one side to the other.
+// One tensor (or box of one) that moves from the source to the target.
 struct Move {
   std::vector<std::int64_t> shape;
-  std::int64_t itemsize;  // bytes of an element on its way
+  std::int64_t itemsize;  // bytes of an element in messages
   Sharding source;
   Sharding target;
 };
 
-// Throws std::invalid_argument where a sharding does not fit its shape or holders, round_bytes are
-// less than an element's or far too few for a tensor, this rank or a holder is outside the world,
-// or the world is of more than 2**31 ranks; std::overflow_error where the bytes of a tensor need
-// more than 63 bits.
+// Throws std::invalid_argument if a sharding does not fit its shape or holders, round_bytes is less
+// than an element or far too small for a tensor, this rank or a holder is outside the world, or the
+// world has more than 2**31 ranks; std::overflow_error if the bytes of a tensor need more than 63
+// bits.
 Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, const Nodes& nodes,
           std::int64_t rank, std::int64_t round_bytes);
 
 // The shape of the local tensor at these coordinates of the holders. Throws std::invalid_argument
-// where they or the sharding do not fit the axes or the shape.
+// if they or the sharding do not fit the axes or the shape.
 std::vector<std::int64_t> local_shape(const std::vector<std::int64_t>& shape,
                                       const Sharding& sharding,
                                       const std::vector<std::int64_t>& axis_sizes,

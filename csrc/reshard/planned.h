@@ -1,4 +1,4 @@
-// A plan as it is handed out: flat lists of integers.
+// The result of planning: flat lists of integers.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,17 @@
 
 namespace meshverse::reshard {
 
-// Boxes of elements as flat lists of integers, by box:
-//   of messages: tensor, first byte in the message, dimensions n, n first elements of the local
-//                tensor, n extents
-//   kept: tensor, n, n first elements of the source's local tensor, n of the target's, n extents
+// The boxes that one rank sends, receives and keeps. A box (a range of elements along every
+// dimension) is
+//   in `boxes`: tensor, first byte in the message, number of dimensions n, n first elements in the
+//               local tensor, n extents
+//   in `kept`: tensor, n, n first elements in the source's local tensor, n in the target's, n
+//              extents
 struct Plan {
-  // By message: step, round, peer, whether it is sent, bytes, first integer of its boxes, boxes.
-  // In the order of (step, round), in which all ranks exchange them. In step s a rank sends to
-  // rank + s and receives from rank - s, modulo the world; a message of more than `round_bytes` is
-  // exchanged in several rounds.
+  // For each message: step, round, peer, whether it is sent, bytes, index of its first box in
+  // `boxes`, number of boxes. Sorted by (step, round), the order in which all ranks exchange them.
+  // In step s a rank sends to rank + s and receives from rank - s, modulo the world size; more than
+  // `round_bytes` for one peer are exchanged in several rounds.
   std::vector<std::int64_t> messages;
   std::vector<std::int64_t> boxes;
   std::vector<std::int64_t> kept;

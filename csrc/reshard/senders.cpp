@@ -7,21 +7,22 @@
 namespace meshverse::reshard {
 namespace {
 
-// A box is shared among senders in parts of at least this many bytes, and in this many at most.
+// Senders share a box in parts of at least kSmallestShare bytes, and in kMostShares at most.
 constexpr std::int64_t kSmallestShare = 4096;
 constexpr std::int64_t kMostShares = 8;
 
-// If senders serve this many receivers each, one that serves one more sends at most a quarter more.
+// If each sender has this many receivers, one with one more sends at most a quarter more: then
+// boxes are not shared.
 constexpr std::int64_t kManyReceivers = 4;
 
-// Which sender serves which receiver: the first receivers get all from one sender each, in turn.
-// The boxes of the rest, which are fewer than the senders, are laid end to end and cut into equal
-// parts, one a sender.
+// The receivers that share senders. The receivers before `first` get all from one sender each, in
+// turn. The boxes of the other n receivers, fewer than the senders, are laid end to end and cut
+// into equal parts, one for each sender.
 struct Rest {
-  std::int64_t first;    // receiver
-  std::int64_t n;        // receivers
-  std::int64_t senders;  // that share them
-  std::int64_t turn;     // the first of these senders
+  std::int64_t first;    // index of the first of these receivers
+  std::int64_t n;        // number of these receivers
+  std::int64_t senders;  // number of senders that share them
+  std::int64_t turn;     // index of the first of these senders
 
   Rest(std::int64_t n_receivers, std::int64_t n_senders, std::int64_t bytes, std::int64_t box)
       : first(n_receivers / n_senders * n_senders), n(n_receivers - first), senders(n), turn(0) {

@@ -14,7 +14,7 @@ namespace meshverse::reshard {
 // Which node each rank is on.
 class Nodes {
  public:
-  // Equal blocks of ranks in order; 1 where nothing is known of nodes.
+  // Consecutive blocks of `node_size` ranks; use 1 if nodes are unknown.
   // Throws std::invalid_argument unless both are at least 1.
   Nodes(std::int64_t world_size, std::int64_t node_size);
   // The number of the node of every rank.
@@ -23,7 +23,7 @@ class Nodes {
   std::int64_t node_of(std::int64_t rank) const;
   std::vector<std::int64_t> ranks_of(std::int64_t node) const;
   std::int64_t world_size() const { return world_size_; }
-  // Whether ranks of a node follow one another, and nodes do.
+  // Whether each node is a consecutive block of ranks, in order.
   bool are_blocks() const { return node_size_ > 0; }
 
  private:
@@ -33,7 +33,7 @@ class Nodes {
   std::unordered_map<std::int64_t, std::vector<std::int64_t>> ranks_by_node_;
 };
 
-// Parts from..to-1 of `of` equal parts of a box.
+// The parts from..to-1, if a box is cut into `of` equal parts.
 struct Share {
   std::int64_t from;
   std::int64_t to;
@@ -42,13 +42,13 @@ struct Share {
   bool is_whole() const { return to - from == of; }
 };
 
-// A share of a shard that one rank sends to another.
+// The share of a box that is sent to, or received from, one peer.
 struct Transfer {
   std::int64_t peer;
   Share share;
 };
 
-// Some ranks in order: all replicas of a shard, or those of a node.
+// A list of ranks: all replicas of a shard, or those on a node.
 class RankList {
  public:
   explicit RankList(Replicas replicas) : replicas_(std::move(replicas)) {}
@@ -62,26 +62,25 @@ class RankList {
   std::vector<std::int64_t> ranks_;
 };
 
-// Who sends a shard's replicas to the ranks that want it, when several have it; as one rank sees
-// it.
+// Matching of receivers to senders when several ranks have the same shard, as one rank sees it.
 //
-// A rank that has it already gets nothing. A rank with a replica on its node gets it from there.
-// All replicas of a node send about equally much to their node, and all replicas about equally much
-// to the ranks that have none on theirs. With 2 senders and 5 receivers, receivers 0 and 2 get all
-// from one sender, 1 and 3 from the other, and receiver 4 gets a half from each.
+// A rank that has the shard receives nothing. If a rank on its node has the shard, a receiver gets
+// it from its node. All replicas on a node send about equally much within it, and all replicas send
+// about equally much to the receivers without one on their node. With 2 senders and 5 receivers,
+// receivers 0 and 2 get all from one sender, 1 and 3 from the other, and 4 gets half from each.
 class Matching {
  public:
-  // O(1) where the two sets of ranks are on different nodes, else O(targets * ranks of a node).
+  // O(1) if the two sets of ranks are on different nodes, else O(targets * ranks of a node).
   Matching(const Replicas& sources, const Replicas& targets, const Nodes& nodes, std::int64_t rank);
 
-  // Shares that this rank gets. `bytes` are those of the box; `turn` differs between boxes.
+  // Shares of a box that this rank receives. `bytes` is the size of the box; a different `turn` for
+  // each tensor lets the senders take turns.
   std::vector<Transfer> receives(std::int64_t bytes, std::int64_t turn) const;
-  // Shares that this rank sends.
+  // Shares of a box that this rank sends.
   std::vector<Transfer> sends(std::int64_t bytes, std::int64_t turn) const;
 
  private:
-  // Receivers, and the senders that serve them; this rank is number `index` of the one or the
-  // other.
+  // Receivers and their senders; `index` is this rank's index in one of the two lists.
   struct Group {
     std::int64_t index;
     RankList receivers;
@@ -91,7 +90,7 @@ class Matching {
                      std::int64_t rank);
 
   std::optional<Group> as_receiver_;
-  std::vector<Group> as_sender_;  // on its node, and beyond
+  std::vector<Group> as_sender_;  // for its node, and for other nodes
 };
 
 }  // namespace meshverse::reshard

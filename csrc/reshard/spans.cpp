@@ -14,7 +14,7 @@ std::int64_t reached(std::int64_t index, std::int64_t step, std::int64_t end) {
   return index > end / step ? end : index * step;
 }
 
-// Appends what stands at local indices start..stop-1.
+// Appends the elements at indices start..stop-1 of `from`.
 void append_slice(Spans& to, const Spans& from, std::int64_t start, std::int64_t stop) {
   std::int64_t passed = 0;
   for (const Span& span : from) {
@@ -32,10 +32,10 @@ void append_slice(Spans& to, const Spans& from, std::int64_t start, std::int64_t
   }
 }
 
-// The pieces that a split is made of, as local indices: one for a plain chunk.
+// The pieces of a strided split (one for a plain split), as local indices.
 struct Pieces {
   std::int64_t length;
-  std::int64_t piece;  // of each but the last
+  std::int64_t piece;  // length of each piece but the last
   Pieces(std::int64_t n, std::int64_t factor)
       : length(n), piece(std::max<std::int64_t>(ceil_div(n, factor), 1)) {}
 

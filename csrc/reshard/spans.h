@@ -1,4 +1,4 @@
-// Which elements of one dimension of a tensor each shard has.
+// The elements of one dimension of a tensor that each shard has.
 #pragma once
 
 #include <cstdint>
@@ -13,50 +13,51 @@ struct Span {
   std::int64_t stop;
 };
 
-// A shard's elements of one dimension: ascending, and in the order in which the shard stores it.
+// A shard's elements of one dimension: ascending, which is the order in which the shard stores
+// them.
 using Spans = std::vector<Span>;
 
 std::int64_t count(const Spans& spans);
 
 // One mesh axis that splits a dimension.
 //
-// factor 1 is torch's Shard: `torch.chunk` into as many parts as the axis has ranks, of which the
-// last may be shorter or empty. A larger factor is torch's _StridedShard: the dimension is chunked
-// into `factor` pieces first, each of which is chunked over the axis, and a rank has its part of
-// each piece.
+// Factor 1 is torch's Shard: `torch.chunk` into as many parts as the axis has ranks, of which the
+// last may be shorter or empty. A larger factor is torch's _StridedShard: the dimension is first
+// cut into `factor` pieces, each piece is chunked over the axis, and a rank has its chunk of each
+// piece.
 struct Split {
-  std::size_t axis;  // of the holders
+  std::size_t axis;  // index of the holders' axis
   std::int64_t parts;
   std::int64_t factor;
 };
 
-// The same elements in two shards.
+// A run of elements that two shards have in common.
 struct Run {
-  std::int64_t global;  // first element, in the dimension
-  std::int64_t mine;    // where it is in my shard
-  std::int64_t theirs;  // where it is in the other shard
+  std::int64_t global;  // index of the first element in the dimension
+  std::int64_t mine;    // index of the first element in this rank's shard
+  std::int64_t theirs;  // index of the first element in the other shard
   std::int64_t extent;
 };
 
 // Returns the elements that two shards have in common. O(spans).
 std::vector<Run> overlap(const Spans& mine, const Spans& theirs);
 
-// How the axes of a mesh split one dimension.
+// The way in which the axes of a mesh split one dimension.
 class DimSharding {
  public:
-  // Splits in the order of the axes. With `right_to_left`, strided splits are plain chunks of what
-  // the plain splits leave: what FSDP2 does to a tensor that is split already. The two differ only
-  // where the pieces of a strided split are not equally long.
+  // Takes splits in the order of the axes. With `right_to_left`, the plain splits come first, and
+  // strided splits then chunk what is left, from the last axis to the first: FSDP2 does so with a
+  // tensor that is split already. The two ways differ only if pieces are not equally long.
   DimSharding(std::int64_t size, std::vector<Split> splits, bool right_to_left);
 
-  // In the order in which they are applied.
+  // The splits in the order in which they are applied.
   const std::vector<Split>& splits() const { return splits_; }
 
-  // Elements of the shard at these coordinates, one coordinate for each split.
+  // The elements of the shard at these coordinates, one for each split.
   Spans spans(const std::vector<std::int64_t>& coordinates) const;
 
   // Visits every shard that has some of the wanted elements, with its coordinates and spans.
-  // Costs what is visited, whatever other shards there are.
+  // The cost depends only on the shards that are visited.
   using Visit = std::function<void(const std::vector<std::int64_t>&, const Spans&)>;
   void visit(const Spans& wanted, const Visit& visit) const;
 

@@ -166,11 +166,11 @@ def test_the_log_tells_each_group_and_why_it_is_new(world: Any, caplog: Any) -> 
     assert "axis 'dp_shard' with ranks [0, 8, 16, 24, 32, 40, ... 10232]" in shard
     assert "made by its members, requested at " in shard
     assert f"{__file__}:" in shard
-    assert "the first of these ranks" in tp
+    assert "the first group of these ranks" in tp
     assert "Not shared with axis 'tp', which has options" in mine
     assert "Not shared with axis 'tp', which has options" in other
     assert "made by its members at first use" in lazy
-    assert "of a mesh that was made apart, without universe=" in lazy
+    assert "of a mesh of another universe, made without universe=" in lazy
     assert max(map(len, lines)) < 500
 
 

@@ -80,7 +80,7 @@ def test_one_axis_is_suspended_and_resumed(
         line = [0, 1] if rank < 2 else [2, 3]
         for use in ("use", "functional", "of a view", "warm up"):
             assert f"The process group of axis 'tp' or 'ep' with ranks {line} is sus" in seen[use]
-            assert "mesh.universe.resume() on all its ranks" in seen[use]
+            assert "All its ranks must call mesh.universe.resume()" in seen[use]
         assert seen["others"] == seen["before"]["dp"]
         assert seen["world"] == [1, 1, 1, 1]
         assert list(seen["coordinate"]) == [rank // 2, rank % 2]
@@ -169,7 +169,7 @@ def _of_gloo() -> tuple[Any, Any, Any]:
 
 def test_what_cannot_be_suspended_says_so(bound_crew: Crew) -> None:
     for answer, unknown, left in bound_crew.run(_of_gloo, 2):
-        assert "suspend() of groups of gloo: none of them can be suspended" in answer
+        assert "suspend(): none of these groups of gloo can be suspended" in answer
         assert "nowhere" in unknown
         assert left == ([], [1, 1])
 

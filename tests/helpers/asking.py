@@ -130,7 +130,7 @@ OF_UNIVERSE: dict[str, Question] = {
     "explain": lambda mesh: (str(mesh.universe.explain()), mesh.universe.explain().to_json()),
     "draw": lambda mesh: attempt(lambda: str(mesh.universe.draw(node_size=4))),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
-    "stand_for": lambda mesh: mesh.universe.stand_for(mesh.universe.serial),
+    "set_saved_serial": lambda mesh: mesh.universe.set_saved_serial(mesh.universe.serial),
     "root": lambda mesh: mesh.universe.root,
     "rank_views": lambda mesh: (mesh.universe.rank_views.tensor, mesh.universe.rank_views.tuple),
     "parts": lambda mesh: mesh.universe.parts,

@@ -143,16 +143,16 @@ def test_equal_axes_of_the_two_meshes_share_groups(world) -> None:
     ("changed", "message"),
     [
         ({"local_world_size": 3}, "local_world_size=3 does not divide world_size=8"),
-        ({"local_world_size": 0}, r"\{'local_world_size': 0\}: give ints above 0"),
+        ({"local_world_size": 0}, r"\{'local_world_size': 0\} must be ints above 0"),
         ({"tp_size": 3}, "tp_size=3 does not divide local_world_size=4"),
         ({"tp_size": 8}, "tp_size=8 does not divide local_world_size=4.*one node"),
         ({"tp_size": 2, "sharding_world_size": 3}, r"sharding_world_size=3 .*tp_size=4"),
         ({"tp_size": 2, "sharding_world_size": 8}, r"sharding_world_size=8 .*world_size / tp_si"),
-        ({"tp_size": "2"}, r"\{'tp_size': '2'\}: give ints above 0"),
-        ({"tp_size": 2.0}, r"\{'tp_size': 2.0\}: give ints above 0"),
-        ({"tp_size": True}, r"\{'tp_size': True\}: give ints above 0"),
-        ({"sharding_world_size": -1}, r"\{'sharding_world_size': -1\}: give ints"),
-        ({"local_rank": 2}, r"local_rank=2 of rank 5 with local_world_size=4: expected 1"),
+        ({"tp_size": "2"}, r"\{'tp_size': '2'\} must be ints above 0"),
+        ({"tp_size": 2.0}, r"\{'tp_size': 2.0\} must be ints above 0"),
+        ({"tp_size": True}, r"\{'tp_size': True\} must be ints above 0"),
+        ({"sharding_world_size": -1}, r"\{'sharding_world_size': -1\} must be ints"),
+        ({"local_rank": 2}, r"local_rank=2 of rank 5 with local_world_size=4: it must be 1"),
         ({"world_size": 4}, r"rank=5 of world_size=4, .*is rank 5 of 8"),
         ({"rank": 1}, r"rank=1 of world_size=8, .*is rank 5 of 8"),
         ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "no member"),
@@ -173,7 +173,7 @@ def test_sizes_that_are_not_those_of_the_meshes_given_are_refused(world, sizes) 
     place = {"local_world_size": 4, "local_rank": 1, "device_type": "cpu"}
     whole = MeshCollective(5, 8, tp_size=2, **place)
     assert MeshCollective(5, 8, mesh=whole.meshes, **place).tp_world_size == 2
-    with pytest.raises(ValueError, match=r"but the mesh given has tp=2 and dp_shard=2"):
+    with pytest.raises(ValueError, match=r"but mesh= has tp=2 and dp_shard=2"):
         MeshCollective(5, 8, mesh=whole.meshes, **place, **sizes)
 
 
@@ -201,7 +201,7 @@ def test_the_world_of_gpus_is_bound_to_the_device(monkeypatch) -> None:
 
 @in_worlds((8, 5))
 def test_other_devices_communicate_by_way_of_the_cpu(world) -> None:
-    with pytest.warns(UserWarning, match="'mps' communicate by way of 'cpu'"):
+    with pytest.warns(UserWarning, match="'mps' are copied to 'cpu' and back"):
         collective = MeshCollective(5, 8, local_world_size=4, local_rank=1, device_type="mps")
     assert collective.default_device == torch.device("mps")
     assert collective.meshes.parallel_mesh.device_type == "cpu"

@@ -185,7 +185,7 @@ def test_a_model_without_experts_is_trained_on_the_same_meshes_if_said() -> None
 
 @pytest.mark.parametrize("wrong", _NO_DEGREES)
 def test_what_is_no_degree_is_refused(wrong: Any) -> None:
-    message = rf"ep_size={wrong!r} of type \w+: give an int above 0"
+    message = rf"ep_size={wrong!r} of type \w+ must be an int above 0"
     with fake_world(8):
         mesh = _root()
         with pytest.raises(ValueError, match=message):
@@ -206,12 +206,12 @@ def test_degrees_that_do_not_fit_are_refused() -> None:
             FSDP2Manager(_CONFIG, mesh, moe_mesh, ep_size=4)
         with pytest.raises(ValueError, match="ep_size=1, but the experts' mesh has ep=2"):
             fsdp2_strategy_parallelize(Model(), mesh, moe_mesh=moe_mesh, ep_size=1)
-        with pytest.raises(ValueError, match=r"ep_size=3: .* divides the 8 ranks"):
+        with pytest.raises(ValueError, match=r"ep_size=3 must .* divides the 8 ranks"):
             FSDP2Manager(_CONFIG, mesh, ep_size=3)
-        with pytest.raises(ValueError, match=r"ep_size=2 .*one process, with device_mesh=None"):
+        with pytest.raises(ValueError, match=r"ep_size=2 .*need a mesh, but device_mesh=None"):
             FSDP2Manager(_CONFIG, None, ep_size=2)
         with pytest.raises(
-            ValueError, match=r"over the layout 8:1: expected .* over 1:0, one pipeline stage"
+            ValueError, match=r"over the layout 8:1: it must have .* over 1:0, one pipeline stage"
         ):
             FSDP2Manager(_CONFIG, mesh["tp"], moe_mesh)
 
@@ -301,9 +301,9 @@ def test_an_experts_mesh_across_stages_is_refused() -> None:
             "cpu", (2, 2, 2), mesh_dim_names=("ep_shard", "ep", "pp"), universe=mesh.universe
         )["ep_shard", "ep"]
         model = _two_stages(Model(), mesh)
-        with pytest.raises(ValueError, match=r"has the axes .* expected .* one pipeline stage of"):
+        with pytest.raises(ValueError, match=r"has the axes .* must have .* one pipeline stage of"):
             fsdp2_strategy_parallelize(model, mesh, moe_mesh=across)
-        with pytest.raises(ValueError, match=r"has the axes .* expected .* one pipeline stage of"):
+        with pytest.raises(ValueError, match=r"has the axes .* must have .* one pipeline stage of"):
             FSDP2Manager(_CONFIG, mesh, across)
 
 
@@ -311,7 +311,7 @@ def test_a_stage_without_experts_is_no_error_if_its_model_has_some() -> None:
     with fake_world(8, 0):
         mesh = _root(pp_size=2, ep_size=2)
         model = nn.Sequential(nn.Linear(8, 8))
-        with pytest.raises(ValueError, match="has no experts to hand out"):
+        with pytest.raises(ValueError, match="has no experts to distribute"):
             fsdp2_strategy_parallelize(model, _stage(mesh))
         fsdp2_strategy_parallelize(_two_stages(model, mesh), mesh)
         assert isinstance(model[0].weight, DTensor)

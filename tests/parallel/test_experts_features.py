@@ -110,6 +110,6 @@ def test_what_cannot_be_split_is_refused(module: nn.Module, size: int, message: 
 def test_experts_with_a_norm_behind_them_are_refused() -> None:
     experts = make("plain")[0].experts
     experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="normalizes what each expert gives"):
+    with pytest.raises(ValueError, match="normalizes each expert's output"):
         ExpertFeaturesParallel().check("layer", experts, 2)
     assert experts.down_proj.shape == (EXPERTS, WIDTH, INNER)

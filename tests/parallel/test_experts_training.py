@@ -241,7 +241,7 @@ class Listed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Dense(), "ep=2: Dense has no experts to hand out"),
+        (Dense(), "ep=2: Dense has no experts to distribute"),
         (Listed(), "experts of Listed is a list of modules, as in transformers 4"),
     ],
 )
@@ -271,6 +271,6 @@ def test_a_mesh_of_experts_of_other_ranks_or_axes_is_refused() -> None:
         assert moe_mesh is not None
         for other in (moe_mesh["ep"], mesh):
             with pytest.raises(
-                ValueError, match=r"expected \('ep_shard', 'ep'\) over 8:1, one pipeline stage"
+                ValueError, match=r"must have \('ep_shard', 'ep'\) over 8:1, one pipeline stage"
             ):
                 fsdp2_strategy_parallelize(Model(), mesh, moe_mesh=other)

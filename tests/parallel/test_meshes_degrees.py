@@ -40,7 +40,7 @@ def test_sizes_are_frozen_and_by_keyword() -> None:
 def test_what_is_no_degree_is_refused(name, wrong) -> None:
     if (name, wrong) == ("dp_size", -1):
         pytest.skip("to be inferred")
-    with pytest.raises(ValueError, match=rf"{name}={wrong!r} of type \w+: give an int above 0"):
+    with pytest.raises(ValueError, match=rf"{name}={wrong!r} of type \w+ must be an int above 0"):
         ParallelismSizes(**{name: wrong})
 
 
@@ -58,7 +58,7 @@ def test_a_good_spec_is_accepted_and_frozen() -> None:
     [
         ((2, 4), ("dp",), {}, r"\(2, 4\) with axes \('dp',\)"),
         ((2,), ("dp", "tp"), {}, r"\(2,\) with axes \('dp', 'tp'\)"),
-        ((), (), {}, r"\(\) with axes \(\): give one or more axes"),
+        ((), (), {}, r"\(\) with axes \(\): it must have one or more axes"),
         ((2, 0), ("dp", "tp"), {}, r"shape \(2, 0\) .*int above 0"),
         ((-1, 2.0), ("dp", "tp"), {}, r"shape \(-1, 2.0\) .*int above 0"),
         ((2, 2), ("dp", "dp"), {}, r"\('dp', 'dp'\): .* name of its own"),

@@ -108,7 +108,7 @@ def test_selective_keeps_matrix_products() -> None:
 def test_cache_is_off_and_unknown_modes_are_refused() -> None:
     model = Model()
     model.config = SimpleNamespace(use_cache=True)
-    with pytest.raises(ValueError, match="mode='some': expected 'full', True or 'selective'"):
+    with pytest.raises(ValueError, match="mode='some' must be 'full', True or 'selective'"):
         apply_activation_checkpointing(model, "some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation_checkpointing_scope='smell'"):
         apply_activation_checkpointing(model, "full", "smell")

@@ -87,4 +87,4 @@ def test_kinds_of_norms_are_those_that_torch_takes(crew: Crew) -> None:
         assert seen == pytest.approx(expected, rel=BOUND)
         assert "could not convert string to float: 'large'" in said[0]
         for message, value in zip(said[1:], ("0.0", "-1.0", "nan"), strict=True):
-            assert f"norm_type={value}: expected a number above 0" in message
+            assert f"norm_type={value} must be a number above 0" in message

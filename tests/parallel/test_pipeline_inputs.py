@@ -51,7 +51,7 @@ def test_batches_have_the_shape_and_dtype_of_the_first(crew: Crew) -> None:
             assert f"A batch of shape (8, 12), torch.int64, {first}" in longer
             assert f"A batch of shape (4, 6), torch.int64, {first}" in smaller
             assert f"A batch of shape (8, 6), torch.int32, {first}" in other_dtype
-            assert "torch's stages receive one shape and dtype" in longer
+            assert "all must have one shape and dtype" in longer
         assert len(same) > 8
         assert all(same)
         assert norm > 0
@@ -113,13 +113,13 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         batch(0),
         batch(0),
         {"position_ids": _TOKENS},
-        "needs a first dimension of 1, as position_ids[None]",
+        "or 1 if all sequences share it, as position_ids[None]",
     ),
     "as many tokens as sequences": (
         _SQUARE,
         _SQUARE,
         {"position_ids": torch.arange(BATCH)},
-        "one for each sequence, or for each token? Give position_ids[None]",
+        "it must say which it has one for. Give position_ids[None]",
     ),
     "one element": (
         batch(0),
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"cache_position": torch.zeros(1, dtype=torch.int64)},
         "cache_position has the shape (1,)",
     ),
-    "a number": (batch(0), batch(0), {"scale": torch.tensor(2.0)}, "as scale.item()"),
+    "a number": (batch(0), batch(0), {"scale": torch.tensor(2.0)}, "single number as scale.item()"),
     "what needs all layers": (
         batch(0),
         batch(0),

@@ -29,12 +29,12 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 @pytest.mark.parametrize(
     ("virtual", "schedule", "microbatches", "message"),
     [
-        (1, "2F2B", 4, r"schedule='2F2B' for 1 stages a rank: expected one of \['1F1B', 'GPipe'\]"),
-        (1, "Interleaved1F1B", 4, "schedule='Interleaved1F1B' for 1 stages a rank"),
-        (2, "1F1B", 4, "schedule='1F1B' for 2 stages a rank.*'Interleaved1F1B'"),
-        (1, None, 1, "n_microbatches=1 for 2 stages: 1F1B needs one microbatch a stage"),
+        (1, "2F2B", 4, r"schedule='2F2B' for 1 stages per rank must be one of \['1F1B', 'GPipe'\]"),
+        (1, "Interleaved1F1B", 4, "schedule='Interleaved1F1B' for 1 stages per rank"),
+        (2, "1F1B", 4, "schedule='1F1B' for 2 stages per rank.*'Interleaved1F1B'"),
+        (1, None, 1, "n_microbatches=1 for 2 stages: 1F1B must have at least one"),
         (2, None, 5, "n_microbatches=5 over 2 ranks run in 2 rounds"),
-        (1, None, 0, "n_microbatches=0: expected an int above 0"),
+        (1, None, 0, "n_microbatches=0 must be an int above 0"),
         (1, "GPipe", 2.0, "n_microbatches=2.0"),
     ],
 )
@@ -59,11 +59,9 @@ def test_stages_of_others_are_refused() -> None:
             [split_into_stages(model, 4, 1)],
             [split_into_stages(model, 4, 3), split_into_stages(model, 4, 1)],
         ):
-            with pytest.raises(ValueError, match="give all that pipeline_stages made"):
+            with pytest.raises(ValueError, match=r"give all that pipeline_stages\(\) returned"):
                 pipeline_schedule(stages, mesh, loss_of, 4)
-        with pytest.raises(
-            ValueError, match=r"has 2 axes: give that of the pipeline, mesh\['pp'\]"
-        ):
+        with pytest.raises(ValueError, match=r"has 2 axes, and must have one: give mesh\['pp'\]"):
             pipeline_stages(model, init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp")))
 
 
@@ -71,7 +69,7 @@ def test_stages_of_others_are_refused() -> None:
 def test_a_number_of_virtual_stages_is_an_int_above_0(virtual: Any) -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        with pytest.raises(ValueError, match="expected an int above 0"):
+        with pytest.raises(ValueError, match="must be an int above 0"):
             pipeline_stages(make(), mesh, virtual=virtual)
 
 

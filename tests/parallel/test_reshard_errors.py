@@ -43,9 +43,9 @@ def _wrong_inputs() -> list[tuple[type[Exception], str, Any]]:
     """Return sources of rank 0, each with the error's type and its words."""
     eight = torch.ones(8)
     return [
-        (TypeError, "of type list: give a dict of tensors by name", [eight]),
-        (TypeError, "has the name 3 of type int: give str", {3: eight}),
-        (TypeError, "'w' is a float: give a DTensor", _one(1.0)),
+        (TypeError, "of type list must be a dict of tensors by name", [eight]),
+        (TypeError, "source name 3 of type int must be a str", {3: eight}),
+        (TypeError, "'w' is a float: it must be a DTensor", _one(1.0)),
         (TypeError, "'w' is a meta tensor", _one(torch.ones(8, device="meta"))),
         (TypeError, r"'w' is a torch.sparse_coo tensor", _one(eight.to_sparse())),
         (
@@ -103,15 +103,15 @@ def _wrong_settings() -> None:
         raise LookupError("no such name")
 
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (TypeError, "buffer_bytes='1': give an int", {"buffer_bytes": "1"}),
-        (TypeError, "buffer_bytes=True: give an int", {"buffer_bytes": True}),
-        (ValueError, "buffer_bytes=1023: give at least 1024", {"buffer_bytes": 1023}),
+        (TypeError, "buffer_bytes='1' must be an int", {"buffer_bytes": "1"}),
+        (TypeError, "buffer_bytes=True must be an int", {"buffer_bytes": True}),
+        (ValueError, "buffer_bytes=1023 must be at least 1024", {"buffer_bytes": 1023}),
         (
             ValueError,
-            "of 3 ranks: give one with nodes",
+            "of 3 ranks must have a level 'node' and all 2 ranks",
             {"topology": Topology({"node": list("aab")})},
         ),
-        (ValueError, "give one with nodes", {"topology": Topology({"rack": list("ab")})}),
+        (ValueError, "must have a level 'node'", {"topology": Topology({"rack": list("ab")})}),
         (TypeError, r"topology='aab' of type str", {"topology": "aab"}),
         (ValueError, "timeout", {"timeout": timedelta(0)}),
         (TypeError, r"rename=\['w'\] of type list", {"rename": ["w"]}),
@@ -159,7 +159,7 @@ def _misfits() -> None:
     cases: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
         (
             ValueError,
-            r"no tensor named 'layer.weight', .*\(near 'layer.weight', it has 'layers.weight'\)",
+            r"no tensor named 'layer.weight', .*\(the target has 'layers.weight', a similar name\)",
             {"layer.weight": ones},
             {"layers.weight": ones},
             {},
@@ -194,7 +194,7 @@ def _misfits() -> None:
         ),
         (
             RuntimeError,
-            "ranks 0 and 1 pass different buffer_bytes: 2048 on rank 0, 2049 on rank 1. All ranks must",
+            "ranks 0 and 1 pass different buffer_bytes: 2048 on rank 0, 2049 on rank 1. All",
             _one(ones),
             _one(torch.ones(8)),
             {"buffer_bytes": 2048 + rank},

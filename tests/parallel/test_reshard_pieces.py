@@ -51,8 +51,8 @@ def test_a_piece_says_where_it_is() -> None:
     ("kind", "said", "given"),
     [
         (IndexError, "has no such dimension", (2, 0, 1)),
-        (IndexError, "dimension 0 has elements 0 to 7", (0, 6, 3)),
-        (IndexError, "dimension 0 has elements 0 to 7", (0, -1, 3)),
+        (IndexError, "must be within elements 0 to 7", (0, 6, 3)),
+        (IndexError, "must be within elements 0 to 7", (0, -1, 3)),
         (TypeError, "float", (0, 0.0, 3)),
     ],
 )

@@ -130,7 +130,7 @@ def test_defaults(crew: Crew) -> None:
             "activation_checkpointing_scope='smell'",
         ),
         (2, {"cpu_offload": True, "offload_policy": OffloadPolicy()}, ValueError, "contradict"),
-        (2, {"sequence_parallel": True}, ValueError, "LlamaForCausalLM carries does not know"),
+        (2, {"sequence_parallel": True}, ValueError, "LlamaForCausalLM carries does not support"),
         (2, {"tp_shard_plan": {"lm_head": "colwise"}}, TypeError, "'lm_head': 'colwise'"),
         (2, {"tp_mesh_name": "tensor"}, KeyError, "'tensor'"),
         (2, {"dp_cp_mesh_name": "data"}, KeyError, "'data'"),
@@ -158,7 +158,7 @@ def test_several_pipeline_stages_are_refused() -> None:
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
         with pytest.raises(
             ValueError,
-            match=r'pp=2: Llama.* Split it .*mesh\["dp_replicate", "dp_shard", "cp", "tp"',
+            match=r'pp=2, but Llama.* Split it .*mesh\["dp_replicate", "dp_shard", "cp", "tp"',
         ):
             fsdp2_strategy_parallelize(model, mesh)
         assert all(dict(model.named_parameters())[name] is each for name, each in before.items())

@@ -83,7 +83,7 @@ def test_name_of_kind(name: str, kind: type) -> None:
 
 
 def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"named by a string, got Shard.*'rowwise'"):
+    with pytest.raises(TypeError, match=r"style Shard.* must be a str.*'rowwise'"):
         translate_to_torch_parallel_style(Shard(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'diagonal' is unknown.*'colwise', 'colwise_gather"):
         translate_to_torch_parallel_style("diagonal")
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "no style": (
         lambda: make(MLP),
         {"up": ColwiseParallel(), "down": "rowwise"},  # type: ignore[dict-item]
-        r"\{'down': 'rowwise'\}: expected parallel styles.*translate_to_torch_parallel_style",
+        r"\{'down': 'rowwise'\}: all values must be .*translate_to_torch_parallel_style",
     ),
     "output": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
@@ -289,12 +289,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "module": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "norm": HeadNorm()}),
         {"up": ColwiseParallel(), "norm": ColwiseParallel()},
-        r"norm: Colwise.* splits linear layers and embeddings, and this is a HeadNorm",
+        r"norm is a HeadNorm, but .*Colwise.* can only split linear layers and embeddings",
     ),
     "parameter": (
         lambda: make(Attention),
         {"q_proj": ColwiseParallel(), "": LocalParameters({"sink": Shard(0)})},
-        r"has no parameter 'sink' of its own: it has \['sinks'\]",
+        r"has no parameter 'sink' of its own, only \['sinks'\]",
     ),
     "single parameter": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "odd": nn.Linear(4, 3)}),

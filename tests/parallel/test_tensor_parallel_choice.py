@@ -117,7 +117,7 @@ def test_entries_for_no_module_are_left_out_if_asked(caplog: pytest.LogCaptureFi
 
 def test_what_is_no_plan_is_refused() -> None:
     model = MLP()
-    with pytest.raises(TypeError, match="expected a dictionary of parallel styles"):
+    with pytest.raises(TypeError, match="it must be a dict of parallel styles"):
         apply_tensor_parallelism(model, mesh(), f"{__name__}.UP")
     assert not split(model)
 

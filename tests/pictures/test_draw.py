@@ -61,7 +61,7 @@ def test_one_axis_by_name_or_index(world) -> None:
         mesh.draw("cp")
     with pytest.raises(IndexError, match="no axis 3 to draw: the mesh has 3"):
         mesh.draw(3)
-    with pytest.raises(ValueError, match="node_size=0 is no number of ranks"):
+    with pytest.raises(ValueError, match="node_size=0 must be 1 or more"):
         mesh.draw(node_size=0)
 
 

@@ -111,5 +111,5 @@ def test_a_trainers_degrees_become_its_views() -> None:
     assert dense.sizes == {"pp": 8, "dp_replicate": 4, "dp_shard": 40, "cp": 1, "tp": 8}
     assert dense.flattened["dp_cp"] == ("dp_replicate", "dp_shard", "cp")
     assert experts.sizes == {"pp": 8, "ep_shard": 160, "ep": 8}
-    with pytest.raises(ValueError, match=r"ep_size=7: .* divides the 2 ranks"):
+    with pytest.raises(ValueError, match=r"ep_size=7 must .* divides the 2 ranks"):
         trainer_views(ParallelismSizes(dp_size=2, ep_size=7), 2)

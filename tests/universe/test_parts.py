@@ -96,7 +96,7 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
     assert "timeout=88s" in str(own.universe.explain())
     with groups_created(0), pytest.raises(ValueError, match=r"timeout belong to a universe"):
         _part(job, [5, 6], timeout=timedelta(seconds=99))
-    with pytest.raises(ValueError, match="timeout: given for a mesh over ranks 5, 6 in a universe"):
+    with pytest.raises(ValueError, match="timeout cannot be set for a mesh over ranks 5, 6: these"):
         job.universe.part([5, 6], timeout=timedelta(seconds=99))
 
 

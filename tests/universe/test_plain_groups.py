@@ -17,9 +17,8 @@ from helpers.crew import Crew
 from helpers.differing import TIMEOUT
 from helpers.worlds import fake_world, group_names, in_worlds
 from meshverse import RanksDifferError, Universe, init_device_mesh
-from meshverse.universe import plain_groups
 
-_OF_OTHERS = dist.GroupMember.NON_GROUP_MEMBER
+_NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_the_second_call_returns_the_same_group(universe: Universe) -> None:
     assert dist.get_process_group_ranks(group) == [1, 5, 7]  # as new_group's
     names = group_names()
     for ranks in ((1, 5, 7), torch.tensor([5, 1, 7]), np.array([7, 1, 5]), range(1, 9, 2)[:1]):
-        expected = group if len(ranks) == 3 else _OF_OTHERS
+        expected = group if len(ranks) == 3 else _NOT_A_MEMBER
         assert universe.group(ranks) is expected
     assert group_names() == names
 
@@ -78,8 +77,8 @@ def test_explain_lists_it_by_its_name(universe: Universe) -> None:
 
 def test_other_ranks_have_the_group_of_others(universe: Universe) -> None:
     names = group_names()
-    assert universe.group([0, 1]) is _OF_OTHERS
-    assert universe.groups_of([[0, 1], [2, 3]]) is _OF_OTHERS
+    assert universe.group([0, 1]) is _NOT_A_MEMBER
+    assert universe.groups_of([[0, 1], [2, 3]]) is _NOT_A_MEMBER
     assert group_names() == names
     assert not universe.parts
 
@@ -215,7 +214,7 @@ def _use() -> dict[str, Any]:
     answer["half"] = reached_by(half)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), universe=universe)
     answer["is shared"] = mesh.get_group("tp") is half
-    answer["of others"] = universe.group([0, 2]) is _OF_OTHERS
+    answer["of others"] = universe.group([0, 2]) is _NOT_A_MEMBER
     dist.barrier()
     universe.destroy()
     answer["left"] = len(group_names())
@@ -250,7 +249,3 @@ def test_members_that_disagree_get_an_error(crew: Crew) -> None:
         assert "universe.group" in text
         assert "timeout=120s" in text
         assert "timeout=180s" in text
-
-
-def test_the_module_says_who_others_are() -> None:
-    assert plain_groups._OF_OTHERS is _OF_OTHERS

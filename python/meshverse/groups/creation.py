@@ -1,9 +1,9 @@
-"""How one process group comes to be.
+"""Creation of one process group, in one of four ways.
 
-- The axis covers the default group, with default options: the default group itself, as stock.
-- The default group is bound to a device and the backend is the same: one split of it.
-- Otherwise: made by its members only, at once or when it is first used.
-- Where that is not safe: stock's loop over all groups, on all ranks.
+- The axis is over all ranks, with default options: it uses the default group, as in torch.
+- The default group is bound to a device, and the backend is the same: the group is split off it.
+- c10d needs all ranks (see `why_all_ranks`): all ranks loop over all groups, as in torch.
+- Otherwise: its members alone make it, at once or when it is first used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def needs_all_ranks(request: GroupRequest, world: World) -> bool:
 
 
 def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
-    """Return how the groups of an axis come to be, and why all ranks make them, if they do."""
+    """Return how the groups of an axis are made, and why by all ranks, where that is BY_ALL."""
     options = request.options
     if (
         request.axis.size == world.size
@@ -54,7 +54,7 @@ def create_by_all(
 
     Args:
         request: of the axis.
-        world: that they are made in.
+        world: in which they are made.
         origin: that `how` returned.
 
     Returns:
@@ -64,10 +64,10 @@ def create_by_all(
 
 
 def _split(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
-    # A rank outside the mesh takes part in the split all the same, by naming the first group.
+    # A rank outside the mesh takes part in the split too; it passes the ranks of the first group.
     groups, name = RankGroups(request.axis, request.rank_map), ""
     if request.position is not None:
-        # Not taken back if it fails: what a failed split has left in the store is not met again.
+        # Used up even if the split fails: the next one must not find the keys that this one wrote.
         name = _new_name(request, world)
     return compat.create_by_split(
         request.ordered(groups.ranks_of(request.position or 0)),
@@ -99,9 +99,9 @@ def _make_by_all_in_order(
 ) -> compat.ProcessGroup | None:
     if callable(getattr(world.default_group, "new_group", None)):
         raise ValueError(
-            f"The order of the ranks of axis {request.axis_name!r} cannot be kept: this default "
-            "group makes its own subgroups, for which torch before 2.13 sorts the ranks. Give "
-            "ranks that ascend along each axis, or preserve_rank_order=False, or update torch."
+            f"The order of the ranks of axis {request.axis_name!r} cannot be kept: torch before "
+            "2.13 sorts the ranks of groups that this default group makes itself. Pass ranks that "
+            "ascend along each axis, or preserve_rank_order=False, or update torch."
         )
     name = "" if request.position is None else _new_name(request, world)
     mine = None
@@ -128,24 +128,24 @@ def _new_name(request: GroupRequest, world: World) -> str:
 def create_by_members(
     group: Group, world: World, ranks: list[int] | None = None
 ) -> compat.ProcessGroup | None:
-    """Create a planned group; its other members do so too.
+    """Create a planned group. Its other members call this too.
 
     Args:
         group: of which this rank is a member.
-        world: that it is made in.
+        world: in which it is made.
         ranks: its global ranks in group-rank order, if the caller knows them.
 
     Raises:
         RanksDifferError: the ranks are building different meshes.
-        RuntimeError: other members did not come, or wait for this one elsewhere; or of c10d.
+        RuntimeError: other members did not join, or are in a deadlock with this one; or c10d's own.
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
     attempt = _join(group, ranks, world)
     create = compat.create_by_members
     if attempt is not None:
-        # While gloo connects, this rank may be interrupted when the others have the group already.
-        create = _interrupt_after()(create)
+        # After the others have the group, a Ctrl-C must not make this rank lose it.
+        create = _delay_interrupt()(create)
     default_group, backend_options = world.default_group, options.new_backend_options()
     try:
         return create(
@@ -163,8 +163,8 @@ def create_by_members(
         text = _could_not_make(request, ranks, world, error)
         if len(ranks) > 1 and compat.is_of_other_ranks(error):
             text += (
-                "\nAnother of these ranks may have died, been interrupted, or ended the group "
-                "already. End a group only when all its ranks have made it."
+                "\nAnother of these ranks may have died or been interrupted, or may have destroyed "
+                "the group already. All its ranks must have made a group before one destroys it."
             )
         raise type(error)(text) from error
 
@@ -179,7 +179,7 @@ def _could_not_make(
 
 
 def _join(group: Group, ranks: list[int], world: World) -> int | None:
-    """Wait for the other members, if creating the group would wait for them without a word.
+    """Wait for the other members, if creating the group would wait for them without a message.
 
     Returns:
         The number of the attempt to create it, from 0; None if creating it does not wait.
@@ -209,11 +209,11 @@ def _join(group: Group, ranks: list[int], world: World) -> int | None:
 
 
 @contextlib.contextmanager
-def _interrupt_after() -> Iterator[None]:
-    """Handle a Ctrl-C that comes inside this block at its end. A second one is handled at once.
+def _delay_interrupt() -> Iterator[None]:
+    """Delay a Ctrl-C that comes inside this block to its end. A second one is handled at once.
 
-    Python handles a signal as soon as c10d's C++ code returns. That is late enough for a group to
-    be connected on all members, and too early for this rank to note that it has the group.
+    Python handles a signal as soon as c10d's C++ code returns. By then all members may have the
+    group, but this rank has not yet stored it.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):

@@ -1,16 +1,16 @@
-"""A process group in this process, its states, and what universes note of their use of it.
+"""A process group in this process, its states, and how universes use it.
 
 | state | meaning | make | suspend | resume | destroyed by others | end |
 | --- | --- | --- | --- | --- | --- | --- |
 | planned | named; made by its members at first use | live | error | error | | ended |
-| being made | by one thread; others wait for it | live | error | error | | ended after it |
+| being made | by one thread; others wait for it | live | error | error | | ended, once made |
 | live | usable | live | suspended | live | destroyed | ended |
-| suspended | holds as little memory as it can | error | suspended | live | destroyed | ended |
+| suspended | its backend has freed device memory | error | suspended | live | destroyed | ended |
 | destroyed | by somebody's `destroy_process_group` | error | error | error | | ended |
 | ended | with its universes, or its world | error | error | error | | ended |
 
-A group that cannot be made is planned again. A destroyed group stays destroyed: its use raises, and
-a new mesh has a new group.
+Columns are events; an empty cell means that nothing happens. If making a group fails, it is planned
+again. A destroyed group stays destroyed: its use raises, and a new mesh has a new group.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ class State(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """Origin of a process group, as the universe sees it that lists the group."""
+    """Origin of a process group, as seen by the universe that lists it."""
 
     DEFAULT_GROUP = enum.auto()  # it is the default group itself
     SPLIT = enum.auto()  # split off the default group
     BY_MEMBERS = enum.auto()  # made by its members
     BY_ALL = enum.auto()  # made by all ranks
     NOT_YET = enum.auto()  # planned: made when it is first used
-    AT_FIRST_USE = enum.auto()  # it was planned, and this universe was the first to use it
+    AT_FIRST_USE = enum.auto()  # planned, then made when this universe was the first to use it
     SHARED = enum.auto()  # another universe made it
     GIVEN = enum.auto()  # the user made it
     OTHER_UNIVERSE = enum.auto()  # of a mesh that was combined with one of this universe
 
 
 class Group:
-    """A process group in this process. The module has its states and what leads to which.
+    """A process group in this process. The module's docstring has its states and events.
 
     Args:
         name: c10d's, the same on all members.
         request: of the axis that requested it first.
         registry: that finds it by its name.
         handle: c10d's group, if it is made already.
-        content: what the registry finds it by, if there is such a thing.
+        content: scope, ranks and options by which the registry finds it; None if it does not.
         borrowed: whether it is not Meshverse's: the default group, or one that the user made.
 
     Attributes:
         state: the state it is in.
         handle: c10d's group while it is live.
-        uses: of universes that are alive. Those that are not borrowed are its references: it ends
-            with the last.
+        uses: those of live universes. The ones that are not borrowed are its references: when the
+            last is released, the group ends.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Group:
             return True
 
     def suspend(self) -> bool:
-        """Suspend a live group, so that it holds little device memory; return whether it is so now.
+        """Suspend the group, which frees device memory; return False if it was suspended already.
 
         Raises:
             RuntimeError: it is not live nor suspended; or whatever the backend raises.
@@ -140,7 +140,7 @@ class Group:
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
-        self.state = State.SUSPENDED  # before it is: no other thread begins to use it
+        self.state = State.SUSPENDED  # at once, so that no other thread begins to use it
         self._let_go()
         try:
             compat.suspend(handle)
@@ -150,7 +150,7 @@ class Group:
         return True
 
     def resume(self) -> bool:
-        """Make a suspended group ready for use; return whether it was suspended.
+        """Resume a suspended group; return False if it was live already.
 
         Raises:
             RuntimeError: it is not live nor suspended; or whatever the backend raises.
@@ -164,7 +164,7 @@ class Group:
         return True
 
     def note_destroyed(self) -> None:
-        """Note that somebody destroyed the group. c10d may say so in any thread, at any time."""
+        """Note that somebody destroyed the group. c10d may call this in any thread, at any time."""
         if self.state in (State.LIVE, State.SUSPENDED):
             self.state = State.DESTROYED
             self._let_go()
@@ -173,7 +173,7 @@ class Group:
         """Destroy the group, if it is Meshverse's and still there.
 
         Args:
-            abort: end what is going on in it, where the backend can, instead of waiting for it.
+            abort: abort its collectives, if the backend can, instead of waiting for them.
 
         Raises:
             Whatever c10d raises; then a second call tries again.
@@ -190,7 +190,7 @@ class Group:
         self._let_go()
 
     def leave_to_parent(self) -> None:
-        """Let go of the parent's group, and of its threads, in a forked process."""
+        """Give up the parent's group, in a forked process."""
         self._making = threading.RLock()
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED
@@ -204,7 +204,7 @@ class Group:
         self.state, self.handle = State.LIVE, handle
         for use in self.uses.alive():
             use.process_groups[self.name] = handle
-            if use.how is Origin.NOT_YET or was_suspended:  # else no mesh has it yet
+            if use.how is Origin.NOT_YET or was_suspended:  # else no mesh has asked for it yet
                 use.notify(is_live=True)
         compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
@@ -219,7 +219,7 @@ class Group:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the group was made and is no more."""
+        """Whether the group was destroyed, or has ended."""
         return self.state in (State.DESTROYED, State.ENDED)
 
     def live_handle(self) -> compat.ProcessGroup:
@@ -234,7 +234,7 @@ class Group:
         return handle
 
     def in_words(self) -> str:
-        """Return its axes and ranks, for messages. O(group)."""
+        """Return the group's axes and ranks, for messages. O(group)."""
         names = dict.fromkeys(name for use in self.uses.alive() for name in use.requests)
         axes = " or ".join(map(repr, names)) or repr(self.request.axis_name)
         ranks = f"[{rank_list(self.request.my_ranks())}]"
@@ -245,18 +245,18 @@ class Group:
         if self.state is State.PLANNED:
             return f"The {what} is not made yet: it is lazy."
         if self.state is State.BEING_MADE:
-            return f"The {what} is being made, in this very thread."
+            return f"The {what} is being made by this thread, and cannot be used yet."
         if self.state is State.SUSPENDED:
             return (
-                f"The {what} is suspended, by universe.suspend(). Call mesh.universe.resume() on "
-                "all its ranks before it is used."
+                f"The {what} is suspended, by universe.suspend(). All its ranks must call "
+                "mesh.universe.resume() before they use it."
             )
         shrunk = compat.shrunk_from(self.name)
         if shrunk is not None:
             left = f"[{rank_list(dist.get_process_group_ranks(shrunk))}]"
             return (
-                f"The {what} was shrunk by shrink_group() to ranks {left}, in a group of its own, "
-                "and no rank has its old place any more. Make a mesh of the ranks that are left: "
+                f"The {what} was shrunk by shrink_group() to ranks {left}, in a new group, where "
+                "ranks may have other numbers. Make a mesh of the ranks that are left: "
                 "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
             )
         if self.state is State.ENDED or self.borrowed:
@@ -269,12 +269,12 @@ class Group:
             shared = " These axes share one group, so it is gone for all of them."
         return (
             f"The {what} was destroyed, by destroy_process_group(group).{shared} Make the mesh "
-            "again, on all its ranks: a new mesh has a new group. To end what is a mesh's alone, "
-            "call mesh.universe.destroy()."
+            "again, on all its ranks: a new mesh has a new group. To free all groups of a "
+            "universe, call mesh.universe.destroy() instead."
         )
 
 
-_of_parents: list[object] = []  # kept for as long as this process lives
+_of_parents: list[object] = []  # groups of parent processes, kept until this process ends
 
 
 def _note_destroyed(name: str, registry: weakref.ref[Any]) -> None:
@@ -294,9 +294,9 @@ class GroupUse:
         name: c10d's name of my group, or None.
         how: its origin, when it was requested.
         created: whether a group was made for it here.
-        borrowed: whether it is not this universe's: the default group, or one that the user made,
-            or another universe.
-        reason: why all ranks had to make it, if they had to.
+        borrowed: whether the universe does not own the group: it is the default group, or one that
+            the user or another universe made.
+        reason: why all ranks make the group, where the origin is BY_ALL; else None.
         requests: how often it was requested, by axis name.
         owner: the universe's groups, which are notified of changes.
     """
@@ -324,12 +324,12 @@ class GroupUse:
 
     @property
     def origin(self) -> Origin:
-        """Origin of the group, so far."""
+        """Origin of the group, as known now: that of a planned group changes when it is made."""
         if self.how is not Origin.NOT_YET or self.state in (State.PLANNED, State.BEING_MADE):
             return self.how
         return Origin.AT_FIRST_USE if self.created else Origin.SHARED
 
     @property
     def state(self) -> State | None:
-        """The state of the group; None where this rank is in none."""
+        """The state of the group; None if this rank is in none."""
         return None if self.group is None else self.group.state

@@ -17,15 +17,15 @@ from .request import GroupRequest
 class GroupRegistry(WorldState):
     """The process groups of one world that universes use, found by what they are.
 
-    A group is found by its scope, its ranks in order, and its options. The scope says who shares
-    groups: a universe with its parts, or all universes of the world. A layout means something
-    within one universe only, ranks mean the same everywhere: so the mesh over ranks 4 to 7 finds
-    what one over ranks 0 to 7 has made.
+    A group is found by its scope, its ranks in order, and its options. The scope is what shares
+    groups: a universe with its parts, or all universes of the world. Ranks, and not a layout, are
+    in the key because they mean the same in every universe: so the mesh over ranks 4 to 7 finds a
+    group that one over ranks 0 to 7 has made.
 
-    A name says what the group is, and how often this very group was made before. All members of
-    the group, and nobody else, have exactly that in common. So they agree on the name, whatever
-    other groups each of them made before. (torch counts the groups of a process: ranks that made
-    other groups before would call the next one by different numbers, and wait for ever.)
+    A name has a digest of ranks and options, and how many such groups were made before. All members
+    of the group know the same number, whatever other groups each of them made. (torch counts all
+    groups of a process: ranks that made other groups before would give the next one different
+    names, and wait for ever.)
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class GroupRegistry(WorldState):
         return {name for equal in names.values() if len(equal) > 1 for name in equal}
 
     def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
-        """Give a use its group: the one there is, or a planned one; return the group's ranks.
+        """Give a use its group, the existing one or a new planned one; return the group's ranks.
 
         Args:
-            scope: who shares groups.
-            use: of a member.
+            scope: what shares groups; see the class.
+            use: on a rank that is a member of the group.
         """
         request = use.request
         ranks, identity = request.my_ranks_and_identity()
@@ -71,7 +71,7 @@ class GroupRegistry(WorldState):
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
-        """Return a name for a new group that no other use finds: all ranks make it."""
+        """Return a name for a new group that all ranks make, which `acquire` does not find."""
         with self._lock:
             return self._new_name(request.my_ranks_and_identity()[1])
 
@@ -81,7 +81,7 @@ class GroupRegistry(WorldState):
         return f"meshverse-{identity}-{times}"
 
     def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
-        """Give a use a group that is made already and that is not found by what it is."""
+        """Give a use a group that exists already, and that only its name finds."""
         with self._lock:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
@@ -114,7 +114,7 @@ class GroupRegistry(WorldState):
         """Take back a use. The last reference to a group ends it.
 
         Args:
-            use: given before.
+            use: to which `acquire`, `add` or `share` gave a group.
             abort: see `Group.end`.
 
         Raises:
@@ -130,7 +130,7 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            if group.state is State.PLANNED:  # no member has made it: they name the next one alike
+            if group.state is State.PLANNED:  # no member has made it, so its number is free again
                 self._take_back_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]

@@ -23,12 +23,12 @@ class GroupRequest(NamedTuple):
     """One axis's request for process groups.
 
     Attributes:
-        axis: the axis layout over positions, its groups' ranks ascending unless `keeps_order`.
+        axis: its layout over positions. Unless `keeps_order`, positions in a group ascend.
         rank_map: position -> global rank.
         position: mine, or None if this rank is outside the rank map.
         options: of the groups.
-        axis_name: of the axis that asked first; for descriptions only, never part of a name.
-        keeps_order: whether group ranks follow the axis's order, not ascending global ranks.
+        axis_name: of the axis that requested it first. It is in descriptions, and in no name.
+        keeps_order: whether ranks in a group have the order of the axis, not ascending order.
     """
 
     axis: AxisLayout
@@ -39,7 +39,7 @@ class GroupRequest(NamedTuple):
     keeps_order: bool = False
 
     def my_ranks(self) -> list[int]:
-        """Return global ranks of my group, in group-rank order; empty outside. O(group)."""
+        """Return the global ranks of my group, in group-rank order; [] without one. O(group)."""
         if self.position is None:
             return []
         return self.ordered(RankGroups(self.axis, self.rank_map).ranks_of(self.position))
@@ -53,7 +53,7 @@ class GroupRequest(NamedTuple):
     def my_rank(self) -> int:
         """Return this rank's rank in its group. O(1) where the mesh's ranks ascend, else O(group).
 
-        Only for a rank of the rank map.
+        This rank must be in the rank map.
         """
         assert self.position is not None
         groups = RankGroups(self.axis, self.rank_map)
@@ -63,10 +63,10 @@ class GroupRequest(NamedTuple):
         return sum(rank < mine for rank in groups.ranks_of(self.position))
 
     def my_ranks_and_identity(self) -> tuple[list[int], str]:
-        """Return `my_ranks`, and a text for these ranks in this order and the options. O(group).
+        """Return `my_ranks`, and a text that identifies them in order and the options. O(group).
 
-        The text is the same on all members, and for no other group. It leaves out a timeout that
-        comes from the default group, which every rank may have set for itself.
+        All members have the same text, and no other group has it. A timeout that comes from the
+        default group is left out of it, as each rank may have set its own.
         """
         assert self.position is not None
         salt = self.options.name_digest
@@ -78,14 +78,16 @@ class GroupRequest(NamedTuple):
 def ranks_and_identity(
     axis: AxisLayout, rank_map: RankMap, position: int, salt: str, *, keeps_order: bool = False
 ) -> tuple[list[int], str]:
-    """Return the ranks of the group of a position, and a text for them and the salt. O(group).
+    """Return the ranks of a position's group, and a text that identifies them and the salt.
+
+    O(group).
 
     Args:
         axis: of the group, over positions.
         rank_map: position -> global rank.
         position: of a member.
         salt: digest of the options.
-        keeps_order: whether group ranks follow the axis's order, not ascending global ranks.
+        keeps_order: whether ranks in a group have the order of the axis, not ascending order.
     """
     ranks, identity = rank_group(axis, rank_map, position, salt)
     if not (keeps_order or rank_map.is_sorted()):
@@ -102,11 +104,12 @@ class RequestBuilder:
     Args:
         rank_map: position -> global rank.
         position: this rank's, or None if it is outside.
-        world: whose default group has what is not given elsewhere; None where nothing is requested.
-        defaults: options that groups inherit where an axis has none of its own.
+        world: its default group has the options that nothing else sets; None if there will be no
+            request.
+        defaults: options of axes without options of their own.
 
     Attributes:
-        usual_key: of the options that groups inherit; None before the first request.
+        usual_key: of the options of axes without their own; None before the first request.
     """
 
     def __init__(
@@ -127,13 +130,13 @@ class RequestBuilder:
         preserve_rank_order: bool,
         first: int = 0,
     ) -> list[GroupRequest]:
-        """Return one request an axis.
+        """Return one request per axis.
 
         Args:
             layout: of a mesh, over positions.
             axis_names: of these axes of the mesh, for `explain()` and c10d's descriptions.
-            overrides: one an axis; empty where no axis has one.
-            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+            overrides: one per axis; empty if no axis has one.
+            tags: isolation tags, one per axis, "" for none; empty if no axis has one.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
             first: index of the first of the axes.
 
@@ -159,17 +162,17 @@ class RequestBuilder:
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
         """Return the request of an axis without options of its own."""
-        return self.given(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
+        return self.with_options(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
 
-    def of_all_ranks(
+    def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str
     ) -> GroupRequest:
-        """Return the request of one group of all ranks, with options of its own.
+        """Return the request for one group of all ranks of the universe.
 
         Args:
             name: for `explain()` and c10d's descriptions.
             override: backend and options object of the group.
-            timeout: of its operations; None for the one that is inherited.
+            timeout: of its operations; None for that of the universe.
             tag: isolation tag; "" for none.
 
         Raises:
@@ -178,10 +181,10 @@ class RequestBuilder:
         assert self._world is not None
         defaults = self._defaults if timeout is None else replace(self._defaults, timeout=timeout)
         options = GroupOptions.resolve(override, self._world.default_group, defaults).with_tag(tag)
-        return self.given(AxisLayout(self._rank_map.size), name, options)
+        return self.with_options(AxisLayout(self._rank_map.size), name, options)
 
-    def given(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
-        """Return the request that stands for a process group that the user made."""
+    def with_options(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
+        """Return the request for the groups of an axis with these options."""
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
 
     def _options(self, override: Override) -> GroupOptions:
@@ -210,9 +213,9 @@ class RequestBuilder:
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
 
     def ascends(self, axis: AxisLayout) -> bool:
-        """Return whether all groups of an axis ascend. O(ranks) once where no rule says it.
+        """Return whether the ranks of every group of an axis ascend. O(ranks) once, if at all.
 
-        All groups, not only mine: members of one group have to agree on its key.
+        Every group, and not only mine: all members of the mesh must find the same options key.
         """
         if self._rank_map.is_sorted():
             return axis.is_sorted()

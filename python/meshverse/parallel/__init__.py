@@ -1,9 +1,9 @@
 """Parallel helpers: the meshes of a trainer, sharding strategies, and collectives over a mesh.
 
-Every mesh here is a `meshverse.DeviceMesh`, and all meshes of one build share one universe, so no
-process group is made twice. `import meshverse` does not import this package, and importing this
-package imports nothing of torch: each name brings what it needs when it is first asked for. FSDP2
-and tensor parallelism alone cost torch some 600 modules.
+Every mesh here is a `meshverse.DeviceMesh`, and meshes that one call creates share one universe, so
+no process group is made twice. `import meshverse` does not import this package. Importing this
+package imports nothing of torch: each name is imported at its first use, as FSDP2 and tensor
+parallelism alone make torch import some 600 modules.
 
 Example:
     >>> from meshverse.parallel import MeshAxisName, ParallelismSizes
@@ -50,7 +50,7 @@ __all__ = sorted(_HOME_OF)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of this package, imported when it is first asked for."""
+    """Import a public name of this package at its first use."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

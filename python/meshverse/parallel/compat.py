@@ -12,7 +12,7 @@ from .strategies.megatron_fsdp import megatron_fsdp_strategy_parallelize
 __all__ = ["apply_fsdp2_sharding_recursively", "nvfsdp_strategy_parallelize"]
 
 apply_fsdp2_sharding_recursively = apply_fsdp_sharding_recursively
-"""NeMo Automodel's present name. Only its first four arguments are those of ours."""
+"""Name in today's NeMo Automodel, whose function has only the first four arguments of ours."""
 
 nvfsdp_strategy_parallelize = megatron_fsdp_strategy_parallelize
 """The name that Megatron-FSDP's helper had when the package was called nvFSDP."""

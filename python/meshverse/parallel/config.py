@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-# A tensor-parallel plan: itself, an import path of it, or a function that gives it.
+# A tensor-parallel plan, its import path, or a function that returns it.
 TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]]
 CheckpointingMode = Literal[True, False, "full", "selective"]
 CheckpointingScope = str | Collection[str] | None
@@ -44,26 +44,28 @@ class _Settings:
 
 @dataclass
 class FSDP2Config(_Settings):
-    """Settings of FSDP2, with tensor, pipeline, context and expert parallelism beside it.
+    """Settings of FSDP2 and of tensor, pipeline, context and expert parallelism with it.
 
     Attributes:
-        sequence_parallel: whether tensor parallelism splits what is between its layers by tokens.
-        tp_plan: by module name, the parallel style; or its import path; None to choose by model.
+        sequence_parallel: whether activations between tensor-parallel layers are split by tokens.
+        tp_plan: the tensor-parallel plan (parallel styles by module name), its import path, or a
+            function that returns it; None to choose one for the model.
         patch_is_packed_sequence: whether to replace transformers' check for packed sequences, which
-            waits for the device in every layer. Never when packed sequences are trained.
-        mp_policy: of parameters, gradients and outputs; None for the default, in bf16.
+            waits for the device in every layer. Leave it off if sequences are packed.
+        mp_policy: precision of parameters, gradients and outputs; None for the default, in bf16.
         offload_policy: where sharded parameters live, such as CPUOffloadPolicy.
-        activation_checkpointing: of every layer (True or "full"), of some operations ("selective").
-        activation_checkpointing_scope: which parts of the model, in a form that
-            `checkpointing_parts` takes; afterwards a tuple.
-        reshard_after_forward: None for all layers but the last; True, False for all.
+        activation_checkpointing: recompute every layer (True or "full"), or some operations
+            ("selective").
+        activation_checkpointing_scope: parts of the model to recompute, in a form that
+            `checkpointing_parts` takes; stored as a tuple.
+        reshard_after_forward: None for all layers but the last; True or False for all layers.
         enable_compile: whether to compile each decoder layer.
-        enable_fsdp2_prefetch: whether layers say explicitly which to gather ahead.
+        enable_fsdp2_prefetch: whether to set explicitly which layers are gathered ahead.
         fsdp2_backward_prefetch_depth: how many layers ahead in backward.
         fsdp2_forward_prefetch_depth: how many layers ahead in forward.
 
     Raises:
-        ValueError: activation checkpointing or its scope is none of those above.
+        ValueError: `activation_checkpointing` or its scope is none of the values above.
     """
 
     sequence_parallel: bool = False
@@ -84,23 +86,21 @@ class FSDP2Config(_Settings):
             self.mp_policy = default_mixed_precision()
         mode = self.activation_checkpointing
         if type(mode) not in (bool, str) or mode not in _CHECKPOINTING:
-            raise ValueError(
-                f"activation_checkpointing={mode!r}: expected one of {_CHECKPOINTING}."
-            )
+            raise ValueError(f"activation_checkpointing={mode!r} must be one of {_CHECKPOINTING}.")
         parts = checkpointing_parts(self.activation_checkpointing_scope)
         self.activation_checkpointing_scope = parts
 
 
 def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
-    """Return the parts of a model that a scope of activation checkpointing names, each once.
+    """Return the parts of a model that an `activation_checkpointing_scope` names, each once.
 
     Args:
         scope: "all", or one or several of "language", "vision", "audio", "multimodal": a string
-            with commas or plus signs between them, or several strings, in whatever case. None,
-            nothing, "auto" and "default" are "all".
+            with commas or plus signs between them, or several strings, in any case. None, an empty
+            scope, "auto" and "default" mean "all".
 
     Raises:
-        ValueError: an unknown part, or "all" beside others.
+        ValueError: a part is unknown, or "all" is not alone.
     """
     given = [scope] if isinstance(scope, str) else scope or ()
     words = ",".join(map(str, given)).replace("+", ",").lower().split(",")
@@ -123,8 +123,8 @@ class MegatronFSDPConfig(_Settings):
     Attributes:
         megatron_fsdp_unit_modules: classes of the modules to shard one by one, or their import
             paths; None for the model's own `_no_split_modules`.
-        zero_dp_strategy: what is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too,
-            3 parameters too; or the package's names of these, such as "optim_grads_params".
+        zero_dp_strategy: the tensors to shard: 0 nothing, 1 the optimizer's state, 2 gradients too,
+            3 parameters too; or the package's name of one of these, such as "optim_grads_params".
         init_fsdp_with_meta_device: whether parameters are on the meta device until sharded.
         grad_reduce_in_fp32: whether gradients are reduced in fp32.
         preserve_fp32_weights: whether fp32 main weights are kept.
@@ -141,8 +141,8 @@ class MegatronFSDPConfig(_Settings):
         activation_checkpointing: whether layers are recomputed in backward.
 
     Raises:
-        ValueError: zero_dp_strategy is neither a stage nor the package's name of one, or
-            activation_checkpointing is no bool.
+        ValueError: `zero_dp_strategy` is none of the values above, or `activation_checkpointing`
+            is no bool.
     """
 
     megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None
@@ -165,11 +165,11 @@ class MegatronFSDPConfig(_Settings):
     def __post_init__(self) -> None:
         stage = self.zero_dp_strategy
         if type(stage) not in (int, str) or stage not in _ZERO_STRATEGIES:  # True == 1 == 1.0
-            raise ValueError(f"zero_dp_strategy={stage!r}: expected one of {_ZERO_STRATEGIES}.")
+            raise ValueError(f"zero_dp_strategy={stage!r} must be one of {_ZERO_STRATEGIES}.")
         if not isinstance(self.activation_checkpointing, bool):
             raise ValueError(
-                f"activation_checkpointing={self.activation_checkpointing!r}: Megatron-FSDP has it "
-                "of every layer (True) or of none (False)."
+                f"activation_checkpointing={self.activation_checkpointing!r} must be True (every "
+                "layer) or False (none) for Megatron-FSDP."
             )
 
 

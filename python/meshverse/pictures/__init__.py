@@ -1,13 +1,13 @@
 """Process groups as pictures: on a terminal, as SVG, and as an HTML page.
 
 - `model`: the data of a picture: groups and views of one world, and the lines that show them.
-- `palette`: colours that the colour-blind distinguish too.
+- `palette`: colours that colour-blind readers can distinguish.
 - `repeats`: finds rows that repeat, so that they are drawn once and counted.
-- `lines`: the ranks by node, a line each, or one line for many nodes.
-- `terminal`, `svg`, `page`: the three ways to show it.
-- `picture`: `Picture`, which has all of them.
+- `lines`: draws one line for each node, or one for many nodes with the same groups.
+- `terminal`, `svg`, `page`: the three output formats.
+- `picture`: `Picture`, which offers all of them.
 
-Nothing here knows torch: it draws layouts over a rank map.
+Nothing here imports torch: pictures show layouts over a rank map.
 """
 
 from __future__ import annotations

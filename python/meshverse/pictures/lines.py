@@ -1,4 +1,4 @@
-"""The ranks by node, a line each; of what repeats, one that stands for all."""
+"""Lines of a panel: one for each node, or one that represents all nodes that repeat."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshverse._core import RankGroups, RankMap
 from .model import Cell, Gap, Line, Panel, PicturedGroups, printable
 from .repeats import Folded, Part, Row, Run, fold
 
-_N_DRAWN_WHOLE = 16  # nodes: as many are drawn one by one
-_N_DRAWN_PARTS = 8  # parts of a run: as many short ones are drawn one by one
-_MOST_LINES = 48  # where more are left after folding, most of them are left out
-_MOST_RANKS_IN_LINE = 128  # of larger nodes, a line is a piece
-_RANKS_IN_LINE = 8  # where nobody knows the nodes
+_N_DRAWN_WHOLE = 16  # up to so many nodes, each is drawn
+_N_DRAWN_PARTS = 8  # up to so many lines of a run (see `repeats`), each is drawn
+_MOST_LINES = 48  # if more are left after folding, most of them are omitted
+_MOST_RANKS_IN_LINE = 128  # larger nodes are split over several lines
+_RANKS_IN_LINE = 8  # if nodes are unknown
 
 
 Piece = Sequence[int]
@@ -25,8 +25,8 @@ def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
     """Split the ranks of a picture by node. O(ranks).
 
     Args:
-        rank_map: position -> global rank.
-        node_size: ranks 0 to n-1 are on the first node, and so on; None where that is unknown.
+        rank_map: map from position to global rank.
+        node_size: number of ranks per node, in order of rank; None if unknown.
     """
     if rank_map.is_identity:
         n = rank_map.size
@@ -54,11 +54,11 @@ def panel_of(
     """Draw the groups of one axis. O(ranks).
 
     Args:
-        groups: of the axis.
-        rank_map: position -> global rank.
-        rank: global; its group is marked. One outside the rank map has none.
-        node_size: as of `pieces_of`.
-        pieces: what it gave.
+        groups: groups of the axis.
+        rank_map: map from position to global rank.
+        rank: global rank whose group is marked; none is, if it is outside the rank map.
+        node_size: as in `pieces_of`.
+        pieces: result of `pieces_of`.
     """
     rank_groups = RankGroups(groups.axis, rank_map)
     count, size = rank_groups.n_groups, rank_groups.group_size
@@ -70,7 +70,7 @@ def panel_of(
 
 
 def _seams(groups: RankGroups, pieces: Sequence[Piece]) -> list[int]:
-    """Return the numbers of lines after which a digit of the layouts changes."""
+    """Return the numbers of lines at whose multiples a larger stride of the layouts begins."""
     if not groups.rank_map.is_identity:
         return []
     in_line = len(pieces[0])
@@ -86,7 +86,7 @@ class _Drawer:
         self._node_size = node_size
         self._rank = rank
         self._seams = _seams(groups, pieces)
-        # Of all ranks at once: a million calls take seconds.
+        # All ranks at once: a million calls of group_index would take seconds.
         all_groups = groups.all().tolist()
         group_of = {rank: index for index, ranks in enumerate(all_groups) for rank in ranks}
         self._rows = [tuple(map(group_of.__getitem__, piece)) for piece in pieces]
@@ -148,7 +148,7 @@ class _Drawer:
             last = k
 
     def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
-        """Choose the parts of a run to draw: all of a few, else the first, mine and the last."""
+        """Choose the parts of a run to draw: all if few, else the first, mine and the last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
         starts = range(start, start + run.span, run.part.span)
@@ -156,7 +156,7 @@ class _Drawer:
         return sorted({0, *mine, run.count - 1})
 
     def _mine_of(self, parts: Sequence[Part], starts: Sequence[int], me: int | None) -> list[int]:
-        """Return the parts with this rank, and the first few with ranks of its group."""
+        """Return the part with this rank, and the first few parts with ranks of its group."""
         pairs = list(zip(parts, starts, strict=True))
         with_me = [i for i, (part, start) in enumerate(pairs) if _covers(part, start, me)]
         with_mine = (
@@ -169,7 +169,7 @@ class _Drawer:
     def _line(self, index: int, times: _Times, me: int | None) -> Line:
         piece, row = self._pieces[index], self._rows[index]
         here = None
-        if me == index and self._me is not None:  # in this one, or in one that is as this one
+        if me == index and self._me is not None:  # also if this line represents the rank's line
             here = self._pieces[self._me].index(self._rank)
         cells = tuple(
             Cell(rank, group, group == self._mine, here == place)
@@ -211,11 +211,11 @@ class _Drawer:
 
 
 _Times = tuple[tuple[int, int], ...]
-"""The repeats that a line is in, outermost first: how often, and how many lines further each."""
+"""Repeats that contain a line, outermost first: their count, and their distance in lines."""
 
 
 def _n_lines(part: Part) -> int:
-    """Return the number of lines of a part, if all of it that differs is drawn."""
+    """Return the number of lines of a part, with exact repeats drawn once."""
     if isinstance(part, Row):
         return 1
     if isinstance(part, Run):
@@ -228,14 +228,14 @@ def _covers(part: Part, start: int, index: int | None) -> bool:
 
 
 def _least_of(part: Part) -> int:
-    """Return the first number of a part, to which what is added to the part is added."""
+    """Return the first number in a part, before an offset is added."""
     while not isinstance(part, Row):
         part = part.part if isinstance(part, Run) else part.parts[0][0]
     return part.numbers[0]
 
 
 def _has(part: Part, add: int, group: int | None) -> bool:
-    """Return whether a part, with this number added, has a rank of the group."""
+    """Return whether a part, with the offset `add`, has a rank of the group."""
     if group is None:
         return False
     if isinstance(part, Row):

@@ -1,4 +1,4 @@
-"""The data of a picture: process groups over the ranks of one world, and lines that show them."""
+"""Data of a picture: process groups over the ranks of one world, and the lines that show them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class PicturedGroups:
     """The groups of one axis layout: every rank is in exactly one of them.
 
     Attributes:
-        names: of the axes that have these groups.
-        axis: their layout over positions of the rank map.
+        names: names of the axes that have these groups.
+        axis: layout of the axes over positions of the rank map.
         keeps_order: whether group ranks follow the layout, not ascending global ranks.
-        made: how often they were made: once, or not at all; None where that is unknown.
-        stock_copies: how often stock would make them; None where that is unknown.
-        bytes_each: estimated device memory of one communicator; None where that is unknown.
+        made: how often the groups were created, 0 or 1; None if unknown.
+        stock_copies: how often stock torch would create them; None if unknown.
+        bytes_each: estimated device memory of one communicator; None if unknown.
         facts: other facts that a page shows, by title.
     """
 
@@ -36,7 +36,7 @@ class PicturedView:
     """One way to split the world.
 
     Attributes:
-        title: its name.
+        title: name of the view.
         axes: names of its axes, each with the index of its groups in `Picture.groups`.
     """
 
@@ -46,13 +46,13 @@ class PicturedView:
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank.
+    """One rank in a picture.
 
     Attributes:
-        rank: global.
+        rank: global rank.
         group: index of its group.
         is_mine: whether that is the group of the picture's rank.
-        is_me: whether it is the picture's rank, or stands for it.
+        is_me: whether it is the picture's rank, or represents it among equal nodes.
     """
 
     rank: int
@@ -63,12 +63,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks of a node.
+    """One line of a picture: the ranks of a node, or of several nodes with the same groups.
 
     Attributes:
-        label: which node it is, or which nodes if they come after each other.
-        cells: its ranks, ascending; of several nodes, those of the first.
-        times: how many nodes have the same groups.
+        label: the node, or the range of consecutive nodes.
+        cells: the ranks of the node, or of the first of several, ascending.
+        times: number of nodes that this line represents.
     """
 
     label: str
@@ -78,19 +78,19 @@ class Line:
 
 @dataclass(frozen=True)
 class Gap:
-    """Lines that are left out between two others: more of the same, with other groups."""
+    """Omitted lines between two others: like them, but with other groups."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One axis.
+    """The picture of one axis, or of several with the same groups.
 
     Attributes:
         title: names of the axes.
-        subtitle: how many groups, and how large.
-        lines: from the first node to the last.
+        subtitle: number, size and layout of the groups.
+        lines: lines from the first node to the last.
     """
 
     title: str
@@ -104,15 +104,15 @@ class Panel:
 
     @property
     def most_cells(self) -> int:
-        """Cells of the longest line."""
+        """Number of cells of the longest line."""
         return max((len(line.cells) for line in self.drawn), default=0)
 
     @property
     def largest_group(self) -> int:
-        """The largest number of a group that is written."""
+        """The largest group index that is drawn."""
         return max((cell.group for line in self.drawn for cell in line.cells), default=0)
 
 
 def printable(name: str) -> str:
-    """Return a name without characters that change a terminal, or that XML forbids."""
+    """Return a name with characters replaced that control a terminal, or that XML forbids."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

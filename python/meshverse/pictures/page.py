@@ -1,6 +1,6 @@
-"""A picture as one HTML page that needs nothing else: no server, no network, no script.
+"""A picture as a self-contained HTML page: no server, no network, no script.
 
-Names come from users: they are escaped here.
+Names come from users, so they are escaped here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def as_page(picture: Picture) -> str:
-    """Return the page: a drawing a view, the groups of the picture's rank, and what to mind."""
+    """Return the page: a drawing of each view, a table of the rank's groups, and notes."""
     folder = resources.files("meshverse.pictures")
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         title=_text(picture.title),
@@ -41,7 +41,7 @@ def as_page(picture: Picture) -> str:
 
 
 def _views(picture: Picture) -> Iterator[str]:
-    """Return each view as an element to open; the first that has several axes is open."""
+    """Yield each view as a <details> element; the first with several axes is open."""
     panels = dict(zip(picture.drawn, picture.panels, strict=True))
     views = {
         f"{number}: {view.title}": [panels[index] for _, index in view.axes if index in panels]

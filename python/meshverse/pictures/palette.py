@@ -1,7 +1,7 @@
 """Colours of groups, distinguishable with any kind of colour blindness.
 
-They are those of Masataka Okabe and Kei Ito, "Color Universal Design" (2008), with a grey in the
-place of black. The number of a group is always written too: colour alone says nothing.
+Source: Masataka Okabe and Kei Ito, "Color Universal Design" (2008), with grey in place of black.
+The number of a group is always written too, so that nothing depends on colour alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ COLOURS = (
     "#b8b8b8",  # grey
 )
 INKS = ("#000", "#000", "#000", "#000", "#fff", "#000", "#000", "#000")
-"""Colours of the text on each of them."""
+"""Text colour on each of `COLOURS`."""
 
 
 def colour_index(group: int) -> int:
-    """Return a group's colour: neighbours differ, and the groups eight further are shifted."""
+    """Return the index of a group's colour: neighbours differ, and so do groups 8 apart."""
     return (group + 3 * (group // len(COLOURS))) % len(COLOURS)

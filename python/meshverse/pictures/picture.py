@@ -1,4 +1,4 @@
-"""`Picture`: process groups, to be shown on a terminal, as SVG, or as a page."""
+"""`Picture` of process groups: shown on a terminal, as SVG, or as a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshverse.wording import did_you_mean
 
 from .model import Panel, PicturedGroups, PicturedView, printable
 
-# The other files are imported where they are used: most programs that import Meshverse use none.
+# The other modules are imported at their first use: most programs never draw a picture.
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """Process groups over the ranks of one world, a panel for each axis.
+    """Picture of process groups over the ranks of one world, with a panel for each axis.
 
-    The ranks are drawn by node, in the colour and with the number of their group; the groups of one
-    rank are outlined. Nodes that have the same groups are drawn once and counted. `print()` shows
-    it as text, `show()` in colours where rich is installed; a notebook shows it as SVG.
+    The ranks are drawn by node, each with the number and colour of its group; the groups of one
+    rank are outlined. Nodes with the same groups are drawn once and counted. `print()` shows the
+    picture as text, `show()` in colours if rich is installed; a notebook shows it as SVG.
 
     Attributes:
-        title: what it shows.
-        rank_map: position -> global rank.
+        title: title of the picture.
+        rank_map: map from position to global rank.
         rank: global rank whose groups are outlined.
         groups: the distinct groups.
-        views: the ways to split the world that a page offers.
-        node_size: ranks 0 to n-1 are on the first node, and so on; None where nobody knows.
-        summary: what a page says first.
-        notes: what to mind, a sentence each.
+        views: the views that a page shows.
+        node_size: number n of ranks per node: ranks 0 to n-1 are on the first; None if unknown.
+        summary: first sentence of a page.
+        notes: warnings and remarks for a page, one sentence each.
     """
 
     title: str
@@ -47,15 +47,15 @@ class Picture:
 
     def __post_init__(self) -> None:
         if self.node_size is not None and self.node_size < 1:
-            raise ValueError(f"node_size={self.node_size} is no number of ranks: give 1 or more.")
+            raise ValueError(f"node_size={self.node_size} must be 1 or more.")
         if not self.groups:
             raise ValueError(f"There is nothing to draw yet: {self.title} has no process groups.")
 
     def of_axes(self, *names: str) -> Picture:
-        """Return the picture of only those groups that have one of these axis names.
+        """Return a picture of only the groups of these axes.
 
         Raises:
-            KeyError: no groups have one of the names.
+            KeyError: there is no axis of one of these names.
         """
         known = [name for groups in self.groups for name in groups.names]
         unknown = [name for name in names if name not in known]
@@ -70,7 +70,7 @@ class Picture:
 
     @property
     def drawn(self) -> list[int]:
-        """Indices of the groups that are drawn: those of one rank only if there are no others."""
+        """Indices of the groups to draw: groups of a single rank only if there are no others."""
         large = [index for index, one in enumerate(self.groups) if one.axis.size > 1]
         return large or list(range(len(self.groups)))
 
@@ -98,16 +98,16 @@ class Picture:
         return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
 
     def show(self) -> None:
-        """Print the picture: in colours if rich is there, which `meshverse[pictures]` brings."""
+        """Print the picture, in colours if rich is installed (extra `meshverse[pictures]`)."""
         try:
             from rich.console import Console
         except ImportError:
-            print(self)  # noqa: T201  # which is what it is for
+            print(self)  # noqa: T201  # printing is its purpose
         else:
             Console().print(self, soft_wrap=True)
 
     def to_svg(self) -> str:
-        """Return an SVG document, light or dark as the reader's screen is."""
+        """Return an SVG document, which follows the reader's light or dark colour scheme."""
         return self.svg_of(self.panels, self.title)
 
     def svg_of(self, panels: Sequence[Panel], title: str) -> str:
@@ -120,7 +120,7 @@ class Picture:
         return self.to_svg()
 
     def to_html(self) -> str:
-        """Return an HTML page that needs nothing else: its views drawn, its groups in a table."""
+        """Return a self-contained HTML page: drawings of the views, and a table of the groups."""
         from .page import as_page
 
         return as_page(self)

@@ -1,8 +1,8 @@
 """Repeats of rows of group numbers: rows that are alike are folded into runs.
 
-Rows are alike if their numbers are the same but for a number that is added to all of them. A run
-repeats one part several times, a constant number further each time; the part is a row, a block of
-several, or a run itself. Unfolding returns the rows that were folded.
+Rows are alike if they differ by one offset, added to all their numbers. A run repeats a part
+several times, each time with the offset increased by a constant. The part is a row, a block of
+several parts, or a run itself. Unfolding returns the rows that were folded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST_PERIOD = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its numbers, relative to the first of them."""
+    """One row, as numbers relative to its first one."""
 
     numbers: tuple[int, ...]
     span: int = 1
@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """The same part `count` times, each `step` further than the one before; `span` rows in all."""
+    """A part repeated `count` times, its offset increased by `step` each time; `span` rows."""
 
     part: Part
     count: int
@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Block:
-    """Different parts after each other, each with the number that is added to it."""
+    """A sequence of parts, each with its offset; `span` rows."""
 
     parts: tuple[tuple[Part, int], ...]
     span: int
@@ -41,7 +41,7 @@ class Block:
 
 Part = Row | Run | Block
 Folded = list[tuple[Part, int]]
-"""Parts after each other, each with the number that is added to it."""
+"""A sequence of parts, each with its offset."""
 
 _Same = Callable[[Hashable, Part], Part]
 
@@ -50,14 +50,14 @@ def fold(rows: Sequence[Sequence[int]], seams: Sequence[int] = ()) -> Folded:
     """Fold rows. O(number of rows).
 
     Args:
-        rows: of numbers, at least one each.
-        seams: numbers of rows after which something may begin anew, ascending. First no run crosses
-            a multiple of the first, then of the second, and so on; so numbers that happen to go on
-            there do not hide what repeats.
+        rows: rows of at least one number each.
+        seams: numbers of rows, ascending. Runs are first joined only between multiples of the first
+            seam, then of the second, and so on: rows that happen to continue across a multiple must
+            not hide a repeat.
     """
     known: dict[Hashable, Part] = {}
 
-    def same(key: Hashable, part: Part) -> Part:  # so that equal parts are one object
+    def same(key: Hashable, part: Part) -> Part:  # equal parts become one object
         return known.setdefault(key, part)
 
     items: Folded = []
@@ -101,7 +101,7 @@ def _runs(items: Folded, same: _Same, seam: int) -> Iterator[tuple[Part, int]]:
 
 
 def _blocks(items: Folded, same: _Same) -> Folded:
-    """Join items into blocks, if all of it but an end is one block again and again."""
+    """Join items into blocks, if all items but a remainder at the end repeat one block."""
     for period in range(2, min(_LONGEST_PERIOD, len(items) // 2) + 1):
         whole = len(items) // period * period
         starts = range(0, whole, period)

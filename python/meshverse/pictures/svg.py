@@ -1,4 +1,4 @@
-"""A picture as SVG: plain text, made without a library, light and dark."""
+"""A picture as SVG, written without a library, for light and dark colour schemes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CELL_HEIGHT = 22
 _GAP_HEIGHT = 22
 _HEAD_HEIGHT = 46
 _CELLS_IN_ROW = 16
-_LETTER = 7.2  # of 12 pixels height
+_LETTER = 7.2  # width of a letter at a font size of 12
 _SMALL_LETTER = 6.2
 
 _STYLE = """\
@@ -35,12 +35,12 @@ _COLOURS = "".join(
 
 
 def as_svg(panels: Sequence[Panel], title: str, legend: str) -> str:
-    """Return an SVG document of panels, beside each other as far as they fit.
+    """Return an SVG document of panels, in rows of as many as fit.
 
     Args:
-        panels: one an axis.
-        title: what it shows, for those who do not see it.
-        legend: what is marked how.
+        panels: one for each axis.
+        title: title for screen readers.
+        legend: explanation of colours and outlines.
     """
     boxes = [_Box(panel) for panel in panels]
     rows = list(_rows(boxes))
@@ -78,7 +78,7 @@ def _rows(boxes: Sequence[_Box]) -> Iterator[list[_Box]]:
 
 
 class _Box:
-    """One panel, measured."""
+    """A panel with its width and height."""
 
     def __init__(self, panel: Panel) -> None:
         self._panel = panel
@@ -100,7 +100,7 @@ class _Box:
         yield _text(x, y + 14, self._panel.title, "t h")
         yield _text(x, y + 32, self._panel.subtitle, "s")
         y += _HEAD_HEIGHT
-        on_top: list[str] = []  # outlines, which the next cells would cover
+        on_top: list[str] = []  # outlines: drawn last, as the next cells would cover them
         for line in self._panel.lines:
             if isinstance(line, Gap):
                 yield _text(x + self._label, y + 15, f"... {line.text}", "s")
@@ -144,7 +144,7 @@ def _cell(cell: Cell, x: float, y: float, width: float, line: Line) -> str:
 def _outlines(cell: Cell, x: float, y: float, width: float) -> Iterator[str]:
     if cell.is_mine:
         yield _outline("mine", x + 1, y + 1, width - 2, _CELL_HEIGHT - 2)
-    if cell.is_me:  # on its colour, so in the ink of that
+    if cell.is_me:  # drawn inside the cell, so in the colour of its text
         kind = f"me {'ifff' if INKS[colour_index(cell.group)] == '#fff' else ''}".rstrip()
         yield _outline(kind, x + 4, y + 4, width - 8, _CELL_HEIGHT - 8)
 

@@ -1,4 +1,4 @@
-"""A picture as text, and in colours where rich draws it."""
+"""A picture as plain text, and as coloured text for rich."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CELLS_IN_ROW = 8
 
 
 def as_text(panels: Sequence[Panel], legend: str) -> str:
-    """Return panels, one below the other. Brackets mark my group, angle brackets this rank."""
+    """Return panels as text. `[ ]` marks the group of the picture's rank, `< >` the rank itself."""
     return "".join(text for text, _ in _pieces(panels, legend)).rstrip("\n")
 
 
 def as_rich(panels: Sequence[Panel], legend: str) -> Text:
-    """Return the text in the colours of the groups."""
+    """Return panels as rich text, in the colours of the groups."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ignore")
@@ -31,7 +31,7 @@ def as_rich(panels: Sequence[Panel], legend: str) -> Text:
 
 
 _Piece = tuple[str, str]
-"""Text, and rich's name of its style."""
+"""A text, and its style in rich's syntax."""
 
 
 def _pieces(panels: Sequence[Panel], legend: str) -> list[_Piece]:
@@ -62,6 +62,6 @@ def _lines(panel: Panel) -> list[_Piece]:
 def _cell(cell: Cell, digits: int) -> _Piece:
     before, after = "<>" if cell.is_me else "[]" if cell.is_mine else "  "
     index = colour_index(cell.group)
-    ink = "#000000" if INKS[index] == "#000" else "#ffffff"  # not as the terminal's theme has it
+    ink = "#000000" if INKS[index] == "#000" else "#ffffff"  # themes change named colours
     style = f"{'bold ' * cell.is_mine}{ink} on {COLOURS[index]}"
     return f"{before}{cell.group}{after}".rjust(digits + 2), style

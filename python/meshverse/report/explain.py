@@ -179,8 +179,8 @@ class Explanation:
 def in_other_universes(n_duplicates: int) -> str:
     """Return a sentence about process groups that another universe made again."""
     return (
-        f"{n_duplicates} of these process groups {'was' if n_duplicates == 1 else 'were'} made again "
-        "in another universe, with the same ranks and options."
+        f"{n_duplicates} of these process groups {'was' if n_duplicates == 1 else 'were'} made "
+        "again in another universe, with the same ranks and options."
     )
 
 

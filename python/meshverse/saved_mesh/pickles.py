@@ -137,7 +137,7 @@ def _universe_without_groups_of(saved: SavedState) -> Universe:
     universe = _without_groups.get(key)
     if universe is None or _has_another_root(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
-        universe.stand_for(saved.serial)
+        universe.set_saved_serial(saved.serial)
         _without_groups[key] = universe
     return universe
 

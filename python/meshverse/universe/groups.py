@@ -1,4 +1,4 @@
-"""The process groups of one universe: requested, taken in, used, and freed again."""
+"""The process groups of one universe: made or adopted, listed, and freed again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # groups that are listed here, and not shared
+_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # groups that are listed, but that no axis shares
 
 
 class UniverseGroups:
@@ -48,24 +48,22 @@ class UniverseGroups:
     Args:
         rank_map: position -> global rank.
         position: this rank's, or None if it is outside.
-        world: the life of the default group they are made in; None if there is none, as of meshes
-            that were loaded without process groups.
+        world: in which they are made; None for meshes loaded without process groups.
         universe: whose groups these are.
-        defaults: options that they inherit where an axis has none of its own.
+        defaults: options of axes without options of their own.
         lazy: make a group when it is first used.
-        check_consistency: compare with the other ranks the calls that make groups; by default
-            unless the environment says not to.
-        part_of: the groups of the universe that this one is a part of, if it is. Settings
-            that are not given here are those of that one.
+        check_consistency: compare the calls that make groups with those of other ranks; by default
+            yes, unless the environment turns it off.
+        part_of: the groups of the universe that this one is a part of, if any. Settings that are
+            None here are taken from it.
 
     Attributes:
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        number: which one this is among the universes that its ranks made together: 0, 1, 2, ...
-            None until its first call that makes groups has succeeded.
-        is_kept: whether the world keeps the universe, as one that has groups of its own: neither
-            given nor the default group.
-        ended: how the universe ended, which sets it; None while it has not.
-        scope: who shares groups: a universe and its parts, or all that share world-wide.
+        number: 0, 1, 2, ... among the universes that its ranks made together. None until its first
+            call that makes groups has succeeded.
+        is_kept: whether the world holds a reference to the universe: it has groups that it owns.
+        ended: how the universe ended; None while it is live. The universe sets it.
+        scope: what shares groups: a universe and its parts, or all universes of the world.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class UniverseGroups:
         self._largest_rank = in_order.rank_at(in_order.size - 1)
         self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
         self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
-        self._calls_made: set[Hashable] = set()  # that were compared
+        self._calls_made: set[Hashable] = set()  # those that were compared
         self._keys_written: list[str] = []
         self.scope: Hashable = object()
         if part_of is not None:
@@ -109,7 +107,7 @@ class UniverseGroups:
             self.scope = "world"
         self._builder = RequestBuilder(rank_map, position, world, defaults)
         self._by_axis = GroupCache()  # the uses below, by axis layout and options
-        self._keys: dict[str, OptionsKey] = {}  # of these, by digest
+        self._keys: dict[str, OptionsKey] = {}  # options keys of these uses, by digest
         self._uses: list[GroupUse] = []
         self.number: int | None = None
         self.is_kept = False
@@ -149,7 +147,7 @@ class UniverseGroups:
             )
 
     def note_change(self, *, is_live: bool) -> None:
-        """Note that a group that meshes have has become live, or is so no more."""
+        """Note that a group that meshes use has become live, or is no longer live."""
         universe = self._universe()
         may_change = self._world.may_change
         if universe is not None and not may_change and (not is_live or self._are_all_live()):
@@ -158,7 +156,7 @@ class UniverseGroups:
     def _are_all_live(self) -> bool:
         return all(use.name is None or use.name in self.process_groups for use in self)
 
-    # --- looking at them ------------------------------------------------------------------------
+    # --- look-ups -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GroupUse]:
         """Iterate over the groups, in the order in which they were first requested."""
@@ -205,7 +203,7 @@ class UniverseGroups:
         )
 
     def has_made(self, name: str) -> bool:
-        """Return whether this is the c10d name of a group that is neither given nor the default."""
+        """Return whether this is the c10d name of a group that this universe owns."""
         return any(use.name == name and not use.borrowed for use in self)
 
     def key_digest(self, axis: AxisLayout, name: str) -> str | None:
@@ -216,14 +214,14 @@ class UniverseGroups:
     def known_names(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
     ) -> list[str] | None:
-        """Return names of the groups along some axes with the usual options, if all are there.
+        """Return the names of the groups of some axes with default options, if all are live.
 
-        None too where the call has to be compared with those of other ranks first.
+        Otherwise None; also if the call must first be compared with those of other ranks.
 
         Args:
             layout: of a mesh.
-            axis_names: of these axes of the mesh.
-            first: index of the first of them.
+            axis_names: of the axes.
+            first: index of the first of them in the layout.
         """
         usual_key = self._builder.usual_key
         if usual_key is None:
@@ -261,7 +259,7 @@ class UniverseGroups:
         is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
         return group if is_planned else None
 
-    # --- requesting them ------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     def get_or_make(
         self,
@@ -274,19 +272,19 @@ class UniverseGroups:
         call: str,
         first: int = 0,
     ) -> list[GroupUse]:
-        """Return my group along each axis: the known one, or one that its members make together.
+        """Return my group along each axis: the existing one, or a new one, made with its members.
 
         Args:
-            layout: of the mesh that the call makes: its ranks are compared with each other.
-            axis_names: of these axes of the mesh.
-            overrides: one an axis; empty where no axis has one.
-            tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+            layout: of the mesh that the call makes, whose ranks compare the call.
+            axis_names: of the axes.
+            overrides: one per axis; empty if no axis has one.
+            tags: isolation tags, one per axis, "" for none; empty if no axis has one.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
             call: what the user called, for messages.
             first: index of the first of these axes in the layout.
 
         Returns:
-            One use of a group per axis. On a rank outside the rank map, without a group.
+            One use of a group per axis. On a rank outside the rank map, the use has no group.
 
         Raises:
             RanksDifferError: other ranks are building other meshes.
@@ -302,14 +300,14 @@ class UniverseGroups:
 
     def need_all_ranks(self, override: Override) -> bool:
         """Return whether all ranks of the default group make groups with these options together."""
-        backend = self._builder.of_all_ranks("", override, None, "").options.backend
+        backend = self._builder.over_whole_universe("", override, None, "").options.backend
         world = self._world
         return world.can_split(backend) or world.why_all_ranks(backend) is not None
 
-    def of_all_ranks(
+    def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str
     ) -> compat.ProcessGroup | None:
-        """Return my group of all ranks here, made by now; None if this rank is not among them.
+        """Return one group of all ranks of the universe, made if needed; None outside of them.
 
         Args:
             name: by which it is requested.
@@ -319,10 +317,10 @@ class UniverseGroups:
             call: what the user called, for messages.
 
         Raises:
-            As `get_or_make`.
+            The errors of `get_or_make`.
         """
         self.check_usable()
-        request = self._builder.of_all_ranks(name, override, timeout, tag)
+        request = self._builder.over_whole_universe(name, override, timeout, tag)
         layout = Layout.from_shape((self._rank_map.size,))
         (use,) = self._get_or_make([request], call, layout)
         if use.name is None:
@@ -339,9 +337,8 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupUse]:
-        # `counts` says whether torch would make groups for this call; `explain()` counts it then.
-        # Slices under a tag need groups too, but torch makes none for a slice. So they count only
-        # where a group is new.
+        # `counts`: whether torch would make groups for this call, which `explain()` then counts. A
+        # slice under a tag needs groups, but torch makes none for slices: only new groups count.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)
@@ -384,8 +381,8 @@ class UniverseGroups:
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
-        # Without a group's name, this rank is outside the rank map. A name that is not known here
-        # belongs to a mesh that was concatenated from another universe.
+        # There is no name if this rank is outside the rank map. An unknown name is of a mesh that
+        # was concatenated from another universe.
         for use in self.along(axis):
             if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
                 return use.request
@@ -398,8 +395,8 @@ class UniverseGroups:
             if known.how in (Origin.SPLIT, Origin.BY_ALL):
                 raise RuntimeError(
                     f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
-                    "All ranks make groups of this kind together, and those whose groups are there "
-                    "would not come: make the mesh without universe=, on all ranks."
+                    "All ranks must make groups of this kind together, and ranks that still have "
+                    "theirs would not take part. Make the mesh without universe=, on all ranks."
                 )
             self._by_axis.remove(axis, key)  # a new mesh has a new group
             self._release(known)
@@ -445,10 +442,10 @@ class UniverseGroups:
     def _give_back(
         self, new: list[GroupUse], uses: list[GroupUse], error: BaseException, ranks: str | None
     ) -> None:
-        """Take back what a call that failed has made for itself, last made first."""
+        """Release what a failed call has made for itself, last made first."""
         for use in reversed(new):
             if sum(use.requests.values()) > uses.count(use):
-                continue  # another thread has got it meanwhile
+                continue  # another thread has requested it meanwhile
             self._by_axis.remove(use.request.axis, use.request.options.key)
             self._uses.remove(use)
             with contextlib.suppress(RuntimeError):  # of c10d; the error itself says more
@@ -459,14 +456,14 @@ class UniverseGroups:
                 f"one failed here with {type(error).__name__}, and may have succeeded on other "
                 "ranks",
             )
-        if self.number is None:  # nobody will destroy this universe
+        if self.number is None:  # no mesh has this universe, so nobody will destroy it
             self._remove_from_store()
 
     def before_use(self, name: str) -> None:
-        """Make the group of this name now, if it is still to be made.
+        """Make the group of this name now, if it is lazy and not made yet.
 
         Raises:
-            RuntimeError: it cannot be made, or is suspended or gone.
+            RuntimeError: it cannot be made, is suspended, or has ended.
         """
         if name in self.process_groups:
             return
@@ -486,7 +483,7 @@ class UniverseGroups:
             self._log_creation(use)
 
     def _of_axes(self, name: str) -> str:
-        """Return the axes of meshes that had a group which is no more, or else its c10d name."""
+        """Return the axes of meshes that used an ended group, for messages; else its c10d name."""
         universe = self._universe()
         if universe is None:
             return name
@@ -504,13 +501,13 @@ class UniverseGroups:
     ) -> str | None:
         """Compare a call with those of the other ranks, the first time that this rank makes it.
 
-        A call is compared between the ranks of the mesh that it derives from. Example: the calls
-        that derive from the pipeline stage of ranks 0 to 3 concern these 4; the stage of ranks 4 to
-        7 may do something else. If all ranks must take part in making one of the groups, the call
-        concerns all ranks of the universe.
+        A call is compared between the ranks of the mesh that it derives from. Example: ranks 0 to 3
+        are one pipeline stage, and compare the calls that derive from its mesh; ranks 4 to 7 may
+        make other calls. If all ranks must make one of the groups, all ranks of the universe
+        compare the call.
 
         Returns:
-            Fingerprint of the ranks that the call concerns, if it was compared.
+            Fingerprint of the ranks that compared the call; None if it was not compared.
 
         Raises:
             RanksDifferError: the ranks disagree.
@@ -528,7 +525,7 @@ class UniverseGroups:
             axis = layout.collapse().sorted()
             ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
             first_rank = self._rank_map.rank_at(layout.base(self._position))
-        if not self._world.is_main_thread():  # the order of calls of threads means nothing
+        if not self._world.is_main_thread():  # threads of two ranks may call in different orders
             self._calls.stop(ranks, "a thread beside the main one made process groups")
         self._world.run.add_user(self)
         try:
@@ -581,16 +578,16 @@ class UniverseGroups:
                 self._keys_written.pop()
             world.run.remove_user(self, world.store)
 
-    # --- taking in groups that are there --------------------------------------------------------
+    # --- groups made elsewhere ------------------------------------------------------------------
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
-        """Take in a process group the user made; it is listed but neither shared nor freed.
+        """Adopt a process group that the user made: it is listed, but neither shared nor freed.
 
         Returns:
             The group's c10d name.
         """
         self.check_usable()
-        request = self._builder.given(axis, axis_name, GroupOptions.given(group))
+        request = self._builder.with_options(axis, axis_name, GroupOptions.given(group))
         use = GroupUse(
             *(request, self.process_groups, None, None, Origin.GIVEN, self._reference),
             borrowed=True,
@@ -601,11 +598,11 @@ class UniverseGroups:
         return group.group_name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
-        """List groups of another universe too: a mesh of it was concatenated with one of this.
+        """List groups of another universe, whose mesh was concatenated with one of this universe.
 
         Args:
             other: the groups of that universe.
-            names: c10d names of those that are used here.
+            names: c10d names of the groups that are used here.
         """
         self.check_usable()
         other.check_usable()
@@ -620,16 +617,16 @@ class UniverseGroups:
                 self._registry.share(theirs.group, use)
                 self._uses.append(use)
 
-    # --- the end of them ------------------------------------------------------------------------
+    # --- end ------------------------------------------------------------------------------------
 
     def free(self, *, abort: bool) -> None:
-        """Give back all groups; those that no other universe uses end, last made first.
+        """Release all groups; those that no other universe uses end, last made first.
 
-        If a group cannot be freed, the others are freed all the same. A second call tries again
-        what is left.
+        If a group cannot be freed, the others are freed nevertheless, and a second call tries it
+        again.
 
         Args:
-            abort: end what is going on in them, where the backend can, instead of waiting for it.
+            abort: abort their collectives, if the backend can, instead of waiting for them.
 
         Raises:
             Whatever c10d raised for the last group that could not be freed.
@@ -658,7 +655,7 @@ class UniverseGroups:
 
     @property
     def is_freed(self) -> bool:
-        """Whether `free` has nothing left to do."""
+        """Whether all groups are released."""
         return not self._uses
 
     def _uses_default_group(self) -> bool:
@@ -667,7 +664,7 @@ class UniverseGroups:
     # --- logging --------------------------------------------------------------------------------
 
     def _log_creation(self, use: GroupUse) -> None:
-        """Log the origin of a group, on the first of its ranks: one line a group."""
+        """Log the origin of a group, on its first rank: one line per group."""
         if not _log.isEnabledFor(logging.DEBUG):
             return
         ranks = use.request.my_ranks()
@@ -679,19 +676,19 @@ class UniverseGroups:
             )
 
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
-        """Return why no group that was there was shared."""
+        """Return why no existing group was shared."""
         for other in self._registry:
             if other is group or other.borrowed or other.request.my_ranks() != ranks:
                 continue
             axis, options = f"axis {other.request.axis_name!r}", other.request.options
             if group is None or options.key != group.request.options.key:
                 return f"Not shared with {axis}, which has options {options.in_words()}"
-            return f"Not shared with {axis} of a mesh that was made apart, without universe="
-        return "It is the first of these ranks"
+            return f"Not shared with {axis} of a mesh of another universe, made without universe="
+        return "It is the first group of these ranks"
 
 
 def share_world_wide(share: bool) -> None:
-    """Set whether universes made from now on share groups across the whole process."""
+    """Set whether universes made from now on share their groups with one another."""
     global _shares_world_wide
     _shares_world_wide = share
 
@@ -700,7 +697,7 @@ _shares_world_wide = False  # in all threads
 
 
 def _stride(axis: AxisLayout) -> str:
-    # As torch prints meshes; of an axis with several, the sizes too.
+    # As torch prints strides; for an axis with several, with its sizes.
     if len(axis.strides) < 2:
         return str(axis.strides[0] if axis.strides else 0)
     return f"{axis.strides} of {axis.sizes}"

@@ -19,8 +19,8 @@ from meshverse.wording import rank_list
 if TYPE_CHECKING:
     from .universe import Universe
 
-# Of ranks that are not in a group, as `torch.distributed.new_group` has it.
-_OF_OTHERS: Any = dist.GroupMember.NON_GROUP_MEMBER
+# Returned on ranks that are not in a group, as by `torch.distributed.new_group`.
+_NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def group_of(
@@ -44,8 +44,10 @@ def group_of(
     group = None
     if rank_map.position_of(universe.rank) is not None or universe.groups.need_all_ranks(override):
         groups = universe.part(rank_map).groups
-        group = groups.of_all_ranks(name, override, timeout, tag, call=f"universe.group {name!r}")
-    return _OF_OTHERS if group is None else group
+        group = groups.over_whole_universe(
+            name, override, timeout, tag, call=f"universe.group {name!r}"
+        )
+    return _NOT_A_MEMBER if group is None else group
 
 
 def group_of_mine(
@@ -64,8 +66,8 @@ def group_of_mine(
     backend, options = arguments.get("backend"), arguments.get("options")
     if universe.groups.need_all_ranks(read_override(backend, options)):
         made = [universe.group(ranks, **arguments) for ranks in all_lists]
-        return next((one for one in made if one is not _OF_OTHERS), _OF_OTHERS)
-    return universe.group(mine[0], **arguments) if mine else _OF_OTHERS
+        return next((one for one in made if one is not _NOT_A_MEMBER), _NOT_A_MEMBER)
+    return universe.group(mine[0], **arguments) if mine else _NOT_A_MEMBER
 
 
 def _listed(ranks: Any) -> list[int]:
@@ -74,7 +76,7 @@ def _listed(ranks: Any) -> list[int]:
 
 
 def read_override(backend: str | None, options: compat.BackendOptions | None) -> Override:
-    """Return what is given for a group as an override.
+    """Return a group's backend and options as an override.
 
     Raises:
         TypeError: the options are no options object.
@@ -82,7 +84,7 @@ def read_override(backend: str | None, options: compat.BackendOptions | None) ->
     """
     if options is not None and not compat.is_backend_options(options):
         raise TypeError(
-            f"options={options!r} of type {type(options).__name__}: give an options object of the "
+            f"options={options!r} of type {type(options).__name__}: pass an options object of the "
             "group's backend, such as ProcessGroupNCCL.Options()."
         )
     return normalize_override((backend, options))

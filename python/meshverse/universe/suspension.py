@@ -1,4 +1,4 @@
-"""Suspending process groups that nobody uses for a while, and what they hold in memory."""
+"""Suspension of process groups that nobody uses for a while, and the memory that they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupMemory(NamedTuple):
-    """Memory that one group holds, as its backend says.
+    """Memory that one group holds, as its backend reports it.
 
     Attributes:
         axes: names of the axes it was requested by.
@@ -32,11 +32,11 @@ class GroupMemory(NamedTuple):
 
 
 def memory_stats(
-    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None
+    all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None
 ) -> list[GroupMemory]:
-    """Return what groups hold; see `Universe.memory_stats`."""
+    """Return the memory that groups hold; see `Universe.memory_stats`."""
     report = []
-    for one in _made(universes, axis_names):
+    for one in _made(all_groups, axis_names):
         stats = _stats(one.group)
         if stats is not None:
             is_suspended = one.group.state is State.SUSPENDED
@@ -45,24 +45,24 @@ def memory_stats(
     return report
 
 
-def suspend(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
+def suspend(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
     """Suspend groups; see `Universe.suspend`."""
-    chosen = _made(universes, axis_names)
+    chosen = _made(all_groups, axis_names)
     able = [one for one in chosen if _stats(one.group) is not None]
     if chosen and not able:
         backends = sorted({one.group.request.options.backend for one in chosen})
         raise RuntimeError(
-            f"suspend() of groups of {', '.join(backends)}: none of them can be suspended. NCCL's "
-            "can, once they were used, from torch 2.12 and NCCL 2.29.7 on."
+            f"suspend(): none of these groups of {', '.join(backends)} can be suspended. With "
+            "NCCL, groups that were used can be, from torch 2.12 and NCCL 2.29.7 on."
         )
     for one in able:
         if one.group.suspend() and one.is_first():
             _log.info("suspended %s", one.axes)
 
 
-def resume(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
+def resume(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> None:
     """Resume groups; see `Universe.resume`."""
-    for one in _made(universes, axis_names):
+    for one in _made(all_groups, axis_names):
         if one.group.resume() and one.is_first():
             _log.info("resumed %s", one.axes)
 
@@ -71,11 +71,11 @@ def _stats(group: Group) -> dict[str, int] | None:
     return compat.memory_stats(compat.resolve_group(group.name))
 
 
-def _made(universes: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:
-    """Return the groups of these axes that exist; without names, all that were made here."""
+def _made(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:
+    """Return the existing groups of these axes; without names, all that this universe owns."""
     return [
         one
-        for one in in_one_order(universes, axis_names)
+        for one in in_one_order(all_groups, axis_names)
         if one.group.state in (State.LIVE, State.SUSPENDED)
         and (axis_names is not None or not one.group.borrowed)
     ]

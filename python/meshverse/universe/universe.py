@@ -1,4 +1,4 @@
-"""The universe: one rank map, and every process group and mesh derived over it."""
+"""The universe: one list of ranks, with every process group and mesh made over it."""
 
 from __future__ import annotations
 
@@ -37,48 +37,48 @@ if TYPE_CHECKING:
 
 
 class Universe:
-    """One rank map, its world group, and every process group, submesh and flattened mesh over it.
+    """One list of ranks, with every process group and mesh made over it.
 
-    Every mesh belongs to exactly one universe; slicing, flattening, unflattening and concatenating
-    stay inside it. Two axes with the same groups and the same options share one process group, in
-    whichever mesh they occur. Made with a root mesh; pass it to `init_device_mesh(universe=...)` to
-    build further meshes on the same groups.
+    Every mesh belongs to one universe; what is sliced, flattened, unflattened or concatenated from
+    it belongs to the same one. Axes with the same ranks and options share one process group, in
+    whichever of these meshes they are. A root mesh makes a universe; pass it to
+    `init_device_mesh(universe=...)` to make further root meshes in it.
 
     Args:
         ranks: global ranks by position: a number n for 0, 1, ... n-1, or a tensor or sequence, in
             the order in which a mesh lists them.
-        timeout: of every group's operations, unless an axis's own options say another; by default
-            that of the default group.
-        options: options object for the groups of the default group's backend, where an axis has
-            none of its own. Its timeout counts if it is not that of a fresh object.
-        lazy: make a group when it is first used, by its members, instead of with its mesh.
-        check_consistency: compare with the other ranks each call that makes groups; by default
-            unless the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
-        rank: this process's global rank, in whatever world; by default that of the default process
-            group, as long as it lasts.
-        decoupled: whether its meshes have nothing to do with the current default group, and equal
-            no others, until they are bound.
+        timeout: of every group's operations, unless the axis's own options set one; by default that
+            of the default group.
+        options: options object for groups of the default group's backend, if the axis has none of
+            its own. Its timeout applies if it differs from that of a new options object.
+        lazy: make a group when it is first used, by its members, and not with its mesh.
+        check_consistency: compare each call that makes groups with those of other ranks; by default
+            yes, unless the environment has `MESHVERSE_CHECK_CONSISTENCY=0`.
+        rank: this process's global rank, fixed; by default the rank in the default process group,
+            for as long as that lasts.
+        decoupled: whether its meshes do not depend on the current default group, and equal no
+            others, until they are bound.
         topology: where the ranks of the world are, for `explain()`. It does not order `ranks`.
-        part_of: a universe that has these ranks, to be a part of; `part` makes one.
+        part_of: a universe with these ranks and others, of which this is a part; see `part`.
 
     Attributes:
         rank_map: position -> global rank.
         size: number of ranks.
         rank: this process's global rank.
-        has_own_rank: whether it was given, and not that of the default process group.
+        has_own_rank: whether `rank` was passed, and is not that of the default process group.
         position: this rank's place in the rank map, or None if it is outside.
-        world: the life of the default process group it was made in; None if there was none.
+        world: the default process group during which it was made; None if there was none.
         groups: its process groups.
         meshes: its meshes.
         process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        ready_groups: those that need nothing before they are used.
-        topology: where the ranks of the world are, if that is known.
+        ready_groups: those that can be used without a check.
+        topology: where the ranks of the world are, or None.
         whole: the universe that this one is a part of; None if it is none.
         generation: how many universes of this world had ended when it was made.
         is_over: whether it was destroyed or aborted.
-        serial: which one this is. 0, 1, 2, ... counts the universes that these ranks made together
-            in this world, so it is the same on all of them. Negative for universes that made no
-            process groups: they are numbered in each process, so ranks may differ.
+        serial: 0, 1, 2, ... among the universes that these ranks made together in this world, the
+            same on all of them. Negative for universes that made no process groups: each process
+            counts its own, so ranks may differ.
 
     Raises:
         ValueError: ranks that repeat or are negative, or that the topology does not have; a timeout
@@ -102,7 +102,7 @@ class Universe:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         self.size = self.rank_map.size
         self.world = None if decoupled else World.current()
-        # Part of what makes meshes equal: None for all universes but decoupled ones.
+        # Meshes are equal only if their universes' tokens are: None for all but decoupled ones.
         self.token = object() if decoupled else None
         if topology is None and part_of is not None:
             topology = part_of.topology
@@ -128,7 +128,7 @@ class Universe:
         may_change = self.world is None or self.world.may_change
         self.process_groups = self.groups.process_groups
         self.ready_groups: Container[str] = () if may_change else self.process_groups
-        # The rank is negative where nobody knows it.
+        # The rank is negative if it is unknown.
         is_fixed = self.has_own_rank or self.world is None or not may_change
         keeps_coordinates = rank >= 0 and is_fixed
         self.meshes = UniverseMeshes(
@@ -137,21 +137,21 @@ class Universe:
         self.whole = part_of
         self._parts: list[Universe] = []  # oldest first; those that ended too, until they are freed
         self._parts_lock = threading.RLock()
-        self._own_serial: int | None = None  # once it is read
+        self._own_serial: int | None = None  # set at its first read
         self.is_over = False
         self.generation = note_universe(self)
 
     @property
     def serial(self) -> int:
-        """Which universe of its ranks this is; see the class."""
+        """Number of this universe among those of its ranks; see the class."""
         if self.groups.number is not None:
             return self.groups.number
         if self._own_serial is None:
             self._own_serial = next_own_serial(self.rank_map)
         return self._own_serial
 
-    def stand_for(self, serial: int) -> None:
-        """Set the serial as which this universe is saved: that of which a mesh was loaded."""
+    def set_saved_serial(self, serial: int) -> None:
+        """Set the serial that is saved with this universe: the one that a mesh was loaded with."""
         self._own_serial = serial
 
     # --- ranks ----------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ class Universe:
     ) -> compat.ProcessGroup:
         """Return the process group of a list of ranks, as `torch.distributed.new_group` makes one.
 
-        Made the first time, by its members only: no other rank has to call this. Mesh axes over the
-        same ranks with the same options have the same group, whichever comes first. `explain()`
-        lists it, and it ends with the universe. In a default group [whose groups all ranks make
-        together](../limits.md#groups-that-all-ranks-must-make-together), all ranks call this.
+        Its members make it at the first call; no other rank has to call this. Mesh axes over the
+        same ranks with the same options share it, whichever is made first. `explain()` lists it,
+        and it ends with the universe. If all ranks must make groups together (docs/limits.md says
+        when), all of them must call this.
 
         Args:
             ranks: global ranks of this universe. The group has them in ascending order.
@@ -241,10 +241,10 @@ class Universe:
             with which torch's collectives warn and do nothing.
 
         Raises:
-            ValueError: ranks that repeat, are negative or outside this universe; an unknown
-                backend; a timeout that is not positive; or a tag that is none.
+            ValueError: ranks repeat, are negative or are outside this universe; the backend is
+                unknown; the timeout is not positive; or the tag is not valid.
             TypeError: a timeout that is no timedelta, or options that are no options object.
-            RanksDifferError: its ranks are making groups with other options.
+            RanksDifferError: other members make it with other options.
             RuntimeError: this universe or its world has ended, or the group cannot be made.
 
         Example:
@@ -270,10 +270,10 @@ class Universe:
         timeout: timedelta | None = None,
         isolate: str | None = None,
     ) -> compat.ProcessGroup:
-        """Return the process group of this rank's list, of several: for loops over `new_group`.
+        """Return the process group of the list with this rank, in place of a loop over `new_group`.
 
-        Each rank makes its own group, with the other members; for the other lists it does no more
-        than read them. Arguments and errors as of `group`.
+        Each rank makes its own group only, with the other members. Arguments and errors are those
+        of `group`.
 
         Args:
             lists: of global ranks. A rank may be in one of them, or in none.
@@ -304,16 +304,16 @@ class Universe:
     # --- memory ---------------------------------------------------------------------------------
 
     def suspend(self, axis_names: Collection[str] | None = None) -> None:
-        """Suspend process groups: they hold as little device memory as they can, until `resume`.
+        """Suspend process groups: their backends give back device memory until `resume`.
 
-        All ranks of the universe call this with the same names, when nothing is going on in the
-        groups. Use of a suspended group through a mesh raises RuntimeError. What holds the group
-        itself, such as FSDP2 or a compiled graph, gets what the backend says. Groups whose
-        backends cannot be suspended stay as they are, as do groups that are suspended already.
+        All ranks of the universe must call this with the same names, while no collective is running
+        in the groups. Use of a suspended group through a mesh raises RuntimeError. Code that holds
+        the group itself, such as FSDP2 or a compiled graph, gets its backend's error. Groups whose
+        backends cannot suspend them stay as they are, as do groups that are suspended already.
 
         Args:
-            axis_names: of axes whose groups are meant, any that they were requested by; by default
-                all that were made here: not the default group, nor groups the user gave.
+            axis_names: of axes whose groups to suspend; by default all groups that the universe
+                made, and not the default group or groups of the user.
 
         Raises:
             KeyError: no group was requested by one of the names.
@@ -323,39 +323,40 @@ class Universe:
         suspend(self._all_groups(), axis_names)
 
     def resume(self, axis_names: Collection[str] | None = None) -> None:
-        """Make suspended process groups ready for use. Arguments and ranks as for `suspend`.
+        """Resume suspended process groups. Arguments and ranks as for `suspend`.
 
         Groups that are not suspended stay as they are.
         """
         resume(self._all_groups(), axis_names)
 
     def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
-        """Return the memory that groups hold, as their backends say. Arguments as for `suspend`.
+        """Return the memory that groups hold, as their backends report it.
 
-        Groups whose backends report none are left out. Local: no other rank takes part.
+        Arguments are as for `suspend`. Groups whose backends report none are left out. No other
+        rank takes part.
         """
         return memory_stats(self._all_groups(), axis_names)
 
     # --- the end --------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Free the process groups that were made here, and nothing else. All ranks call it.
+        """Free the process groups that this universe made. All its ranks must call this.
 
-        Those of its parts end too. A part can be destroyed by itself, by its own ranks.
+        Its parts end too. The ranks of a part can also destroy it alone.
 
-        Call it when no rank communicates in the groups any more, or makes one: with gloo, after a
-        barrier. These groups stay: the default group, groups the user gave, and groups that another
-        universe uses too. The meshes here can still be held, printed, sliced and compared; use of
-        their groups raises RuntimeError. If a group cannot be freed, the others are freed and the
-        error is raised; a second call tries again what is left. After that, a call does nothing.
+        Call it when no rank uses the groups any more, or makes one: with gloo, after a barrier.
+        These groups stay: the default group, groups that the user made, and groups that another
+        universe uses too. The meshes can still be held, printed, sliced and compared; use of their
+        groups raises RuntimeError. If a group cannot be freed, the others are freed and the error
+        is raised; a second call tries it again. Later calls do nothing.
         """
         self._end("destroyed")
 
     def abort(self) -> None:
-        """Free the process groups as `destroy` does, ending what is going on in them (NCCL).
+        """Free the process groups as `destroy` does, but abort their collectives (NCCL).
 
-        For ranks that are left waiting when another one has died; they need not all call it. Where
-        an axis is on the default group, that ends too, and with it all groups of this process.
+        This is for ranks that are stuck because another one has died; they need not all call it. If
+        an axis uses the default group, that is aborted too, and with it all groups of this process.
         """
         self._end("aborted")
 
@@ -506,9 +507,9 @@ class Universe:
                 return known
         if own:
             raise ValueError(
-                f"{', '.join(own)}: given for a mesh over {rank_map} in a universe that has these "
-                "ranks already. They belong to a universe, or to a part of one. Give them when "
-                "making it: the first mesh of it, or Universe(ranks, ...)."
+                f"{', '.join(own)} cannot be set for a mesh over {rank_map}: these ranks have a "
+                "universe, or a part of one, already. Pass it when that is made: with its first "
+                "mesh, or to Universe(ranks, ...)."
             )
         return known
 

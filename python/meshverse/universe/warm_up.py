@@ -1,4 +1,4 @@
-"""Making and connecting process groups before the first step, which would pay for it otherwise."""
+"""Warm-up: makes lazy process groups and connects all groups before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WarmedUp(NamedTuple):
     Attributes:
         axes: names of the axes it was requested by.
         size: its number of ranks.
-        seconds: for making it, where it was lazy, and for its first collective.
+        seconds: to make it, if it was lazy, and to run its first collective.
     """
 
     axes: tuple[str, ...]
@@ -34,7 +34,7 @@ class WarmedUp(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """One group of a universe, or of its parts.
+    """A group that an operation on several groups has chosen.
 
     Attributes:
         group: the group.
@@ -47,14 +47,14 @@ class Chosen(NamedTuple):
     user: UniverseGroups
 
     def is_first(self) -> bool:
-        """Return whether this rank is the first of the group: the one that logs. O(group)."""
+        """Return whether this rank is the first of the group, which logs for all. O(group)."""
         request = self.group.request
         mine = request.position
         return mine is not None and request.my_ranks()[0] == request.rank_map.rank_at(mine)
 
 
 def warm_up(
-    universes: Sequence[UniverseGroups],
+    all_groups: Sequence[UniverseGroups],
     axis_names: Collection[str] | None,
     device_type: str,
     *,
@@ -65,7 +65,7 @@ def warm_up(
     Raises:
         KeyError: no group was requested by one of the names.
     """
-    chosen = in_one_order(universes, axis_names)
+    chosen = in_one_order(all_groups, axis_names)
     report = []
     with _progress(len(chosen)) if show_progress else contextlib.nullcontext() as show:
         for one in chosen:
@@ -78,30 +78,30 @@ def warm_up(
             dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
             seconds = time.perf_counter() - start
             report.append(WarmedUp(axes, process_group.size(), seconds))
-            if process_group.rank() == 0:  # one line a group
+            if process_group.rank() == 0:  # one line per group
                 _log.info("warmed up %s: %d ranks, %.3f s", axes, process_group.size(), seconds)
     return report
 
 
 def in_one_order(
-    universes: Sequence[UniverseGroups], axis_names: Collection[str] | None
+    all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None
 ) -> list[Chosen]:
-    """Return my groups of these axes, by default all, in an order that all ranks share.
+    """Return my groups of these axes, by default all, in the same order on all ranks.
 
     Args:
-        universes: the groups of a universe and of its parts.
+        all_groups: of a universe and of its parts.
         axis_names: of the axes.
 
     Raises:
         KeyError: no group was requested by one of the names.
     """
-    pairs = [(use, groups) for groups in universes for use in groups]
+    pairs = [(use, groups) for groups in all_groups for use in groups]
     known = {name for use, _ in pairs for name in list(use.requests)}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
-            f"Groups of axes {sorted(wanted - known)}: no mesh of this universe requested "
-            f"groups by these names, but by {sorted(known)}."
+            f"No process group was requested for axis {_names(wanted - known)}, but for "
+            f"{_names(known)}."
             f"{did_you_mean(min(wanted - known), known)}"
         )
     by_name: dict[str, list[tuple[GroupUse, UniverseGroups]]] = {}
@@ -117,8 +117,12 @@ def in_one_order(
     return sorted(chosen, key=_place_in_order)
 
 
+def _names(axis_names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(axis_names))) or "none"
+
+
 def _place_in_order(chosen: Chosen) -> tuple[str, str, str]:
-    # The same on all ranks, in whatever order they made requests: no two wait for each other.
+    # The same order on all ranks, whatever order they made requests in: so there is no deadlock.
     request = chosen.group.request
     ranks = request.rank_map.fingerprint
     return str(request.axis), request.options.name_digest, ranks

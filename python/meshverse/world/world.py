@@ -1,4 +1,4 @@
-"""One life of the default process group: what all meshes made during it have in common."""
+"""A world: one default process group, from `init_process_group` to its end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .run_store import Run, RunStore
 
 
 class WorldState:
-    """State of one part of the package in a world: a subclass each, which `World.state` gives.
+    """State that a room keeps for each world: a subclass, which `World.state` makes.
 
-    Example: the lazy groups of a world are `world.state(LazyGroups)`.
+    Example: the process groups of a world are `world.state(GroupRegistry)`.
     """
 
     def end(self) -> None:
-        """Let go of process groups, and of what has some: the world has ended."""
+        """Drop all references to process groups: the world has ended."""
 
     def leave_to_parent(self) -> None:
-        """Let go of process groups without ending them: this process is a fork."""
+        """Drop process groups without ending them: this process is a fork."""
 
 
 _State = TypeVar("_State", bound=WorldState)
@@ -35,16 +35,16 @@ _State = TypeVar("_State", bound=WorldState)
 class World:
     """The default process group, from `init_process_group` to its end, as this rank sees it.
 
-    Holds the default group weakly: when torch lets go of it, the world is over. Ranks that are
-    threads have a default group, and so a world, each. A forked process has none of its parent's.
+    It holds the default group weakly: when torch drops it, the world is over. If ranks are threads,
+    each has a default group and so a world of its own. After a fork, the child's copies are over.
 
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
         thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
-        life: how many worlds this process had before; other ranks may have had more or fewer.
-        may_change: whether the default group may get other members; then each use of a group asks.
-        run: of the default group, among those that used the same store.
+        life: number of worlds that this process had before. It may differ between ranks.
+        may_change: whether the default group can be reconfigured, which each use then checks.
+        run: number of this default group among those that used the same store.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
@@ -84,18 +84,18 @@ class World:
         return world
 
     def state(self, kind: type[_State]) -> _State:
-        """Return the object of this class that a room keeps for this world, made at first use."""
+        """Return this world's object of a class, made at its first use."""
         state: _State | None = self._states.get(kind)
         return self._states.setdefault(kind, kind()) if state is None else state
 
     @property
     def label(self) -> tuple[int | None, int]:
-        """Stands for this world among all that this process had: whose it is, and its number."""
+        """Label of this world, unique in this process: the thread that is its rank, and `life`."""
         return self.thread_id, self.life
 
     @property
     def is_over(self) -> bool:
-        """Whether this world's process groups are gone, with its default group or by a fork."""
+        """Whether this world's process groups have ended, with the default group or by a fork."""
         group = self._default_group()
         return (
             group is None
@@ -116,7 +116,7 @@ class World:
         return group
 
     def check_rank(self) -> None:
-        """Raise RuntimeError if this process is another rank now, or one of another number."""
+        """Raise RuntimeError if this process's rank, or the number of ranks, has changed."""
         current = compat.current_default_group()
         if current is not None and self._has_changed(current):
             raise RuntimeError(self._why_over())
@@ -125,9 +125,9 @@ class World:
         if self.is_of_parent:
             return (
                 f"This mesh was made in process {self._process_id}, of which this one "
-                f"({os.getpid()}) is a fork: process groups do not survive a fork. Here it can be "
-                "held, sliced and compared; use its groups in the process that made it, or start "
-                "this one by spawn or forkserver and make the mesh in it."
+                f"({os.getpid()}) is a fork: process groups do not survive a fork. A fork can "
+                "hold, slice and compare the mesh. Use its groups in the process that made it, or "
+                "start this process by spawn or forkserver and make the mesh here."
             )
         current = compat.current_default_group()
         if current is not None and current is self._default_group():
@@ -163,7 +163,7 @@ class World:
         return self.connection_of(self.default_group)
 
     def connection_of(self, default_group: compat.ProcessGroup) -> Any:
-        """Return `connection`, where the caller has read the default group already."""
+        """Return `connection`, for a caller that has read the default group already."""
         store = compat.store_of(default_group)
         if self.is_main_thread():
             return store
@@ -179,7 +179,7 @@ class World:
 
     @property
     def run_store(self) -> RunStore | None:
-        """The store as this run uses it; None where ranks have none to meet in."""
+        """The store, as this run uses it; None if it allows no rendezvous."""
         store = self.store
         return None if store is None else RunStore(store, self.run)
 
@@ -195,7 +195,7 @@ class World:
         return self._can_split[backend]
 
     def why_all_ranks(self, backend: str) -> str | None:
-        """Why all ranks must make a group of this backend, or None. Decided once."""
+        """Return why all ranks must make a group of this backend, or None. Decided once."""
         if backend not in self._why_all_ranks:
             self._why_all_ranks[backend] = compat.why_all_ranks(self.default_group, backend)
         return self._why_all_ranks[backend]

@@ -1,4 +1,4 @@
-"""Operations of a training program over its processes, or over one process alone.
+"""Collective operations for a training program, on several processes or on one alone.
 
 Example:
     >>> alone = SingleProcessCollective()
@@ -23,22 +23,22 @@ from torch import Tensor
 
 
 class Collective(ABC):
-    """Some processes that work together, seen by one of them.
+    """A set of processes with the collective operations that they call together.
 
     All of them call each operation, in the same order. **Ranks are ranks within this collective**,
-    0 to `world_size - 1`, also those of sources: `collective.local.broadcast(tensor, 0)` sends
-    from the first process of each node. Tensors may be on another device than the communication
-    and need not be contiguous; they are copied there and back.
+    0 to `world_size - 1`, also as sources: `collective.local.broadcast(tensor, 0)` sends from the
+    first process of each node. Tensors need not be contiguous, nor on the device on which the
+    backend communicates: they are copied there and back.
 
     Attributes:
-        rank: of this process, in this collective.
+        rank: rank of this process in this collective.
         world_size: number of processes in this collective.
-        local_rank: index of this process on its node, which is that of its device.
+        local_rank: index of this process, and of its device, on its node.
         dp_rank: index of this process's share of the data.
         dp_world_size: number of shares.
         tp_rank: index of this process in its tensor-parallel group.
-        tp_world_size: number of processes in it.
-        default_device: where this process's tensors belong.
+        tp_world_size: number of processes in that group.
+        default_device: device for this process's tensors.
     """
 
     rank: int = 0
@@ -49,23 +49,23 @@ class Collective(ABC):
     tp_rank: int = 0
     tp_world_size: int = 1
     default_device: torch.device
-    # Where tensors are while they are communicated; None for wherever they are.
+    # Device on which tensors are communicated; None for the device that they are on.
     _communication_device: torch.device | None = None
 
     @property
     def local(self) -> Collective:
-        """The same, limited to this process's node."""
+        """This collective limited to the process's node."""
         return self
 
     @property
     def tp_world(self) -> Collective:
-        """The same, limited to this process's tensor-parallel group."""
+        """This collective limited to the process's tensor-parallel group."""
         return self
 
     @property
     @abstractmethod
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group of the operations; None for a process alone."""
+        """The process group of the operations; None for a single process."""
 
     @property
     def is_master(self) -> bool:
@@ -78,26 +78,26 @@ class Collective(ABC):
         return self.local.rank == 0
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
         if group := self.process_group:
             device = self._communication_device
             on_gpu = device is not None and device.type == "cuda"
             dist.barrier(group, device_ids=[self.local_rank] if on_gpu else None)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Combine the tensors of all processes, of one shape and type, in place.
+        """Reduce tensors of one shape and dtype over all processes, in place.
 
-        NCCL alone offers AVG.
+        Only NCCL supports AVG.
         """
         if group := self.process_group:
             with self._staged(tensor) as staged:
                 dist.all_reduce(staged, op, group=group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all processes in one, in the order of ranks.
+        """Return the tensors of all processes, concatenated in the order of ranks.
 
         Args:
-            tensor: shape (n, ...), the same on each process; () is as (1,).
+            tensor: shape (n, ...), the same on each process; () counts as (1,).
 
         Returns:
             Shape (world_size * n, ...), on the device of the argument.
@@ -111,22 +111,22 @@ class Collective(ABC):
         return gathered.to(tensor.device)
 
     def all_gather_to_list(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes, of one shape, in the order of ranks."""
+        """Return the list of all processes' tensors, of one shape, in the order of ranks."""
         return list(self.all_gather(tensor.unsqueeze(0)).unbind())
 
     def all_gather_objects(self, item: Any) -> list[Any]:
-        """Return the objects of all processes, pickled, in the order of ranks."""
+        """Return the list of all processes' objects, sent by pickle, in the order of ranks."""
         items = [item] * self.world_size
         if group := self.process_group:
             dist.all_gather_object(items, item, group=group)
         return items
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite the tensor of all processes, of one shape and type, with one process's.
+        """Overwrite the tensors of all processes, of one shape and dtype, with one process's.
 
         Args:
-            tensor: which is sent, or overwritten.
-            src: rank within this collective of the process that sends; ValueError for no such.
+            tensor: the tensor to send, or to overwrite.
+            src: rank of the sender in this collective; ValueError if there is no such rank.
         """
         self._check_source(src)
         if group := self.process_group:
@@ -134,11 +134,11 @@ class Collective(ABC):
                 dist.broadcast(staged, group=group, group_src=src)
 
     def broadcast_objects(self, items: list[Any], src: int = 0) -> None:
-        """Overwrite the list of all processes, of one length, with one process's objects, pickled.
+        """Overwrite the items of all processes' lists, of one length, with one process's.
 
         Args:
-            items: which are sent, or overwritten.
-            src: as for `broadcast`.
+            items: the list of objects to send, or to overwrite.
+            src: as in `broadcast`.
         """
         self._check_source(src)
         if group := self.process_group:
@@ -151,12 +151,12 @@ class Collective(ABC):
     def _check_source(self, src: int) -> None:
         if not 0 <= src < self.world_size:
             raise ValueError(
-                f"Source rank {src} of a collective of {self.world_size} processes: give a rank "
-                f"within the collective, 0 to {self.world_size - 1}, not a global one."
+                f"Source rank {src} of a collective of {self.world_size} processes: it must be a "
+                f"rank within the collective, 0 to {self.world_size - 1}, not a global rank."
             )
 
     def _stage(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself if it can be communicated as it is, else a copy that can."""
+        """Return the tensor itself if the backend can send it, else a copy that it can send."""
         return tensor.detach().to(self._communication_device or tensor.device).contiguous()
 
     @contextlib.contextmanager
@@ -168,10 +168,10 @@ class Collective(ABC):
 
 
 class SingleProcessCollective(Collective):
-    """One process alone: what `MeshCollective` gives, without a process group.
+    """Collective of a single process, without a process group.
 
     Args:
-        device: where its tensors belong; by default the current GPU, or the CPU without one.
+        device: device for its tensors; by default the current GPU, or the CPU if there is none.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -182,16 +182,17 @@ class SingleProcessCollective(Collective):
 
 
 def destroy_dist_connection() -> None:
-    """Destroy the default process group and all others, not to be interrupted by Ctrl-C.
+    """Destroy the default process group and all others, ignoring Ctrl-C meanwhile.
 
-    The previous handler of SIGINT is back afterwards, also if it fails. Outside the main thread,
-    which alone handles signals, SIGINT is as ever. Without a process group nothing is done.
+    The previous SIGINT handler is restored afterwards, also after an error. Outside the main
+    thread, which alone can set handlers, Ctrl-C is not ignored. Without a process group, nothing is
+    done.
     """
     if not dist.is_initialized():
         return
     with contextlib.ExitStack() as restored:
         if threading.current_thread() is threading.main_thread():
-            # None stands for a handler that Python did not install, and cannot restore.
+            # None: a handler that was not installed from Python, which Python cannot restore.
             previous = signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.SIG_DFL
             restored.callback(signal.signal, signal.SIGINT, previous)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Collectives over a mesh: the world, its nodes and its tensor-parallel groups in one universe.
+"""Collectives over the world, its nodes and its tensor-parallel groups, in one universe.
 
 Example:
     >>> collective = build_collective(CollectiveConfig(device_type="cpu"))  # without torchrun
@@ -35,29 +35,28 @@ class Meshes(NamedTuple):
 
 
 class MeshCollective(Collective):
-    """All processes of a world, or of a process group in it, with meshes for what they train.
+    """Collective of all processes of a world or process group, with meshes for training.
 
-    Starts the default process group if there is none: NCCL on GPUs, bound to this process's
+    Creates the default process group if there is none: NCCL on GPUs, bound to this process's
     device, else gloo.
 
     Args:
-        rank: of this process among them.
-        world_size: their number.
-        local_world_size: number of processes on each node; ranks of a node follow each other.
-        local_rank: index of this process on its node, which is that of its device.
-        device_type: "cpu", "cuda", or another, such as "mps", whose tensors communicate by way of
-            the CPU.
-        mesh: existing meshes to use; by default they are made.
-        process_group: of these processes; by default the whole world's. With `mesh`, a process
-            group along some of its axes limits the operations to it.
+        rank: rank of this process in the collective.
+        world_size: number of processes in the collective.
+        local_world_size: number of processes on each node; a node's ranks are consecutive.
+        local_rank: index of this process, and of its device, on its node.
+        device_type: "cpu", "cuda", or another, such as "mps", whose tensors are sent via the CPU.
+        mesh: existing meshes to use; by default new ones are created.
+        process_group: process group of the collective; by default the default group. With `mesh`,
+            operations go over this group, such as one along some of its axes.
         tp_size: number of processes in a tensor-parallel group, which lies within a node. With
-            `mesh`, this and the next may be left out.
-        sharding_world_size: number of shards; other processes hold replicas. By default as many
-            as a node has tensor-parallel groups.
+            `mesh`, this and `sharding_world_size` may be left out.
+        sharding_world_size: number of shards; other processes hold replicas. By default the number
+            of tensor-parallel groups on a node.
 
     Raises:
-        ValueError: sizes that do not divide each other or are not those of the meshes given; or
-            ranks and sizes that are not the process group's. Nothing has been created then.
+        ValueError: sizes do not divide each other or disagree with `mesh`, or rank and size are not
+            the process group's. Nothing has been created then.
     """
 
     def __init__(
@@ -79,13 +78,13 @@ class MeshCollective(Collective):
             shape = mesh.parallel_mesh.shape
             if tp_size not in (1, shape[2]) or sharding_world_size not in (None, shape[1]):
                 raise ValueError(
-                    f"tp_size={tp_size} and sharding_world_size={sharding_world_size}, but the "
-                    f"mesh given has tp={shape[2]} and dp_shard={shape[1]}. Leave the sizes out."
+                    f"tp_size={tp_size} and sharding_world_size={sharding_world_size}, but mesh= "
+                    f"has tp={shape[2]} and dp_shard={shape[1]}. They must agree: leave them out."
                 )
         if process_group is None and local_rank != rank % local_world_size:
             raise ValueError(
                 f"local_rank={local_rank} of rank {rank} with local_world_size={local_world_size}: "
-                f"expected {rank % local_world_size}, since the ranks of a node follow each other. "
+                f"it must be {rank % local_world_size}, as the ranks of a node are consecutive. "
                 "Start the processes node by node, as torchrun does."
             )
         with contextlib.ExitStack() as made:
@@ -99,8 +98,8 @@ class MeshCollective(Collective):
                 mesh = _make_meshes(device_type, shape, local_world_size, self._ranks)
                 made.callback(mesh.parallel_mesh.universe.destroy)
             self._made = made.pop_all()
-        # Asked for at each use: it may be lazy, and holding it would keep its threads and sockets
-        # after it was destroyed.
+        # Looked up at each use: the group may be lazy, and a reference to it would keep its threads
+        # and sockets after it was destroyed.
         self._find_group: Callable[[], dist.ProcessGroup] = (
             _default_group if process_group is None else lambda: process_group
         )
@@ -115,42 +114,42 @@ class MeshCollective(Collective):
         if parallel.device_type != device_type:
             self._communication_device = torch.device(parallel.device_type)
             warnings.warn(
-                f"Tensors on {device_type!r} communicate by way of {parallel.device_type!r}, "
-                "copied there and back.",
+                f"Tensors on {device_type!r} are copied to {parallel.device_type!r} and back for "
+                "each operation.",
                 stacklevel=2,
             )
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of the operations; RuntimeError after it was destroyed."""
+        """The process group of the operations; RuntimeError once it is destroyed."""
         return self._find_group()
 
     @cached_property
     def local(self) -> Collective:
-        """The same, limited to this process's node."""
+        """This collective limited to the process's node."""
         return self._limited_to(self.meshes.physical_mesh, "local_ranks")
 
     @cached_property
     def tp_world(self) -> Collective:
-        """The same, limited to this process's tensor-parallel group, which is on one node."""
+        """This collective limited to the process's tensor-parallel group, which is on one node."""
         return self._limited_to(self.meshes.parallel_mesh, "tp")
 
     def _limited_to(self, mesh: DeviceMesh, axis: str) -> MeshCollective:
-        """Return a collective along an axis, which owns nothing."""
+        """Return this collective limited to the group along an axis; closing it frees nothing."""
         limited = copy.copy(self)
-        for name in ("local", "tp_world"):  # those of the whole
+        for name in ("local", "tp_world"):  # cached for this collective
             vars(limited).pop(name, None)
         limited._made = contextlib.ExitStack()
         ranks: list[int] = mesh[axis].mesh.tolist()
-        if not set(self._ranks).issubset(ranks):  # else these processes are together already
+        if not set(self._ranks).issubset(ranks):  # else it is within that group already
             limited.rank, limited.world_size = mesh.get_local_rank(axis), len(ranks)
             limited._ranks, limited._find_group = ranks, partial(mesh.get_group, axis)
         return limited
 
     def close(self) -> None:
-        """Free what this collective made: its meshes' process groups; the world, if it started it.
+        """Free the process groups that this collective created, even the default group.
 
-        All processes call this when all are done: with gloo, have a `barrier()` before.
+        All processes call this when all are done: with gloo, call `barrier()` first.
         """
         self._made.close()
 
@@ -164,17 +163,17 @@ def _parallel_shape(
         sizes["sharding_world_size"] = sharding_world_size
     wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
     if wrong:
-        raise ValueError(f"Numbers of processes {wrong}: give ints above 0.")
+        raise ValueError(f"Numbers of processes {wrong} must be ints above 0.")
     shards = sizes.setdefault("sharding_world_size", local_world_size // tp_size)
     rows = sizes["world_size / tp_size"] = world_size // tp_size
     for part, whole, rule in (
-        ("local_world_size", "world_size", "every node has as many processes"),
+        ("local_world_size", "world_size", "all nodes have equally many processes"),
         ("tp_size", "local_world_size", "a tensor-parallel group is on one node"),
-        ("sharding_world_size", "world_size / tp_size", "replicas are alike"),
+        ("sharding_world_size", "world_size / tp_size", "replicas have equally many shards"),
     ):
         if sizes[whole] % sizes[part]:
             raise ValueError(
-                f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}: {rule}. "
+                f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}, and must: {rule}. "
                 f"All sizes: {', '.join(f'{name}={size}' for name, size in sizes.items())}."
             )
     return rows // shards, shards, tp_size
@@ -183,10 +182,10 @@ def _parallel_shape(
 def _check_place(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
     is_member = isinstance(group, dist.ProcessGroup)
     if not is_member or (group.rank(), group.size()) != (rank, world_size):
-        own = f"rank {group.rank()} of {group.size()}" if is_member else "no member"
+        own = f"rank {group.rank()} of {group.size()} in" if is_member else "no member of"
         raise ValueError(
-            f"rank={rank} of world_size={world_size}, but in the process group this process is "
-            f"{own}. Members alone make a collective, each with its rank and the size there."
+            f"rank={rank} of world_size={world_size}, but this process is {own} the process group. "
+            "A collective's processes must be the group's members, with the group's rank and size."
         )
 
 
@@ -203,7 +202,7 @@ def _default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise RuntimeError(
             "The world of this collective was destroyed, by its close() or by "
-            "destroy_process_group(). Make the collective again."
+            "destroy_process_group(). Create a new collective."
         )
     return cast("dist.ProcessGroup", dist.group.WORLD)
 
@@ -225,9 +224,9 @@ def _make_meshes(
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveConfig:
-    """Settings of the collective that `build_collective` builds, as for `MeshCollective`.
+    """Settings for `build_collective`, explained at `MeshCollective`.
 
-    Without a `device_type` it is on the GPU, or on the CPU without one.
+    Without a `device_type`, the collective uses the GPU, or the CPU if there is none.
     """
 
     device_type: str | None = None
@@ -236,10 +235,10 @@ class CollectiveConfig:
 
 
 def build_collective(config: CollectiveConfig) -> Collective:
-    """Build the collective of the processes that torchrun started, or of this one if it did not.
+    """Build the collective of the processes that torchrun started, or else of this process alone.
 
     Raises:
-        ValueError: only some of torchrun's environment variables are set; or the sizes do not fit
+        ValueError: only some of torchrun's environment variables are set, or the sizes do not fit
             the number of processes.
     """
     tp_size, shards = config.tp_size, config.sharding_world_size
@@ -248,13 +247,13 @@ def build_collective(config: CollectiveConfig) -> Collective:
     if len(missing) == len(_VARIABLES):
         if tp_size != 1 or shards not in (None, 1):
             raise ValueError(
-                f"tp_size={tp_size} and sharding_world_size={shards} for one process: start more "
-                "of them with torchrun, or set both to 1."
+                f"tp_size={tp_size} and sharding_world_size={shards} for one process must be 1. "
+                "Set both to 1, or start more processes with torchrun."
             )
         return SingleProcessCollective(device_type)
     if missing:
         raise ValueError(
-            f"The environment has not all of torchrun's {', '.join(_VARIABLES)}: {missing} are "
+            f"The environment lacks some of torchrun's {', '.join(_VARIABLES)}: {missing} are "
             "missing. Start the processes with torchrun, or unset the others for one process."
         )
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in _VARIABLES)

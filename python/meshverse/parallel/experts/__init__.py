@@ -1,1 +1,1 @@
-"""Models with experts: their weights split by features or handed out whole, and their tokens."""
+"""Expert parallelism: experts split by features or distributed whole, and their tokens."""

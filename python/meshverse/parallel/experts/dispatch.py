@@ -1,4 +1,4 @@
-"""Tokens and their experts: read from a module's arguments, sent to the experts' ranks and back."""
+"""Routing of tokens to experts: reads it from arguments, sends tokens to experts and back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .stacked import StackedExperts
 
 
 class Routing(NamedTuple):
-    """Tokens and their experts."""
+    """Tokens, and the experts that a router chose for each."""
 
     hidden: Tensor  # shape (tokens, features)
-    expert_ids: Tensor  # shape (tokens, choices), of all experts of the model
-    # Of the choices, of the same shape; None where they are in `hidden` already.
+    expert_ids: Tensor  # shape (tokens, choices); ids among all experts of the module
+    # Weights of the choices, of the same shape; None if `hidden` is multiplied by them already.
     weights: Tensor | None
 
     def share(self, sliced: Callable[[Tensor], Tensor]) -> Routing:
-        """Return the same with each tensor replaced by `sliced(tensor)`."""
+        """Return this routing with each tensor replaced by `sliced(tensor)`."""
         return Routing(*(None if each is None else sliced(each) for each in self))  # type: ignore[arg-type]
 
 
 def arguments_of(module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> tuple[Any, ...]:
-    """Return what a module's own forward is called with, in its order."""
+    """Return the arguments of a call in the order of the module's own forward."""
     bound = signature(type(module).forward).bind(module, *arguments, **keywords)
     return tuple(bound.arguments.values())[1:]
 
@@ -36,11 +36,12 @@ def arguments_of(module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -
 def read_routing(experts: StackedExperts, values: tuple[Tensor, ...]) -> Routing:
     """Return the routing in the arguments of a module's forward.
 
-    These are hidden states, each token's experts, and their weights. Or (in Llama 4) they are rows
-    that have their weights already, as many for each expert; all but those routed are zeros.
+    The arguments are hidden states, each token's expert ids, and the router's weights. In Llama 4
+    they are only rows, equally many for each expert, which are multiplied by the router's weights
+    already; rows that were not routed are zeros.
 
-    An id below 0 or beyond the experts is of no expert: it becomes the number of experts that have
-    weights, with weight 0.
+    An id below 0 or beyond the experts names no expert: it becomes `experts.count`, with weight 0.
+    Ids of identity experts stay.
     """
     hidden = values[0].flatten(0, -2)
     if len(values) == 1:
@@ -56,7 +57,7 @@ def read_routing(experts: StackedExperts, values: tuple[Tensor, ...]) -> Routing
 
 
 def weigh(routing: Routing, outputs: Tensor) -> Tensor:
-    """Return the sum over each token's choices of what its experts gave, by their weights.
+    """Return, for each token, the weighted sum of its experts' outputs.
 
     Outputs have the shape (tokens * choices, features).
     """
@@ -72,17 +73,17 @@ def dispatch(
     mesh: DeviceMesh,
     run: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return what all ranks' experts make of this rank's tokens, of shape (tokens, features).
+    """Return the outputs of all ranks' experts for this rank's tokens, shape (tokens, features).
 
-    Every choice of a token is a row that goes to the rank of its expert by an all-to-all, and comes
-    back by another, whatever their numbers. The only thing the host waits for is how many go where.
+    Each choice of a token is a row. An all-to-all sends it to its expert's rank, and another sends
+    the output back; no row is dropped. The host waits only for the numbers of rows.
 
-    All ranks of the 1-D mesh call this, those without tokens too; rank r has the r-th part of the
-    experts. `run(rows, local expert ids)` is what they make of rows, of which there may be none.
+    All ranks of the 1-D mesh call this, even without tokens; rank r has the r-th part of the
+    experts. `run(rows, local expert ids)` runs them on rows, of which there may be none.
     """
     ids, count, group = routing.expert_ids.reshape(-1), experts.count, mesh.get_group()
     order = ids.argsort(stable=True)
-    # How often each expert is chosen; without waiting, as bincount would.
+    # How often each expert is chosen. Not bincount, which waits for the device.
     counts = ids.new_zeros(count + 1, dtype=torch.long)
     counts.scatter_add_(0, ids.clamp(max=count), torch.ones_like(ids, dtype=torch.long))
     sent_counts = counts[:count].view(mesh.size(), -1)
@@ -106,10 +107,11 @@ def dispatch(
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send consecutive rows to each rank of a group, and get theirs; gradients go the other way.
+    """Exchange rows with all ranks of a group by an all-to-all; gradients go the other way.
 
-    All ranks of the group call this, with the number of rows for each rank and from each. Of rows
-    of shape (sum of sent, ...) it makes (sum of received, ...), by the rank they come from.
+    All ranks of the group call this, with the numbers of rows to send to and receive from each
+    rank. Takes rows of shape (sum of sent, ...) and returns (sum of received, ...), both in the
+    order of ranks.
     """
     apply: Any = _Exchange.apply
     return apply(rows, list(sent), list(received), group)  # type: ignore[no-any-return]

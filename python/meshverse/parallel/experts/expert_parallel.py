@@ -1,4 +1,4 @@
-"""Whole experts handed out to the ranks of a mesh, and a model's modules of experts."""
+"""Parallel styles that distribute whole experts over a mesh, and a search for experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .stacked import (
 _Run = Callable[[Tensor, Tensor], Tensor]
 
 ONLY_STACKED = (
-    "Experts are handed out where their weights are stacked, and their forward takes each token's "
+    "Expert parallelism must have experts with stacked weights, whose forward takes each token's "
     "experts. Use transformers 5.0 or newer, or ep_size=1 and a plan that splits each expert."
 )
 
@@ -42,11 +42,11 @@ _EXPERTS = re.compile(r"(.*\.)?experts")
 
 
 class _WholeExperts(StackedStyle):
-    """Both ways to hand out experts: rank r has the r-th part of them."""
+    """Base of the styles that distribute whole experts: rank r has the r-th part of them."""
 
     gradient_scale = 1.0
 
-    # Traced, each new number of rows that change ranks would compile anew. Dense layers stay so.
+    # Not traced: each new number of exchanged rows would recompile. Dense layers stay compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(
         self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
@@ -57,17 +57,17 @@ class _WholeExperts(StackedStyle):
         routing = read_routing(experts, values)
         with hidden_parameters(module, local):
             own = partial(_run, module, experts, self.gradient_scale)
-            if len(values) == 1:  # rows that have their weights: zeros are not routed, and stay
+            if len(values) == 1:  # rows without a routing, as in Llama 4: zeros stay
                 routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
                 some = routing.share(lambda each: each[routed])
                 output = self.combine(some, experts, mesh, own)
                 return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
             output = self.combine(routing, experts, mesh, own)
-        # No view where it can be: FSDP2 loses its hold on a view that is changed in place.
+        # No view if possible: FSDP2's hooks are lost on a view that is changed in place.
         return output if output.shape == values[0].shape else output.view_as(values[0])
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts, in a number that divides."""
+        """Check that the module has stacked experts, whose number divides by the ranks."""
         experts = self.described(name, module)
         takes_all = "routing_weights" in signature(type(module).forward).parameters
         if takes_all and not experts.is_routed:
@@ -78,7 +78,7 @@ class _WholeExperts(StackedStyle):
         if experts.count % size:
             raise ValueError(
                 f"{name}: its {experts.count} experts do not divide by the {size} ranks of expert "
-                "parallelism. Choose a number of ranks that divides them."
+                "parallelism. The number of ranks must divide the number of experts."
             )
 
     def placements(self, experts: StackedExperts) -> dict[str, Placement]:
@@ -95,21 +95,20 @@ class _WholeExperts(StackedStyle):
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """Return what all ranks' experts make of tokens; `run(rows, local ids)` runs mine."""
+        """Return all ranks' experts' outputs; `run(rows, local ids)` runs this rank's experts."""
 
 
 @dataclass(eq=False, repr=False)
 class ExpertParallel(_WholeExperts):
-    """Stacked experts handed out to ranks; each rank's tokens go to the experts and come back.
+    """Style that distributes stacked experts over ranks, and sends each rank's tokens to them.
 
     For a module whose forward takes hidden states, each token's experts and their weights. No token
-    is dropped, whatever the numbers. The gradients of experts are sums over the tokens of all ranks
-    of the mesh, as those of one process are over its tokens.
+    is dropped. The gradients of experts are sums over the tokens of all ranks of the mesh.
 
     Args:
         same_tokens: 1-D mesh of the ranks that have the same tokens as this one, such as that of
             tensor parallelism: each then sends a part of them. None if every rank has its own.
-        gradient_scale: what the gradients of the experts' parameters are multiplied by.
+        gradient_scale: factor on the gradients of the experts' parameters.
     """
 
     same_tokens: DeviceMesh | None = None
@@ -118,7 +117,7 @@ class ExpertParallel(_WholeExperts):
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """Return what the experts of all ranks make of this rank's tokens."""
+        """Return the outputs of all ranks' experts for this rank's tokens."""
         same = self.same_tokens
         if same is None or same.size() == 1:
             return dispatch(routing, experts, mesh, run)
@@ -131,13 +130,13 @@ class ExpertParallel(_WholeExperts):
 
 
 def _slice(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """Return this rank's part of what is equal on all ranks; its gradient covers all parts."""
+    """Return this rank's part of a tensor that all ranks have; gradients are gathered."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(0)]).to_local()
 
 
 class SameTokensExpertParallel(_WholeExperts):
-    """Stacked experts handed out to ranks that all have the same tokens.
+    """Style that distributes stacked experts over ranks that all have the same tokens.
 
     Each rank runs its experts on the tokens that chose them, and the outputs are summed over the
     ranks: no token changes ranks.
@@ -146,7 +145,7 @@ class SameTokensExpertParallel(_WholeExperts):
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """Return the sum over the ranks of what their experts make of the tokens."""
+        """Return the sum over the ranks of their experts' outputs."""
         shared = routing.share(
             lambda each: sum_gradients(each, mesh) if each.is_floating_point() else each
         )
@@ -167,10 +166,10 @@ class SameTokensExpertParallel(_WholeExperts):
 
 
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
-    """Return the rows of a parameter that are of this rank's experts.
+    """Return the rows of a parameter that belong to this rank's experts.
 
-    LongCat's weights have rows for its identity experts too: an even split gives ranks rows of
-    others' experts, which they exchange first.
+    LongCat's weights have rows for its identity experts too, so an even split gives a rank rows of
+    other ranks' experts. The ranks exchange these first.
     """
     parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()
@@ -192,7 +191,7 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
 def _run(
     module: Any, experts: StackedExperts, gradient_scale: float, rows: Tensor, ids: Tensor
 ) -> Tensor:
-    """Return what this rank's experts make of rows, with gradients scaled for parameters only."""
+    """Return this rank's experts' outputs for rows; scales the gradients of parameters only."""
     rows = _scaled_gradient(rows, 1 / gradient_scale)
     if implementation_of(module) not in (None, "eager") and rows.size(0):
         unit = torch.ones_like(ids, dtype=rows.dtype)
@@ -213,7 +212,7 @@ def _scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Return the names of a model's modules of routed experts: with stacked weights, or lists.
+    """Return the names of a model's modules of routed experts: stacked weights, or ModuleLists.
 
     They are those whose weights the model's own expert-parallel plan (`_ep_plan`) splits by
     experts; without such a plan, those called `experts`.
@@ -242,19 +241,20 @@ def apply_expert_parallelism(
     same_tokens: DeviceMesh | None = None,
     gradient_scale: float = 1.0,
 ) -> list[str]:
-    """Hand out a model's experts to the ranks of a mesh, in place.
+    """Distribute a model's experts over the ranks of a mesh, in place.
 
     Args:
-        model: whose parameters are whole.
-        ep_mesh: 1-D.
-        same_tokens: as for `ExpertParallel`, like `gradient_scale`.
-        gradient_scale: of the experts' parameters.
+        model: a model with whole parameters.
+        ep_mesh: a 1-D mesh.
+        same_tokens: as in `ExpertParallel`.
+        gradient_scale: as in `ExpertParallel`.
 
     Returns:
-        The names of the modules whose experts were handed out.
+        The names of the modules whose experts were distributed.
 
     Raises:
-        ValueError: as `check_experts`. The model is as it was then.
+        ValueError: the model has no experts, or some that cannot be distributed over these ranks.
+            The model is unchanged then.
 
     Example:
         >>> apply_expert_parallelism(model, moe_mesh["ep"])  # doctest: +SKIP
@@ -268,19 +268,19 @@ def apply_expert_parallelism(
 
 
 def check_experts(model: nn.Module, size: int) -> list[str]:
-    """Return the names of modules whose experts can be handed out to a number of ranks.
+    """Return the names of modules whose experts can be distributed over `size` ranks.
 
     A pipeline stage may have none, if other stages of its model have some.
 
     Raises:
-        ValueError: there are none, or some that cannot be handed out, or do not divide.
+        ValueError: there are none, or some cannot be distributed or do not divide by the ranks.
     """
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
         raise ValueError(
-            f"ep={size}: {type(model).__name__} has no experts to hand out: no _ep_plan, and no "
-            "module called 'experts' with 3-D weights. Use ep_size=1, or apply ExpertParallel to "
-            "its modules with parallelize_module."
+            f"ep={size}: {type(model).__name__} has no experts to distribute: it must have an "
+            "_ep_plan, or modules called 'experts' with 3-D weights. Use ep_size=1, or apply "
+            "ExpertParallel() to its modules with parallelize_module."
         )
     for name in names:
         module = model.get_submodule(name)
@@ -291,5 +291,5 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
             )
         ExpertParallel().check(name, module, size)
         if any(isinstance(each, DTensor) for each in module.parameters()):
-            raise ValueError(f"{name} is distributed already. Hand out experts once, before FSDP.")
+            raise ValueError(f"{name} is distributed already: do it once, before FSDP.")
     return names

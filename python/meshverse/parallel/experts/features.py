@@ -1,4 +1,4 @@
-"""Stacked experts split by their inner features: each rank has a share of every expert."""
+"""Parallel style that splits stacked experts by inner features: each rank has a part of each."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .dispatch import arguments_of, exchange_rows, read_routing, weigh
 from .stacked import DOWN, StackedExperts, StackedStyle, apply_experts, implementation_of, own_gate
 
 _DOWN_BIAS = f"{DOWN}_bias"
-# Ways of transformers to run experts that call `_apply_gate` between the products.
+# transformers' implementations of experts that call `_apply_gate` between the two products.
 _WITH_GATE = ("grouped_mm", "batched_mm")
 
 
 class ExpertFeaturesParallel(StackedStyle):
-    """Stacked experts of which each rank has a share of the inner features.
+    """Style that gives each rank a part of the inner features of all stacked experts.
 
-    For a module whose forward takes hidden states and, where it routes itself, each token's experts
-    and their weights; the same on all ranks. Weights are split as they lie, so that their full
-    tensors are those of one process. Where one weight gives gates and features, one half after the
-    other, ranks exchange half of what it gives: each then has gates and features that belong
-    together. The outputs are summed over the ranks.
+    For a module whose forward takes hidden states and, unless they are routed already, each token's
+    experts and their weights; inputs are the same on all ranks. Weights are split contiguously, so
+    their full tensors are those of one process. If one weight has all gates first and then all
+    other features, ranks exchange half of its output, so that each has gates and features that
+    belong together. The outputs are summed over the ranks.
     """
 
     def run(
@@ -41,7 +41,7 @@ class ExpertFeaturesParallel(StackedStyle):
 
         inputs, more = tuple(map(shared, inputs)), {name: shared(more[name]) for name in more}
         local = {name: module._parameters[name].to_local() for name in experts.names}
-        if _DOWN_BIAS in local:  # each rank adds its part of it
+        if _DOWN_BIAS in local:  # the sum over the ranks adds it once
             local[_DOWN_BIAS] = sum_gradients(local[_DOWN_BIAS], mesh) / mesh.size()
         with hidden_parameters(module, local):
             output = _run(module, experts, mesh, inputs, more)
@@ -49,22 +49,23 @@ class ExpertFeaturesParallel(StackedStyle):
         return whole.redistribute(placements=[Replicate()]).to_local()
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts whose features divide."""
+        """Check that the module has stacked experts whose inner features divide by the ranks."""
         experts = self.described(name, module)
         if experts.width % size:
             raise ValueError(
                 f"{name}: the {experts.width} inner features of its experts do not divide by the "
-                f"{size} ranks of tensor parallelism. Choose a number of ranks that divides them."
+                f"{size} ranks of tensor parallelism. The number of ranks must divide them."
             )
         has_gate = hasattr(module, "act_fn") or hasattr(type(module), "_apply_gate")
         if getattr(module, "has_post_expert_norm", False) or not has_gate:
             raise ValueError(
-                f"{name}: {type(module).__name__} normalizes what each expert gives, or does not "
-                "say how gates and features lie. Split it over an expert mesh, with ExpertParallel."
+                f"{name}: {type(module).__name__} normalizes each expert's output, or has neither "
+                "act_fn nor _apply_gate. Distribute whole experts over an experts' mesh instead, "
+                "with ExpertParallel()."
             )
 
     def placements(self, experts: StackedExperts) -> dict[str, Placement]:
-        """Return the placement of each parameter: split by inner features, wherever they lie."""
+        """Return the placement of each parameter: split by inner features."""
         columns, down = (2, 1) if experts.transposed else (1, 2)
         placements: dict[str, Placement] = dict.fromkeys(experts.columns, Shard(columns))
         placements |= {DOWN: Shard(down), **dict.fromkeys(experts.biases, Shard(1))}
@@ -79,7 +80,7 @@ def _run(
         return own(module, *inputs, **more)  # type: ignore[no-any-return]
     gate = partial(_gate, mesh)
     values = arguments_of(module, inputs, more)
-    if len(values) == 1:  # rows, as many for each expert
+    if len(values) == 1:  # rows, equally many for each expert
         (rows,) = values
         counts = [rows.size(0) // experts.count] * experts.count
         return apply_experts(module, experts, rows, counts, gate)
@@ -89,7 +90,7 @@ def _run(
     return _run_routed(module, experts, mesh, values)  # type: ignore[no-any-return]
 
 
-# Traced, each new number of rows of an expert would compile anew.
+# Not traced: each new number of rows of an expert would recompile.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_routed(
     module: Any, experts: StackedExperts, mesh: DeviceMesh, values: tuple[Tensor, ...]
@@ -105,11 +106,11 @@ def _run_routed(
 
 
 def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:
-    """Return what the experts' gate makes of features, of which each rank has consecutive ones.
+    """Apply the experts' gate to features of which each rank has consecutive ones.
 
-    A weight that gives gates and features, one half after the other, is split as it lies: of n
-    ranks the first have gates only, the last features only. An expert needs both for the same
-    places. In units of a half's n-th part, rank r has the parts 2r and 2r+1, and needs r and n+r.
+    A weight with all gates first and then all other features is split contiguously: of n ranks, the
+    first have gates only, the last features only. An expert needs both for the same indices. If
+    each half has n parts, rank r has the parts 2r and 2r+1, and needs r and n+r.
     """
     size, rank, count = mesh.size(), mesh.get_local_rank(), features.size(0)
     if size == 1:

@@ -1,4 +1,4 @@
-"""Experts on a mesh of their own: sharded by FSDP2, and norms of gradients on different meshes."""
+"""Experts' own mesh: sharding over it by FSDP2, and gradient norms over several meshes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ def choose_moe_mesh(
 ) -> DeviceMesh | None:
     """Return the experts' mesh (ep_shard, ep), or None without expert parallelism.
 
-    All ranks call this: a mesh that is not there yet is created. Without a `moe_mesh` it is the one
-    that belongs to `device_mesh`; without an `ep_size`, that of `moe_mesh`, else the one that the
-    meshes were created for.
+    All ranks call this, as it may create the mesh. If `moe_mesh` is None, the mesh is created for
+    `device_mesh`; the degree is then `ep_size`, by default that with which `device_mesh` was made.
 
     Raises:
-        ValueError: ep_size is no degree, does not divide the ranks, or is not that of `moe_mesh`;
-            or `moe_mesh` is none over the ranks of one pipeline stage, in the same universe.
+        ValueError: `ep_size` is no degree, does not divide the ranks, or is not that of `moe_mesh`;
+            or `moe_mesh` is not over the ranks of one pipeline stage, in the same universe.
     """
     size = None if ep_size is None else degree(ep_size, "ep_size")
     if moe_mesh is None:
@@ -56,15 +55,16 @@ def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
     stage = device_mesh[others] if others and len(others) < len(names) else device_mesh
     if moe_mesh.universe is not device_mesh.universe:
         raise ValueError(
-            f"{moe_mesh} is not in the universe of {device_mesh}: FSDP2 combines meshes of one "
-            "root only. Make both with create_device_meshes, or the second with `universe=`."
+            f"{moe_mesh} is not in the universe of {device_mesh}, and must be: FSDP2 combines "
+            "meshes of one root only. Make both with create_device_meshes(), or the second with "
+            "universe=."
         )
     ranks, expected = (mesh.layout.collapse().sorted() for mesh in (moe_mesh, stage))
     if axes != (EP_SHARD, EP) or ranks != expected:
         raise ValueError(
-            f"The experts' mesh {moe_mesh} has the axes {axes} over the layout {ranks}: expected "
-            f"{(EP_SHARD, EP)} over {expected}, one pipeline stage of {device_mesh}. Make both "
-            "with create_device_meshes, or this one with create_moe_mesh."
+            f"The experts' mesh {moe_mesh} has the axes {axes} over the layout {ranks}: it must "
+            f"have {(EP_SHARD, EP)} over {expected}, one pipeline stage of {device_mesh}. Make "
+            "both with create_device_meshes(), or this one with create_moe_mesh()."
         )
 
 
@@ -78,11 +78,11 @@ def shard_experts(
     offload: OffloadPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard the experts of a model over `ep_shard`, before FSDP2 shards what is around them.
+    """Shard the experts of a model over `ep_shard`, before FSDP2 shards the modules around them.
 
-    With replicas, the experts are sharded within each and kept equal between them, like the rest,
-    unless a replica has too few ranks for all experts: then they are sharded over all of ep_shard.
-    Inputs keep their precision: routers' weights are more precise than what they weigh.
+    With replicas, the experts are sharded within each and replicated between them, like the rest,
+    unless `replicas` does not divide ep_shard: then they are sharded over all of ep_shard. Inputs
+    keep their dtype, as routers' weights may have a higher precision than hidden states.
     """
     mesh, parts = moe_mesh[EP_SHARD], moe_mesh[EP].size()
     shards, remainder = divmod(mesh.size(), replicas)
@@ -91,7 +91,7 @@ def shard_experts(
     shards = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        """Split by experts, where each rank has enough of them; else by a dim that divides."""
+        """Return None to split by experts if they divide, else a dim that divides by the shards."""
         if parameter.size(0) % (shards * parts) == 0:
             return None
         dims = (dim for dim in range(1, parameter.ndim) if parameter.size(dim) % shards == 0)
@@ -112,18 +112,18 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return the norm of all elements of tensors, each counted once, whatever meshes they are on.
+    """Return the norm over tensors on any meshes; each element counts once.
 
     Args:
         tensors: DTensors, of any meshes and placements, and tensors that are the same on all ranks.
-        norm_type: of the p-norm; infinity is allowed.
-        error_if_nonfinite: raise a RuntimeError where the norm is no finite number.
+        norm_type: p of the p-norm; infinity is allowed.
+        error_if_nonfinite: whether to raise a RuntimeError if the norm is infinite or nan.
         foreach: as in torch.
 
     Returns:
         A plain tensor, the same on all ranks of the meshes.
     """
-    norm_type = float(norm_type)  # torch takes "inf" too
+    norm_type = float(norm_type)  # accepts "inf", as torch does
     by_mesh = defaultdict[object, list[Tensor]](list)
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -136,17 +136,17 @@ def get_total_norm(
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of gradients is {total.item()}. Pass "
-            "error_if_nonfinite=False to scale by it all the same."
+            "error_if_nonfinite=False to scale by it nevertheless."
         )
     return total
 
 
 def _norm_on_one_mesh(some: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of tensors that have the same mesh and placements, if they have any."""
+    """Return the norm of DTensors with one mesh and placements, or of plain tensors."""
     first = some[0]
     placements = first.placements if isinstance(first, DTensor) else ()
     if norm_type == math.inf and placements and not any(each.is_partial() for each in placements):
-        # Some ranks may have no rows of a tensor; torch's norm raises there.
+        # torch's norm raises on a rank whose local tensor is empty.
         own = [each.to_local().detach().abs() for each in some]
         largest = torch.stack([e.max() if e.numel() else e.new_zeros(()) for e in own]).max()
         over = [each if each.is_replicate() else Partial("max") for each in placements]
@@ -166,14 +166,14 @@ def clip_grad_norm_(
     """Scale gradients as `torch.nn.utils.clip_grad_norm_`, on any meshes. All ranks call this.
 
     Args:
-        parameters: whose gradients are scaled in place.
-        max_norm: of all gradients together.
-        norm_type: as for `get_total_norm`, like the others.
-        error_if_nonfinite: whether infinite and undefined norms raise.
+        parameters: parameters, whose gradients are scaled in place.
+        max_norm: largest norm of all gradients together.
+        norm_type: as in `get_total_norm`.
+        error_if_nonfinite: as in `get_total_norm`.
         foreach: as in torch.
 
     Returns:
-        The norm before, a plain tensor.
+        The norm before scaling, a plain tensor.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     having = [each for each in listed if each.grad is not None]
@@ -186,7 +186,7 @@ def clip_grad_norm_(
 def scale_gradients(
     parameters: Iterable[Tensor], max_norm: float, total: Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale gradients in place, of parameters on any meshes, if their total norm is too large."""
+    """Scale the gradients of parameters on any meshes, in place, if `total` exceeds `max_norm`."""
     by_mesh = defaultdict[object, list[Tensor]](list)
     for each in parameters:
         by_mesh[each.grad.device_mesh if isinstance(each.grad, DTensor) else None].append(each)

@@ -1,4 +1,4 @@
-"""Experts whose weights are stacked in 3-D tensors: how they lie, and what they compute."""
+"""Experts whose weights are stacked in 3-D tensors: their layout and computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement
 
 from meshverse.parallel.styles.local_styles import CheckedStyle, split_parameters
 
-DOWN = "down_proj"  # the weight that takes an expert's inner features back
+DOWN = "down_proj"  # the weight from an expert's inner features to its output
 _COLUMNS = ("gate_up_proj", "gate_proj", "up_proj")
 
 
@@ -25,17 +25,17 @@ class StackedExperts:
 
     count: int  # number of experts that have weights
     width: int  # number of inner features of an expert
-    columns: tuple[str, ...]  # names of the weights that give an expert's inner features
+    columns: tuple[str, ...]  # names of the weights from the input to the inner features
     biases: tuple[str, ...]  # names of the biases, of shape (experts, features)
     # Whether a weight is (experts, inputs, outputs), and not (experts, outputs, inputs) as in a
     # linear layer.
     transposed: bool
-    # Whether `columns` is one weight that gives all gates first and then all other features.
-    # Without it, gates and features take turns, or come from weights of their own.
+    # Whether `columns` is one weight with all gates first and then all other features. Otherwise
+    # gates and features alternate, or have separate weights.
     packed: bool
-    hands_on: bool  # whether experts beyond those that have weights hand tokens on as they are
-    # Whether transformers can run the module by several implementations: its forward takes hidden
-    # states, each token's experts, and the weights of these.
+    hands_on: bool  # whether ids above `count` are identity experts, which return their input
+    # Whether transformers has several implementations of the module. Its forward then takes hidden
+    # states, each token's experts, and the router's weights.
     is_routed: bool
 
     @property
@@ -45,7 +45,7 @@ class StackedExperts:
 
 
 def describe(module: nn.Module) -> StackedExperts | None:
-    """Return how a module keeps its experts; None if it has no stacked ones.
+    """Describe the stacked experts of a module; None if it has none.
 
     Parameters that are DTensors are described by their global shapes.
     """
@@ -54,7 +54,7 @@ def describe(module: nn.Module) -> StackedExperts | None:
     if not columns or len(shapes.get(DOWN, ())) != 3:
         return None
     up, down = shapes[columns[-1]], shapes[DOWN]
-    transposed = getattr(module, "is_transposed", None)  # transformers' own word
+    transposed = getattr(module, "is_transposed", None)  # transformers' name
     if not isinstance(transposed, bool):
         transposed = up[1] == down[2] and up[2] % down[1] == 0 and up[2] != down[1]
     width, features = (down[1], up[2]) if transposed else (down[2], up[1])
@@ -71,7 +71,7 @@ def describe(module: nn.Module) -> StackedExperts | None:
 
 
 class StackedStyle(CheckedStyle):
-    """A style for modules that have stacked experts and no other parameters."""
+    """Base of styles for modules that have stacked experts and no other parameters."""
 
     @abstractmethod
     def placements(self, experts: StackedExperts) -> Mapping[str, Placement]:
@@ -84,7 +84,7 @@ class StackedStyle(CheckedStyle):
         """Run the module's forward on split parameters."""
 
     def described(self, name: str, module: nn.Module) -> StackedExperts:
-        """Return how a module keeps its experts; anything else is a ValueError."""
+        """Describe the stacked experts of a module; ValueError if it is anything else."""
         experts = describe(module)
         names = experts.names if experts else ()
         others = [own for own, _ in module.named_parameters() if own not in names]
@@ -92,7 +92,7 @@ class StackedStyle(CheckedStyle):
             raise ValueError(
                 f"{name}: {self} is for experts whose weights are stacked in 3-D parameters such "
                 f"as 'gate_up_proj', and nothing else; this is a {type(module).__name__} with "
-                f"{others[:6]} besides. Leave it out of the plan, or name the module inside it."
+                f"{others[:6]}. Remove it from the plan, or name the experts' module inside it."
             )
         return experts
 
@@ -119,7 +119,7 @@ def implementation_of(module: nn.Module) -> str | None:
 
 
 def own_gate(module: Any, features: Tensor) -> Tensor:
-    """Return what a module's experts make of the features before the last product."""
+    """Apply a module's gate to the inner features, before the last product."""
     if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
         return type(module)._apply_gate(module, features)  # type: ignore[no-any-return]
     experts = describe(module)
@@ -138,18 +138,18 @@ def apply_experts(
     *,
     identity_share: float = 1.0,
 ) -> Tensor:
-    """Return what experts make of rows that lie expert by expert, without a router's weights.
+    """Return the experts' outputs for rows sorted by expert, without a router's weights.
 
-    One product for each expert, where transformers' faster ways do not serve.
+    Computes one product per expert, for cases that transformers' faster implementations lack.
 
     Args:
-        module: with local tensors as parameters.
+        module: the experts' module, with local tensors as parameters.
         experts: its description.
         rows: shape (sum of counts, features), those of the first expert first.
-        counts: number of rows of each expert. Those beyond the experts that have weights are of
-            experts that hand their rows on, or of no expert, which gives zeros.
+        counts: number of rows of each expert. Rows beyond the experts with weights go to identity
+            experts, which return them, or to no expert, which gives zeros.
         gate: called once as `gate(module, features)` between the products.
-        identity_share: the part of what is handed on that is this rank's to give.
+        identity_share: factor on the output of identity experts, if ranks sum their outputs.
     """
     count = experts.count
     own, handed_on = torch.split(rows, [sum(counts[:count]), sum(counts[count:])])
@@ -158,7 +158,7 @@ def apply_experts(
         weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
         given = []
         for number, part in enumerate(torch.split(rows, list(counts[:count]))):
-            # Without rows, an expert still has a gradient, of zeros.
+            # Also without rows, so that every expert gets a gradient, of zeros.
             product = part @ (weights[number] if experts.transposed else weights[number].mT)
             given.append(product if biases is None else product + biases[number])
         return torch.cat(given)

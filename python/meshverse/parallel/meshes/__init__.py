@@ -1,1 +1,1 @@
-"""A trainer's meshes: degrees, descriptions, building them, and asking for them by axis names."""
+"""Meshes of a trainer: create them from degrees, and find them by axis names."""

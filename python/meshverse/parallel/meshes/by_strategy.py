@@ -51,22 +51,22 @@ def create_device_meshes(
     """Create the meshes that a strategy trains on. All ranks of the world call this.
 
     Args:
-        strategy_config: its type says which strategy.
+        strategy_config: settings of the strategy, whose type selects the strategy.
         parallelism: the degrees.
-        where: `world_size`, by default that of the default process group; `timeout_minutes` of
-            every group made here or derived later, by default the default group's; `ranks`, the
-            global ranks to place the mesh on, its last axis varying fastest, by default all in
-            order; and the `universe` to build the meshes in, such as that of a mesh over all ranks
-            of the job, of which `ranks` are a part (`Universe.part`). Ranks outside get a mesh to
-            hold and inspect, without groups.
+        where: keywords. `world_size`: number of ranks, by default the default process group's.
+            `timeout_minutes`: for every group made here or derived later, by default the default
+            group's. `ranks`: global ranks to place the mesh on, its last axis varying fastest, by
+            default all in order; other ranks get a mesh without groups, which they can inspect.
+            `universe`: a universe to build the meshes in, such as that of a mesh over all ranks of
+            the job; `ranks` are then a part of it (`Universe.part`).
 
     Returns:
-        The mesh, and the mesh of the experts in the same universe; None for what the strategy
-        does not use.
+        The mesh and the experts' mesh, in one universe; None for a mesh that the strategy does not
+        use.
 
     Raises:
         ValueError: the strategy is unknown or does not support a degree, the degrees do not fit the
-            ranks, or world_size is not the process group's. Nothing has been created then.
+            ranks, or `world_size` is not the process group's. Nothing has been created then.
     """
     if isinstance(strategy_config, FSDP2Config):
         return create_fsdp2_device_mesh(parallelism, **where)
@@ -75,8 +75,8 @@ def create_device_meshes(
     config: object = strategy_config
     if not isinstance(config, DDPConfig):
         raise ValueError(
-            f"Unknown strategy config {type(config).__name__}: expected one of FSDP2Config, "
-            "MegatronFSDPConfig, DDPConfig."
+            f"Unknown strategy config {type(config).__name__}: it must be an FSDP2Config, "
+            "MegatronFSDPConfig or DDPConfig."
         )
     names = ("dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size")
     refuse_degrees(parallelism, "DDP", names)
@@ -84,7 +84,7 @@ def create_device_meshes(
         if setting != "world_size" and value is not None:
             raise ValueError(
                 f"{setting}={value!r}: DDP has no mesh. Give DistributedDataParallel a process "
-                "group that has it."
+                "group with this setting instead."
             )
     world_size, dp_size = where.get("world_size"), parallelism.dp_size
     if world_size is not None or dp_size not in (None, -1):

@@ -24,12 +24,12 @@ from meshverse import DeviceMesh, Universe, init_device_mesh
 from .degrees import MeshSpec, ParallelismSizes, data_parallel_size, degree, is_degree
 from .submesh import register_flattened_axes
 
-# So that a strategy that is given only the root mesh knows what was asked for.
+# Lets a strategy that gets only the root mesh find the ep_size that was requested with it.
 _ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
 
 
 class Where(TypedDict, total=False):
-    """Ranks and groups of a mesh: the keywords of `create_device_meshes`."""
+    """Keywords of `create_device_meshes`, which explains them: ranks and groups of a mesh."""
 
     world_size: int | None
     timeout_minutes: float | None
@@ -42,16 +42,16 @@ def create_fsdp2_device_mesh(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Create the root mesh (pp, dp_replicate, dp_shard, cp, tp), and (ep_shard, ep) if ep > 1.
 
-    Axes of size 1 are there too. `get_flat_mesh` gives the flattened axes dp = (dp_replicate,
+    Axes of size 1 are there too. `get_flat_mesh` returns the flattened axes dp = (dp_replicate,
     dp_shard), dp_shard_cp = (dp_shard, cp) and dp_cp = (dp_replicate, dp_shard, cp).
 
     Args:
         parallelism: the degrees.
-        where: as for `create_device_meshes`.
+        where: keywords of `create_device_meshes`.
 
     Raises:
-        ValueError: the degrees do not fit the ranks or each other, or world_size is not that of
-            the process group.
+        ValueError: the degrees do not fit the ranks or each other, or `world_size` is not the
+            process group's.
     """
     count, keywords = _place(**where)
     mesh = _build(fsdp2_specs(parallelism, count)[0], keywords)
@@ -60,7 +60,7 @@ def create_fsdp2_device_mesh(
 
 
 def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
-    """Return what `create_fsdp2_device_mesh` makes of so many ranks; ValueError as it raises."""
+    """Return what `create_fsdp2_device_mesh` would make of `count` ranks, or raise its error."""
     tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
     cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
     replicas = parallelism.dp_replicate_size or 1
@@ -68,7 +68,7 @@ def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
     if replicas > 1 and (dp % replicas or dp == replicas):
         raise ValueError(
             f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and above it: every "
-            "replica is split into as many shards. Use DDPConfig to replicate only."
+            "replica has the same number of shards, at least two. Use DDPConfig to replicate only."
         )
     spec = MeshSpec(
         shape=(pp, replicas, dp // replicas, cp, tp),
@@ -86,14 +86,14 @@ def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
 def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
     if not is_degree(ep_size) or stage_size % ep_size:
         raise ValueError(
-            f"ep_size={ep_size!r}: expected an int above 0 that divides the {stage_size} ranks of "
-            "a pipeline stage."
+            f"ep_size={ep_size!r} must be an int above 0 that divides the {stage_size} ranks of a "
+            "pipeline stage."
         )
     return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
 
 
 def asked_ep_size(mesh: DeviceMesh) -> int:
-    """Return the expert parallelism that a mesh, or the root of it, was created for."""
+    """Return the ep_size with which a mesh, or the root of it, was created; else 1."""
     return _ep_sizes.get(mesh.universe, 1)
 
 
@@ -101,18 +101,18 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
     """Create the mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
 
     Args:
-        mesh: the root mesh; its first axis is pp, if it has one of that name.
-        ep_size: number of ways the experts are split.
+        mesh: the root mesh; an axis pp, if it has one, must be the first.
+        ep_size: number of ranks that the experts are split over.
 
     Raises:
-        ValueError: ep_size does not divide the ranks of a stage, or the mesh is not the root.
+        ValueError: `ep_size` does not divide the ranks of a stage, or the mesh is not the root.
     """
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
     spec = _moe_spec(stages, mesh.size() // stages, ep_size)
     if mesh.size() != mesh.universe.size:
         raise ValueError(
-            f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe: give "
-            "the root mesh."
+            f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe, and "
+            "must have all. Give the root mesh."
         )
     experts = init_device_mesh(
         mesh.device_type, spec.shape, mesh_dim_names=spec.axes, universe=mesh.universe
@@ -136,21 +136,23 @@ def create_megatron_fsdp_device_mesh(
 
 
 def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
-    """Refuse degrees above 1 that a strategy cannot apply, with a ValueError."""
+    """Raise ValueError if a degree that the strategy does not support is above 1."""
     for name in names:
         if (size := getattr(parallelism, name) or 1) > 1:
             raise ValueError(f"{strategy} does not support {name}={size}. Use FSDP2Config for it.")
 
 
 def world_size_of(given: int | None) -> int:
-    """Return the number of ranks of the world: that of the default process group, or as given."""
+    """Return the world size: the default process group's, or without one, the argument."""
     degree(given, "world_size")
     size = dist.get_world_size() if dist.is_initialized() else given
     if size is None:
-        raise ValueError("world_size=None, and there is no process group to ask. Give world_size.")
+        raise ValueError(
+            "world_size=None, and there is no process group to take it from. Give world_size=."
+        )
     if given not in (None, size):
         raise ValueError(
-            f"world_size={given}, but the world has {size} ranks. `ranks` places a mesh on some."
+            f"world_size={given}, but the world has {size} ranks. Give ranks= to use some of them."
         )
     return size
 
@@ -162,7 +164,7 @@ def _place(
     ranks: Sequence[int] | None = None,
     universe: Universe | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of ranks of a mesh, and keywords of `init_device_mesh`."""
+    """Return the number of ranks of a mesh, and keywords for `init_device_mesh`."""
     count = world_size_of(world_size)
     if universe is not None and ranks is None:
         ranks = universe.rank_map.ranks().tolist()

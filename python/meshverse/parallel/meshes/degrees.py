@@ -1,4 +1,4 @@
-"""Degrees of parallelism, names of axes, and descriptions of meshes: plain data, checked.
+"""Degrees of parallelism, axis names and descriptions of meshes: plain data, checked.
 
 Example:
     >>> data_parallel_size(None, 64, tp_size=8, cp_size=2)
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class MeshAxisName(str, Enum):
-    """Names of the axes, each equal to its string, with the same hash."""
+    """Names of the axes; each equals its string and has the same hash."""
 
     PP = "pp"
     DP = "dp"
@@ -30,19 +30,20 @@ class MeshAxisName(str, Enum):
     EP = "ep"
     EP_SHARD = "ep_shard"
 
-    # Enum's own differ between versions of Python.
+    # Enum's methods return different texts in different versions of Python.
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSizes:
-    """Number of ways in which each parallelism splits the work.
+    """Degrees of parallelism: the number of ways in which each one splits the work.
 
     Attributes:
-        dp_size: data parallelism, replicas times shards; None or -1: what is left of the ranks.
-        dp_replicate_size: replicas within data parallelism; None: 1, all of it shards.
-        tp_size: tensor parallelism; for this and the others None is 1.
+        dp_size: data parallelism, replicas times shards; None or -1: the number of ranks divided
+            by the other degrees.
+        dp_replicate_size: replicas within data parallelism; None or 1: shards only.
+        tp_size: tensor parallelism; None means 1, as for the following.
         pp_size: pipeline parallelism.
         cp_size: context parallelism.
         ep_size: expert parallelism, over the ranks of a pipeline stage.
@@ -71,7 +72,7 @@ def is_degree(value: Any) -> bool:
 
 
 def degree(value: Any, name: str) -> int:
-    """Return a degree, or another number of ranks, as it is set; None is 1.
+    """Return a degree or number of ranks after checking it; None counts as 1.
 
     Raises:
         ValueError: the value is neither None nor an int above 0.
@@ -79,22 +80,22 @@ def degree(value: Any, name: str) -> int:
     if value is not None and not is_degree(value):
         inferred = ", -1 to infer it from the ranks" if name == "dp_size" else ""
         raise ValueError(
-            f"{name}={value!r} of type {type(value).__name__}: give an int above 0{inferred}, or "
+            f"{name}={value!r} of type {type(value).__name__} must be an int above 0{inferred}, or "
             "None to leave it unset."
         )
     return 1 if value is None else int(value)
 
 
 def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> int:
-    """Return data parallelism as it is set, or what the other degrees leave of the ranks.
+    """Return the size of data parallelism: as set, or the ranks divided by the other degrees.
 
     Args:
         dp_size: None or -1 to infer it.
         count: number of ranks.
-        other_sizes: the other degrees by name.
+        other_sizes: the other degrees, by name.
 
     Raises:
-        ValueError: the product of all is not the number of ranks.
+        ValueError: the degrees do not multiply out to the number of ranks.
     """
     own = {} if dp_size in (None, -1) else {"dp_size": degree(dp_size, "dp_size")}
     sizes = own | other_sizes
@@ -102,15 +103,15 @@ def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> i
     if count < 1 or count % product or (own and count != product):
         factors = " * ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"{factors} = {product}, but there are {count} ranks. Choose degrees that multiply out "
-            "to the ranks, or leave dp_size unset and choose the others so that they divide them."
+            f"{factors} = {product}, but there are {count} ranks. The degrees must multiply out to "
+            "the ranks; with dp_size unset, the product of the others must divide them."
         )
     return count // math.prod(other_sizes.values())
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A root mesh, and by name the axes that each flattened axis combines."""
+    """Description of a root mesh, with the axes that each flattened axis combines."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -126,15 +127,15 @@ def validate_mesh_spec(spec: MeshSpec) -> None:
     """Check that a mesh can be built as described.
 
     Raises:
-        ValueError: a mesh without axes, or without one size above 0 and one name for each; or a
-            flattened axis that does not combine axes in the order of the mesh under a new name.
+        ValueError: the mesh has no axes; an axis lacks a size above 0 or a name of its own; or a
+            flattened axis does not combine axes in the order of the mesh under a new name.
     """
     shape, axes = spec.shape, spec.axes
     named_once = 0 < len(axes) == len(set(axes)) == len(shape)
     if not named_once or not all(map(is_degree, shape)):
         raise ValueError(
-            f"Mesh of shape {shape} with axes {axes}: give one or more axes, each with a size, an "
-            "int above 0, and with a name of its own."
+            f"Mesh of shape {shape} with axes {axes}: it must have one or more axes, each with a "
+            "size (an int above 0) and with a name of its own."
         )
     for name, sources in spec.flattened_axes.items():
         in_order = tuple(axis for axis in axes if axis in sources)

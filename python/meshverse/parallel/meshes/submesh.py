@@ -1,4 +1,4 @@
-"""Submeshes by axis names, native and flattened ones mixed, and of a model's pipeline stage.
+"""Submeshes by names of axes, flattened or not, and the mesh of a pipeline stage.
 
 Example:
     >>> from meshverse import init_device_mesh
@@ -28,11 +28,11 @@ _logger = logging.getLogger(__name__)
 
 
 def register_flattened_axes(mesh: DeviceMesh, flattened_axes: Mapping[str, Sequence[str]]) -> None:
-    """Flatten axes of a mesh under new names, for `get_flat_mesh` to find in its universe.
+    """Flatten axes of a mesh under new names, by which `get_flat_mesh` finds them.
 
     Raises:
-        KeyError: axes that the mesh does not have, or in another order.
-        ValueError: a name that is taken.
+        KeyError: the mesh lacks an axis, or has them in another order.
+        ValueError: a name is taken.
     """
     for name, sources in flattened_axes.items():
         mesh[tuple(map(str, sources))].flatten(str(name))
@@ -43,27 +43,27 @@ def unflatten_compat(
 ) -> DeviceMesh:
     """Return a mesh with one axis split into several, the rightmost varying fastest.
 
-    Of a flattened axis of the universe, the mesh returned has the new axes alone. Raises KeyError
-    for another axis, and otherwise as `unflatten` does.
+    If `axis` is a flattened axis of the universe, the result has the new axes only. KeyError if
+    there is no such axis; other errors are those of `unflatten`.
     """
     whole = mesh if axis in (mesh.mesh_dim_names or ()) else get_flat_mesh(mesh, axis)
     return whole.unflatten(str(axis), sizes, tuple(map(str, names)))
 
 
 def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the 1-D mesh of one axis: the mesh's own, else a flattened one of its universe.
+    """Return the 1-D mesh of one axis of the mesh, or of a flattened axis of its universe.
 
     Raises:
         KeyError: there is no axis of this name.
-        TypeError: the mesh has none, and is one of torch's own.
+        TypeError: the mesh lacks the axis, and is torch's own, which keeps no flattened axes.
     """
     own, name = mesh.mesh_dim_names or (), str(name)
     if name in own:
         return mesh[name]
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{mesh} is a mesh of torch's own, which has no flattened axis {name!r} to find. "
-            "Make it with meshverse.init_device_mesh, or call meshverse.install() before."
+            f"{mesh} has no axis {name!r}; it is torch's own mesh, whose flattened axes cannot be "
+            "found. Make it with meshverse.init_device_mesh, or call meshverse.install() first."
         )
     flattened = mesh.flattened
     if name not in flattened:
@@ -76,21 +76,21 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def get_submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
-    """Return the mesh of some axes, native and flattened ones mixed; the same object each time.
+    """Return the mesh of some axes, flattened or not; the same object each time.
 
-    It is on the axes' own process groups: asking creates none.
+    It uses the process groups that the axes already have.
 
     Args:
-        mesh: whose axes are meant, besides the flattened ones of its universe.
-        names: of the axes; native axes alone come in the order of the mesh, as in a slice.
+        mesh: the mesh that has the axes; flattened axes may belong to its universe.
+        names: names of the axes. If none is flattened, they must be in the order of the mesh.
 
     Raises:
-        KeyError: no name, one that is unknown or repeated, axes that share ranks (such as "dp" and
-            "dp_cp"), or native axes in another order than in the mesh.
+        KeyError: there is no name; a name is unknown or repeated; axes overlap, such as "dp" and
+            "dp_cp"; or axes of the mesh are in another order.
     """
     names = (str(names),) if isinstance(names, str) else tuple(map(str, names))
     if not names or len(set(names)) < len(names):
-        raise KeyError(f"A submesh of the axes {names}: name one or more axes, each once.")
+        raise KeyError(f"A submesh of the axes {names}: it must have one or more axes, each once.")
     if len(names) == 1:
         return get_flat_mesh(mesh, names[0])
     if set(names).issubset(mesh.mesh_dim_names or ()):
@@ -107,8 +107,8 @@ def get_fsdp_dp_mesh(
 ) -> DeviceMesh:
     """Return the mesh to give to FSDP2: 1-D to shard, or 2-D (replicas, shards).
 
-    Without replicas it has one axis also where context parallelism is on: of two, `fully_shard`
-    would replicate over the first. Its root is that of the TP and EP meshes, as FSDP2 needs.
+    Without replicas it has one axis, even with context parallelism: of two axes, `fully_shard`
+    would replicate over the first. It has the same root as the TP and EP meshes, as FSDP2 needs.
     KeyError if the mesh lacks one of the axes.
     """
     shards, names = dp_shard_cp_name, mesh.mesh_dim_names or ()
@@ -131,14 +131,14 @@ def mesh_of_stage(
     """Return the mesh of this rank's pipeline stage.
 
     Raises:
-        ValueError: the mesh has several stages, and the model is not one of this rank's; or it is
-            one of several, and sequence parallelism is asked for.
+        ValueError: the mesh has several stages, and the model is not a stage of this rank; or the
+            model is one of several stages, and `sequence_parallel` is True.
     """
     size, name, own = axis_size(mesh, "pp"), type(model).__name__, stage_of(model)
     if sequence_parallel and own is not None and own.count > 1:
         raise ValueError(
-            f"sequence_parallel=True for stage {own.index} of {own.count} of {name}: stages pass "
-            "on whole hidden states. Use sequence_parallel=False."
+            f"sequence_parallel=True for stage {own.index} of {own.count} of {name}, and stages "
+            "must pass on whole hidden states. Use sequence_parallel=False."
         )
     if size == 1:
         return mesh
@@ -146,36 +146,37 @@ def mesh_of_stage(
     if own is None:
         others = ", ".join(f'"{axis}"' for axis in axes)
         raise ValueError(
-            f"pp={size}: {name} would be whole on each of the {size} stages. Split it into stages "
-            'first, with meshverse.parallel.pipeline_stages(model, device_mesh["pp"]). Parallelize '
-            f"a stage that was made in another way on device_mesh[{others}]."
+            f"pp={size}, but {name} is not split into {size} stages. Split it first, with "
+            'meshverse.parallel.pipeline_stages(model, device_mesh["pp"]). If it is a stage that '
+            f"was made in another way, parallelize it on device_mesh[{others}]."
         )
     rank = mesh.get_local_rank("pp")
     if own.count % size or own.index % size != rank:
         raise ValueError(
             f"{name} is stage {own.index} of {own.count}, and this rank is number {rank} of "
-            f"pp={size}. Give the stages that pipeline_stages made on this rank with this mesh."
+            f"pp={size}. Each rank must parallelize the stages that pipeline_stages() returned on "
+            "it for this mesh."
         )
     return mesh[axes]
 
 
 def check_covered(mesh: DeviceMesh, used: Sequence[DeviceMesh]) -> None:
-    """Refuse a mesh with more ranks than the meshes that a strategy splits the model over.
+    """Raise ValueError if a mesh has more ranks than the meshes that a strategy uses of it.
 
-    Log what is left to do where it has an axis cp.
+    If it has an axis cp, log a warning that sequences are still to be split.
     """
     count = math.prod(each.size() for each in used)
     if count != mesh.size():
         axes = ", ".join(f"{each.mesh_dim_names} of {each.size()}" for each in used)
         raise ValueError(
-            f"{mesh} has {mesh.size()} ranks, and the strategy splits the model over {count} of "
-            f"them: {axes} ranks. Name the axes that cover the mesh, or give the part of it that "
-            "this model is on."
+            f"{mesh} has {mesh.size()} ranks, but the strategy splits the model over {count} of "
+            f"them: {axes} ranks. Its axes must cover the mesh. Name other axes, or give the part "
+            "of the mesh that this model is on."
         )
     if (size := axis_size(mesh, "cp")) > 1:
         _logger.warning(
-            "cp=%d: parameters are sharded over cp, and sequences are not split. Run forward and "
+            "cp=%d: parameters are sharded over cp, but sequences are not split. Run forward and "
             "backward within meshverse.parallel.context_parallel(mesh, buffers=..., "
-            "buffer_seq_dims=...), or give each of these ranks sequences of its own.",
+            "buffer_seq_dims=...), or give each of these ranks its own sequences.",
             size,
         )

@@ -1,1 +1,1 @@
-"""Parts of a model by name: layers, stages, checkpointing, compiling, import paths."""
+"""Parts of a model by name: layers and stages; activation checkpointing, compiling, imports."""

@@ -20,14 +20,14 @@ from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, che
 
 from .modules import layer_lists
 
-# By what modules are called in multimodal models; anything else is language.
+# Names of modules in multimodal models; all other modules are language.
 _PARTS = {
     "vision": re.compile("vision|visual|image|vit"),
     "audio": re.compile("audio|speech"),
     "multimodal": re.compile("multi_?modal|projector|connector|merger"),
 }
 
-# Costly to compute again for what they take to keep.
+# Operations whose results "selective" keeps: costly to recompute for the memory they take.
 _ATTENTION = [f"{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 _ATTENTION += ["flash_attention_for_cpu"]
 _KEPT = {
@@ -41,28 +41,27 @@ def apply_activation_checkpointing(
     mode: Literal[True, "full", "selective"] = "full",
     scope: CheckpointingScope = "all",
 ) -> None:
-    """Drop the activations of each layer of a model, to compute them again in backward.
+    """Make each layer of a model drop its activations and recompute them in backward.
 
     Layers are the items of the outermost ModuleLists and ModuleDicts. Their `forward` is replaced;
     names in the state dict stay. In the configs of a transformers model and of all its parts,
     `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
 
     Args:
-        model: in place.
-        mode: "full" or True keeps a layer's inputs only, "selective" the results of its matrix
-            products too.
-        scope: which parts of the model: "all", or of "language", "vision", "audio" and
-            "multimodal", by the names of the modules around the layers; in all forms that
-            `FSDP2Config` takes.
+        model: the model, changed in place.
+        mode: "full" or True keeps a layer's inputs only; "selective" also keeps the results of its
+            matrix products and attention.
+        scope: parts of the model: "all", or one or several of "language", "vision", "audio" and
+            "multimodal", found by names of modules; in any form that `FSDP2Config` takes.
 
     Raises:
-        ValueError: an unknown mode or scope, or the model has no layers in it.
+        ValueError: the mode or scope is unknown, or the model has no layers in the scope.
 
     Example:
         >>> apply_activation_checkpointing(model, "full", "language")  # doctest: +SKIP
     """
     if mode is not True and mode not in ("full", "selective"):
-        raise ValueError(f"mode={mode!r}: expected 'full', True or 'selective'.")
+        raise ValueError(f"mode={mode!r} must be 'full', True or 'selective'.")
     layers = checkpointed_layers(model, scope)
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -77,7 +76,7 @@ def apply_activation_checkpointing(
 
 
 def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.Module]:
-    """Return the layers of a model in a scope of activation checkpointing; none is an error."""
+    """Return the layers of a model in a scope of activation checkpointing; ValueError if none."""
     parts = checkpointing_parts(scope)
     by_part: dict[str, list[nn.Module]] = {}
     for name, layer in chain.from_iterable(layer_lists(model)):
@@ -89,7 +88,7 @@ def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.
         what = f"layers of {sorted(by_part)} only" if by_part else "no ModuleList of layers"
         raise ValueError(
             f"Activation checkpointing of {parts} would do nothing: {type(model).__name__} has "
-            f"{what}. Choose activation_checkpointing_scope among these, or switch it off."
+            f"{what}. Choose another activation_checkpointing_scope, or turn checkpointing off."
         )
     return layers
 
@@ -100,7 +99,7 @@ def prepare(
     scope: CheckpointingScope,
     reapply_trainability: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Checkpoint activations, if there is a mode, and say anew which parameters are trained.
+    """Apply activation checkpointing, if there is a mode, then call `reapply_trainability`.
 
     This comes between splitting a model and sharding it.
     """

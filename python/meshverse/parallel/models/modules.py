@@ -1,4 +1,4 @@
-"""Modules of a model: by name or import path, in lists of layers, and in pipeline stages.
+"""Search for modules of a model: by name or import path, in lists of layers, in stages.
 
 Example:
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
@@ -32,13 +32,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StageOf:
-    """The part of a model that a stage has."""
+    """Description of a pipeline stage: the part of a model that it has."""
 
     index: int
-    count: int  # of all stages
+    count: int  # number of stages
     layers: range  # numbers of its decoder layers
-    # Name of the parameter that the first and the last stage both have: the embedding's on the
-    # first, the head's on the last, None on the others and of models that are not tied.
+    # Name of the parameter that the first and last stage share: the embedding's on the first, the
+    # head's on the last. None on other stages, and if the two are not tied.
     tied: str | None = None
     # Whether the whole model has experts, in this stage or in others.
     model_has_experts: bool = False
@@ -55,16 +55,16 @@ class StageOf:
 
 
 class AbsentModule(nn.Module):
-    """A module that another stage has. It has no parameters."""
+    """Stand-in for a module of another stage, without parameters."""
 
 
 def mark_as_stage(model: nn.Module, stage: StageOf) -> None:
-    """Note on a model which stage it is."""
+    """Mark a model as a stage."""
     setattr(model, _MARK, stage)
 
 
 def stage_of(model: nn.Module) -> StageOf | None:
-    """Return which stage a model is; None for a whole model."""
+    """Return the description of a stage; None for a whole model."""
     stage: Any = getattr(model, _MARK, None)
     return stage if isinstance(stage, StageOf) else None
 
@@ -72,8 +72,8 @@ def stage_of(model: nn.Module) -> StageOf | None:
 def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
     """Yield the items of each of the outermost ModuleLists and ModuleDicts, with their names.
 
-    The module may be such a list itself. In a list of lists, whose items have no forward, the inner
-    lists are meant. Layers that another pipeline stage has are left out.
+    The module may be such a list itself. Of a list of lists, whose items have no forward, the inner
+    lists count. Layers of other pipeline stages are left out.
     """
     children = [
         (name, child)
@@ -99,32 +99,32 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _wait(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    """Wait for an embedding's output, which may still be under way where it is split by rows.
+    """Wait for an embedding's output, which may be an asynchronous tensor if it is split by rows.
 
-    A compiled layer (seen with torch 2.13) computes the right output from such a tensor, but passes
-    its gradient on to the wrong place, so that the embedding learns nothing.
+    From such a tensor, a compiled layer (seen with torch 2.13) computes the right output, but loses
+    the gradient, so that the embedding is not trained.
     """
-    # A tensor under way is of a class of its own. Views of it do not wait; a copy does.
+    # An asynchronous tensor has a class of its own. Views of it do not wait; a copy does.
     return output if type(output) is Tensor else output.clone()
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """Return the names of a model's modules that a plan's key means, in the model's order.
+    """Return the names of a model's modules that match a plan's key, in the model's order.
 
-    Modules that another pipeline stage has are none of them.
+    Modules of other pipeline stages are left out.
     """
     found = _walk(model, pattern)[-1]
     return [name for name, module in found if not isinstance(module, AbsentModule)]
 
 
 def is_in_other_stage(model: nn.Module, pattern: str) -> bool:
-    """Return whether a plan's key may mean something that another pipeline stage has."""
+    """Return whether a plan's key may match a module of another pipeline stage."""
     steps = _walk(model, pattern)
     return any(isinstance(module, AbsentModule) for found in steps for _, module in found)
 
 
 def _walk(model: nn.Module, pattern: str) -> list[list[tuple[str, nn.Module]]]:
-    """Return the modules that each step of a plan's key means, with their names."""
+    """Return the modules, with names, that match each prefix of a plan's key."""
     steps = [[("", model)]]
     for token in pattern.split(".") if pattern else ():
         children = [
@@ -138,7 +138,7 @@ def _walk(model: nn.Module, pattern: str) -> list[list[tuple[str, nn.Module]]]:
 
 
 def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:
-    """Return the first parameter that a plan's key means, if it means any."""
+    """Return the first parameter that matches a plan's key, or None."""
     owner, _, name = pattern.rpartition(".")
     modules = map(model.get_submodule, matching_modules(model, owner))
     found = (module._parameters.get(name) for module in modules)
@@ -146,7 +146,7 @@ def parameter_of(model: nn.Module, pattern: str) -> nn.Parameter | None:
 
 
 def nearest_name(model: nn.Module, pattern: str) -> str | None:
-    """Return the module's name most like a plan's key, with `*` for numbers of layers."""
+    """Return the module name most similar to a plan's key, with `*` for numbers of layers."""
     names = dict.fromkeys(
         re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in model.named_modules()
     )
@@ -154,45 +154,47 @@ def nearest_name(model: nn.Module, pattern: str) -> str | None:
 
 
 def is_present(model: nn.Module, pattern: str) -> bool:
-    """Return whether a plan's key means anything in a model, module or parameter."""
+    """Return whether a plan's key matches a module or parameter of a model."""
     return bool(matching_modules(model, pattern)) or parameter_of(model, pattern) is not None
 
 
 def adapted(module: nn.Module) -> nn.Module:
-    """Return the layer that PEFT puts adapters around; else the layer itself."""
+    """Return the layer inside PEFT's adapters; else the layer itself."""
     base = module._modules.get(BASE_LAYER)
     return module if base is None else base
 
 
 def child_name(parent: str, name: str) -> str:
-    """Return the name, or pattern, of a child of a module, which may be the model itself."""
+    """Return the full name (or pattern) of a child; an empty parent is the model itself."""
     return f"{parent}.{name}" if parent else name
 
 
 def parent_name(name: str) -> str:
-    """Return the name, or pattern, of the module around one."""
+    """Return the name (or pattern) of the parent module."""
     return name.rpartition(".")[0]
 
 
 def import_class_from_path(path: str) -> Any:
-    """Import what a path such as "package.module.Class" names: a class, function or value.
+    """Import the class, function or value at a path such as "package.module.Class".
 
     Raises:
-        ImportError: the module cannot be imported, or has nothing of this name.
+        ImportError: the module cannot be imported, or lacks this name.
         ValueError: it is no path of Python names.
     """
     try:
         return pkgutil.resolve_name(path)
     except AttributeError as error:
-        raise ImportError(f"{path!r} names nothing: {error}.", name=path) from error
+        raise ImportError(
+            f"Import path {path!r} cannot be resolved: {error}.", name=path
+        ) from error
 
 
 def import_classes_from_paths(paths: Sequence[str]) -> list[Any]:
-    """Import what paths name, in order; those that fail are left out with a logged warning."""
+    """Import the objects at paths, in order; log a warning for each that fails, and omit it."""
     found = []
     for path in paths:
         try:
             found.append(import_class_from_path(path))
         except Exception as error:  # noqa: BLE001, PERF203  (a module that runs raises anything)
-            _logger.warning("Left out the import path %r: %s", path, error)
+            _logger.warning("Import path %r is ignored: %s", path, error)
     return found

@@ -1,8 +1,7 @@
-"""transformers' checks for packed sequences, and how to do without them.
+"""Replacement of transformers' checks for packed sequences.
 
-With FlashAttention, transformers asks in every layer whether the position ids belong to packed
-sequences. The answer is on the GPU, so every layer waits for it. Where nothing is packed, the
-answer is known.
+With FlashAttention, transformers checks in every layer whether the position ids belong to packed
+sequences. The result is on the GPU, so every layer waits for it, even if nothing is packed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-_CHECK = "_is_packed_sequence"  # in the first of these modules, _MASKS in the second
+_CHECK = "_is_packed_sequence"
 _MASKS = "find_packed_sequence_indices"
 _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
@@ -24,14 +23,14 @@ def _never_packed(position_ids: Any, batch_size: int) -> bool:
 
 
 def _no_indices(position_ids: Any) -> None:
-    """Replace transformers' own, which would find sequences."""
+    """Find no packed sequences, in place of transformers' function."""
 
 
 def patch_is_packed_sequence() -> bool:
-    """Replace transformers' check for packed sequences by False. Not where any are trained.
+    """Replace transformers' check for packed sequences by False. Do not use with packed sequences.
 
     Returns:
-        Whether it was replaced now: not where it was before, or transformers has no such check.
+        Whether it was replaced now; False if it was before, or transformers has no such check.
     """
     module = _module_with(_CHECK)
     if module is None or module._is_packed_sequence is _never_packed:
@@ -50,9 +49,9 @@ def restore_is_packed_sequence() -> None:
 
 @contextlib.contextmanager
 def without_masks_for_packed_sequences() -> Iterator[None]:
-    """Keep transformers from making a mask where positions do not go up by one.
+    """Keep transformers from masking tokens whose positions do not go up by one.
 
-    It takes such positions for several sequences in a row, and masks them from each other.
+    transformers takes such positions for packed sequences, and masks these from each other.
     """
     if (module := _module_with(_MASKS)) is None:
         yield
@@ -66,7 +65,7 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
 
 
 def _module_with(name: str) -> Any:
-    """Return transformers' module that has a name; None if it is not there."""
+    """Return transformers' module that has a function of this name, or None."""
     try:
         module = importlib.import_module(f"transformers.{_MODULES[name]}")
     except ImportError:

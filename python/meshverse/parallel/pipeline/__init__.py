@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model split by layers into stages, and torch's schedules over them."""
+"""Pipeline parallelism: splits a model by layers into stages, and runs torch's schedules."""

@@ -1,4 +1,4 @@
-"""Stages of this rank, a schedule of torch over them, and what the first and the last share.
+"""Pipeline stages of a rank, torch's schedule over them, and tied embeddings.
 
 Example:
     >>> stages = pipeline_stages(model, mesh["pp"])  # doctest: +SKIP
@@ -39,7 +39,7 @@ from .stage import check_keywords, split_into_stages
 _Model = TypeVar("_Model", bound=nn.Module)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_ONE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage a rank
+_ONE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 _SEVERAL = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
 
 
@@ -50,24 +50,25 @@ def pipeline_stages(
     virtual: int = 1,
     layers_per_stage: Sequence[int] | None = None,
 ) -> list[_Model]:
-    """Return the stages of a model that this rank has, to be parallelized one by one.
+    """Return this rank's stages of a model, to be parallelized one by one.
 
     Args:
-        model: as for `split_into_stages`.
-        pp_mesh: 1-D, of all ranks of the pipeline: `mesh["pp"]`.
-        virtual: stages a rank, for interleaved schedules: rank r has the stages r, r + pp size, ...
-        layers_per_stage: one number for each stage of the model; by default as even as can be.
+        model: as in `split_into_stages`.
+        pp_mesh: the 1-D mesh of all ranks of the pipeline, `mesh["pp"]`.
+        virtual: stages per rank, for interleaved schedules: rank r has stages r, r + pp size, ...
+        layers_per_stage: number of layers of each stage of the model; by default as even as
+            possible.
 
     Raises:
-        ValueError: as `split_into_stages`; or `virtual` is no int above 0, or above 1 where the
+        ValueError: as `split_into_stages`; or `virtual` is no int above 0, or is above 1 though the
             pipeline has one rank.
     """
     _check_mesh(pp_mesh)
     rank, size = pp_mesh.get_local_rank(), pp_mesh.size()
     if not is_degree(virtual) or (virtual > 1 and size == 1):
         raise ValueError(
-            f"virtual={virtual!r} stages a rank for {size} ranks of pp: expected an int above 0, "
-            "and 1 where pp has one rank."
+            f"virtual={virtual!r} stages per rank for {size} ranks of pp: it must be an int above "
+            "0, and 1 if pp has one rank."
         )
     return [
         split_into_stages(model, size * virtual, index, layers_per_stage=layers_per_stage)
@@ -83,20 +84,20 @@ def pipeline_schedule(
     *,
     schedule: str | None = None,
 ) -> PipelineSchedule:
-    """Make a schedule of torch over this rank's stages. All ranks of the pipeline call this.
+    """Create torch's schedule over this rank's stages. All ranks of the pipeline call this.
 
     Args:
-        stages: as `pipeline_stages` gave them, parallelized.
-        pp_mesh: the mesh they were made with.
-        loss_function: of the logits and the targets of a microbatch; a mean over both.
-        n_microbatches: parts that a batch is split into.
-        schedule: torch's name for it: "1F1B" or "GPipe" for one stage a rank, "Interleaved1F1B" or
+        stages: the stages that `pipeline_stages` returned, after they were parallelized.
+        pp_mesh: the mesh that `pipeline_stages` was called with.
+        loss_function: returns the mean loss of a microbatch from its logits and targets.
+        n_microbatches: number of microbatches that a batch is split into.
+        schedule: torch's name: "1F1B" or "GPipe" for one stage per rank, "Interleaved1F1B" or
             "LoopedBFS" for several; by default 1F1B, interleaved for several stages.
 
     Raises:
-        ValueError: the schedule is unknown, is for another number of stages, or cannot do with
-            this number of microbatches; these are not this rank's stages of a model; or a tied
-            embedding and its head are split in different ways, or one of them is frozen.
+        ValueError: the schedule is unknown, or does not fit the number of stages or microbatches;
+            these are not this rank's stages of a model; or a tied embedding and its head are split
+            in different ways, or only one of them is frozen.
     """
     _check_mesh(pp_mesh)
     rank, size, stages = pp_mesh.get_local_rank(), pp_mesh.size(), tuple(stages)
@@ -107,8 +108,8 @@ def pipeline_schedule(
     if not owned or count < len(stages) or indices != expected or counts != {size * count}:
         raise ValueError(
             f"Stages {indices} of {sorted(counts)}, among {len(stages)} modules, for rank {rank} "
-            f"of {size} of the pipeline: give all that pipeline_stages made for this rank with "
-            "this mesh, in its order."
+            f"of {size} of the pipeline: give all that pipeline_stages() returned on this rank for "
+            "this mesh, in that order."
         )
     name = schedule or ("1F1B" if count == 1 else "Interleaved1F1B")
     _check_schedule(name, count, n_microbatches, size)
@@ -125,7 +126,7 @@ def pipeline_schedule(
             for stage, own in zip(stages, owned, strict=True)
         ]
         make_schedule: Any = (_ONE | _SEVERAL)[name]
-        # torch would scale all of the gradients, those of earlier steps too.
+        # torch would scale all gradients, even those added by earlier steps.
         settings = {"loss_fn": share_of_loss, "scale_grads": False}
         return make_schedule(made[0] if count == 1 else made, n_microbatches, **settings)
 
@@ -133,13 +134,13 @@ def pipeline_schedule(
 
 
 class PipelineSchedule:
-    """Trains the stages of a rank. All ranks of a pipeline make the same calls.
+    """Schedule that trains a rank's pipeline stages; `pipeline_schedule` creates it.
 
-    Made by `pipeline_schedule`.
+    All ranks of a pipeline make the same calls.
 
     Attributes:
-        schedule: torch's.
-        stages: of this rank.
+        schedule: torch's schedule.
+        stages: this rank's stages.
     """
 
     def __init__(
@@ -159,29 +160,30 @@ class PipelineSchedule:
             _Batches(n_microbatches, self._owned[0].count) for _ in range(2)
         )
         self.schedule, self._make = make(), make
-        # Its own: some versions of torch cannot train with what they have evaluated with.
+        # A separate schedule: some versions of torch cannot train with one that has evaluated.
         self._evaluation: Any = None
 
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
-        """Run forward and backward of a batch. Gradients add to those that are there.
+        """Run forward and backward of a batch, and add to the parameters' gradients.
 
-        They are those of the mean of the microbatches' losses.
+        The gradients are those of the mean of the microbatches' losses.
 
         Args:
             inputs: tokens, shape (batch, tokens); the same on all ranks of the pipeline, and of
                 the same shape in each call.
-            target: whose first dimension is the batch's.
-            keywords: for the forward of every stage, such as attention_mask; tensors are split by
-                the batch as well, and those with a first dimension of 1 are for all sequences.
+            target: targets, shape (batch, ...).
+            keywords: keywords for the forward of every stage, such as attention_mask. Tensors in
+                them are split by the batch too; those with a first dimension of 1 serve all
+                sequences.
 
         Returns:
-            The microbatches' losses, on the rank that has the last stage; elsewhere nothing.
+            The microbatches' losses on the rank of the last stage; an empty list elsewhere.
 
         Raises:
             TypeError: a keyword needs all layers of the model, such as use_cache.
-            ValueError: the microbatches do not divide the batch, its shape or dtype is not that of
-                the first call, or a keyword cannot be split by the batch. All ranks raise these,
-                and nothing has been sent.
+            ValueError: the batch does not divide into the microbatches, its shape or dtype is not
+                that of the first call, or a keyword cannot be split by the batch. All ranks raise
+                this, and nothing has been sent.
         """
         with self._tied.summed():
             return self._run(self.schedule.step, self._batches, inputs, target, keywords)
@@ -190,7 +192,7 @@ class PipelineSchedule:
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Return the losses of a batch, without gradients; otherwise as `step`.
 
-        The batches may have another shape than those of `step`, one for all of them.
+        All its batches must have one shape, which may differ from that of `step`.
         """
         if self._evaluation is None:
             self._evaluation = self._make()
@@ -198,27 +200,27 @@ class PipelineSchedule:
         gradients = [each.grad for each in parameters]
         losses = self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient  # torch drops them where it tries out a stage
+            parameter.grad = gradient  # torch drops them when it first tries a stage
         return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages by their norm together, tied ones counted once.
+        """Clip the gradients of all stages by their total norm; tied ones count once.
 
         Args:
-            max_norm: of the gradients of the whole model.
-            norm_type: of the p-norm, above 0; infinity is allowed.
+            max_norm: largest norm of the whole model's gradients.
+            norm_type: p of the p-norm, above 0; infinity is allowed.
 
         Returns:
-            The norm before, a plain tensor in fp32, the same on all ranks of the pipeline.
+            The norm before clipping, a plain fp32 tensor, the same on all ranks of the pipeline.
 
         Raises:
-            ValueError: norm_type is no number above 0.
+            ValueError: `norm_type` is no number above 0.
         """
-        norm_type = float(norm_type)  # of "inf" too, as in torch
+        norm_type = float(norm_type)  # accepts "inf", as torch does
         if not norm_type > 0:
             raise ValueError(
-                f"norm_type={norm_type}: expected a number above 0. Others are no norms, and a "
-                "stage without gradients would change them."
+                f"norm_type={norm_type} must be a number above 0: others are no norms, and a stage "
+                "without gradients would change their result."
             )
         every = [each for stage in self.stages for each in stage.parameters()]
         twice = self._tied.counted_elsewhere
@@ -251,38 +253,36 @@ class PipelineSchedule:
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:
     if pp_mesh.ndim != 1:
-        raise ValueError(
-            f"{pp_mesh} has {pp_mesh.ndim} axes: give that of the pipeline, mesh['pp']."
-        )
+        raise ValueError(f"{pp_mesh} has {pp_mesh.ndim} axes, and must have one: give mesh['pp'].")
 
 
 def _check_schedule(name: str, count: int, n_microbatches: int, pp_size: int) -> None:
     known: Any = _ONE if count == 1 else _SEVERAL
     if name not in known:
         raise ValueError(
-            f"schedule={name!r} for {count} stages a rank: expected one of {sorted(known)}. "
-            f"{sorted(_ONE)} run one stage a rank (virtual=1), {sorted(_SEVERAL)} several."
+            f"schedule={name!r} for {count} stages per rank must be one of {sorted(known)}. "
+            f"{sorted(_ONE)} run one stage per rank (virtual=1), {sorted(_SEVERAL)} several."
         )
     if not is_degree(n_microbatches):
-        raise ValueError(f"n_microbatches={n_microbatches!r}: expected an int above 0.")
+        raise ValueError(f"n_microbatches={n_microbatches!r} must be an int above 0.")
     if name == "1F1B" and n_microbatches < pp_size:
         raise ValueError(
-            f"n_microbatches={n_microbatches} for {pp_size} stages: 1F1B needs one microbatch a "
-            "stage or more. Split the batch further, or use schedule='GPipe'."
+            f"n_microbatches={n_microbatches} for {pp_size} stages: 1F1B must have at least one "
+            "microbatch per stage. Split the batch further, or use schedule='GPipe'."
         )
     rounds = max(1, n_microbatches // pp_size)
     if name == "Interleaved1F1B" and n_microbatches % rounds:
         raise ValueError(
-            f"n_microbatches={n_microbatches} over {pp_size} ranks run in {rounds} rounds, which "
-            f"do not divide them. Choose a multiple of {pp_size}."
+            f"n_microbatches={n_microbatches} over {pp_size} ranks run in {rounds} rounds, and "
+            f"must divide by that number. Choose a multiple of {pp_size}."
         )
 
 
 class _Batches:
-    """Batches of one schedule of torch: where a model has several stages, all of one shape.
+    """Check of the batches of one schedule; with several stages, all must have one shape.
 
-    They are checked on every rank before anything is sent: a rank that refuses a batch in the
-    middle of a step leaves the others waiting for it.
+    Every rank checks a batch before anything is sent: if a rank raised in the middle of a step, the
+    others would wait for it.
     """
 
     def __init__(self, n_microbatches: int, n_stages: int) -> None:
@@ -291,45 +291,45 @@ class _Batches:
         self._first: tuple[torch.Size, torch.dtype] | None = None
 
     def check(self, inputs: Tensor, target: Tensor) -> None:
-        """Check that microbatches divide a batch, and that it has the first one's shape and dtype.
+        """Check that a batch divides into microbatches, and has the first one's shape and dtype.
 
-        The same on all ranks of the pipeline.
+        The result is the same on all ranks of the pipeline.
         """
         if inputs.ndim < 2 or not target.ndim:
             raise ValueError(
                 f"Inputs of shape {tuple(inputs.shape)} and targets of shape "
-                f"{tuple(target.shape)}: expected inputs of shape (batch, tokens), and targets "
-                "whose first dimension is the batch's. One sequence is inputs[None]."
+                f"{tuple(target.shape)}: inputs must have the shape (batch, tokens), and targets "
+                "(batch, ...). Give a single sequence as inputs[None]."
             )
         batch, count = inputs.size(0), self._n_microbatches
         if not batch or batch % count or target.size(0) != batch:
             raise ValueError(
                 f"A batch of {batch} sequences with {target.size(0)} targets does not divide into "
-                f"{count} microbatches. Choose n_microbatches that divides the batch of this rank."
+                f"{count} microbatches. n_microbatches must divide the batch of each rank."
             )
         if self._first is not None and self._first != (inputs.shape, inputs.dtype):
             shape, dtype = self._first
             raise ValueError(
                 f"A batch of shape {tuple(inputs.shape)}, {inputs.dtype}, after a first one of "
-                f"shape {tuple(shape)}, {dtype}: torch's stages receive one shape and dtype. Pad "
-                "or drop what is shorter, or make another pipeline_schedule for it."
+                f"shape {tuple(shape)}, {dtype}: all must have one shape and dtype. Pad or drop "
+                "shorter batches, or create another pipeline_schedule for them."
             )
 
     def has_run(self, inputs: Tensor) -> None:
-        """Note a batch with which the stages have prepared what they receive."""
+        """Record the first batch: torch's stages have allocated their receive buffers for it."""
         if self._first is None and self._has_peers:
             self._first = (inputs.shape, inputs.dtype)
 
 
 def _for_each_sequence(keywords: Mapping[str, Any], inputs: Tensor) -> dict[str, Any]:
-    """Return keywords whose tensors all have the batch as first dimension: torch splits by it.
+    """Expand the tensors in keywords to the batch as first dimension, by which torch splits them.
 
-    Tensors, also in lists and dictionaries, are for each sequence or, with a first dimension of 1,
-    for all. Inputs have the shape (batch, tokens) or (batch, tokens, features).
+    A tensor, also in a list or dictionary, has one entry for each sequence or, with a first
+    dimension of 1, serves all. Inputs have the shape (batch, tokens) or (batch, tokens, features).
 
     Raises:
-        ValueError: a tensor has another first dimension, or one dimension that may be either that
-            of the sequences or that of the tokens.
+        ValueError: a tensor has another first dimension; or it is 1-D, and could have an entry for
+            each sequence or for each token.
     """
 
     def is_mask(each: Any) -> bool:
@@ -349,14 +349,14 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
     if shape == (batch,) == (tokens,):
         raise ValueError(
             f"{name} has {batch} elements, and the batch has {batch} sequences of {tokens} tokens: "
-            f"one for each sequence, or for each token? Give {name}[None] for the tokens of all "
-            f"sequences, or {name}[:, None] for the sequences."
+            f"it must say which it has one for. Give {name}[None] for one per token, the same in "
+            f"all sequences, or {name}[:, None] for one per sequence."
         )
     if not shape or shape[0] not in ((batch,) if len(shape) == 1 else (1, batch)):
         raise ValueError(
-            f"{name} has the shape {shape}, and the batch has {batch} sequences: tensors are split "
-            "by sequences, in their first dimension. What is the same for all sequences needs a "
-            f"first dimension of 1, as {name}[None]; a single number goes as {name}.item()."
+            f"{name} has the shape {shape}, and the batch has {batch} sequences: a tensor's first "
+            f"dimension must be {batch}, or 1 if all sequences share it, as {name}[None]. Give a "
+            f"single number as {name}.item()."
         )
     if isinstance(value, BlockMask) or shape[0] == batch:  # torch takes a BlockMask of 1 for all
         return value
@@ -364,15 +364,14 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
 
 
 class TiedParameter:
-    """The embedding that is tied to the head, where they are in different stages.
+    """The embedding that is tied to the head, if they are in different stages.
 
-    Either stage has the parameter, and a gradient of its own part of the model. What a training
-    step adds to both is summed, so that the two stay one. All ranks of the pipeline create this
-    with their parallelized stages, and use it together.
+    Each of the two stages has a copy, with the gradient of its own part of the model. What a step
+    adds to the two gradients is summed, so that the copies stay equal. All ranks of the pipeline
+    create this with their parallelized stages, and use it together.
 
     Raises:
-        ValueError: the two stages have it in different shapes, dtypes or placements, or one has it
-            frozen.
+        ValueError: the copies have different shapes, dtypes or placements, or only one is frozen.
     """
 
     def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
@@ -389,20 +388,20 @@ class TiedParameter:
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
-        """The parameter where its gradient is that of another rank as well, which counts it."""
+        """The parameter if another rank counts its gradient in the total norm, else None."""
         return None if self._is_first else self._parameter
 
     @contextlib.contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum over the two stages what is added to the gradient within the block."""
+        """Sum over the two stages what they add to the gradient within the block."""
         parameter = self._parameter
-        if parameter is None or not parameter.requires_grad:  # as on the other stage
+        if parameter is None or not parameter.requires_grad:  # frozen: on the other stage too
             yield
             return
         before = _local_gradient(parameter)
         before = None if before is None else before.clone()
         yield
-        if parameter.grad is None:  # this stage did not use it: it was given embeddings
+        if parameter.grad is None:  # unused on this stage, whose inputs were embeddings
             parameter.grad = torch.zeros_like(parameter)
         after = _local_gradient(parameter)
         assert after is not None
@@ -412,22 +411,22 @@ class TiedParameter:
         peer: Any = {"group": self._group, "group_peer": self._peer}
         for work in dist.batch_isend_irecv([dist.P2POp(*way, **peer) for way in ways]):
             work.wait()
-        # In this order, so that the two stages round alike.
+        # The sum first, then what was before: so the two stages round alike.
         total = others.add_(added)
         after.copy_(total if before is None else total.add_(before))
 
     def _check(self, name: str, parameter: nn.Parameter) -> None:
         own, theirs = _description(parameter), [""]
-        if self._is_first:  # one of the two speaks first
+        if self._is_first:  # one of the two must send first
             dist.send_object_list([own], group=self._group, group_dst=self._peer)
         dist.recv_object_list(theirs, group=self._group, group_src=self._peer)
         if not self._is_first:
             dist.send_object_list([own], group=self._group, group_dst=self._peer)
         if theirs[0] != own:
             raise ValueError(
-                f"{name} is tied to a parameter of another pipeline stage, and they differ: {own} "
-                f"here and {theirs[0]} there. Give both the same tensor-parallel style, the same "
-                "mesh of FSDP2 and the same requires_grad, or untie them."
+                f"{name} is tied to a parameter of another pipeline stage, but they differ: {own} "
+                f"here and {theirs[0]} there. Both must have the same tensor-parallel style, FSDP2 "
+                "mesh and requires_grad. Change one, or untie them."
             )
 
 

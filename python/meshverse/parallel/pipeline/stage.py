@@ -1,4 +1,4 @@
-"""One stage of a model: the model itself, without what other stages have.
+"""Pipeline stage of a model: a model of the same class with a part of its layers.
 
 Example:
     >>> [list(layers) for layers in layers_of_stages(5, 2)]
@@ -28,7 +28,7 @@ from .structure import Structure, copy_attributes, describe, hidden_of, shallow_
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Arguments for outputs that one stage alone cannot give.
+# Arguments that ask for outputs of all layers.
 _REFUSED = (
     *("labels", "logits_to_keep", "past_key_values", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
@@ -40,26 +40,27 @@ def layers_of_stages(
 ) -> list[range]:
     """Return the layers of every stage, in order.
 
-    By default their numbers are as even as can be, earlier stages having one more.
+    By default the stages are as even as possible; earlier ones have one layer more.
 
     Raises:
-        ValueError: there are more stages than layers, or the numbers do not add up to the layers.
+        ValueError: there are more stages than layers, or `layers_per_stage` does not add up to the
+            layers.
     """
     if not is_degree(n_stages):
-        raise ValueError(f"n_stages={n_stages!r}: expected an int above 0.")
+        raise ValueError(f"n_stages={n_stages!r} must be an int above 0.")
     if layers_per_stage is None:
         if n_stages > n_layers:
             raise ValueError(
-                f"{n_stages} stages for {n_layers} layers: every stage needs one layer or more. "
-                "Use fewer pipeline stages, or fewer virtual ones a rank."
+                f"{n_stages} stages for {n_layers} layers: every stage must have at least one "
+                "layer. Use fewer pipeline stages, or fewer virtual stages per rank."
             )
         share, more = divmod(n_layers, n_stages)
         layers_per_stage = [share + (stage < more) for stage in range(n_stages)]
     counts = list(layers_per_stage)
     if len(counts) != n_stages or not all(map(is_degree, counts)) or sum(counts) != n_layers:
         raise ValueError(
-            f"layers_per_stage={tuple(counts)} for {n_stages} stages and {n_layers} layers: give "
-            "one int above 0 for each stage, that add up to the layers."
+            f"layers_per_stage={tuple(counts)} for {n_stages} stages and {n_layers} layers: it "
+            "must have an int above 0 for each stage, and add up to the layers."
         )
     return [range(*each) for each in pairwise(accumulate(counts, initial=0))]
 
@@ -67,29 +68,29 @@ def layers_of_stages(
 def split_into_stages(
     model: _Model, n_stages: int, index: int, *, layers_per_stage: Sequence[int] | None = None
 ) -> _Model:
-    """Return one of the stages of a language model of transformers.
+    """Return one pipeline stage of a language model from transformers.
 
-    It is a model of the same class with some of the layers, under their own names; the first stage
-    has the embedding too, the last one the norm and the head. `stage(inputs, **keywords)` takes
-    tokens on the first stage and hidden states on the others, and gives hidden states, or on the
-    last stage logits. Attention masks and position ids go to every stage as keywords. Tensor
-    parallelism, FSDP2, activation checkpointing and torch.distributed.checkpoint take a stage as
-    they take the model.
+    The stage is a model of the same class with some of the layers, under their own names; the first
+    stage also has the embedding, the last one the norm and the head. `stage(inputs, **keywords)`
+    takes tokens on the first stage and hidden states on the others; it returns hidden states, or
+    logits on the last stage. Attention masks and position ids go to every stage as keywords. Tensor
+    parallelism, FSDP2, activation checkpointing and torch.distributed.checkpoint work on a stage as
+    on the model.
 
     Args:
-        model: whole, on one device, before any parallelism. The stage shares its modules with
-            it: do not use it afterwards.
-        n_stages: how many there are.
-        index: which of them.
-        layers_per_stage: one number a stage; by default as even as can be.
+        model: the whole model, on one device, before any parallelism. The stage shares its modules:
+            do not use the model afterwards.
+        n_stages: number of stages.
+        index: which stage to return, from 0.
+        layers_per_stage: number of layers of each stage; by default as even as possible.
 
     Raises:
         ValueError: the model cannot be split; it is a stage, or distributed already; or the
-            numbers do not fit its layers. The model is as it was.
+            numbers do not fit its layers. The model is unchanged then.
     """
     name = type(model).__name__
     if stage_of(model) is not None:
-        raise ValueError(f"{name} is {stage_of(model)} already. Split the whole model.")
+        raise ValueError(f"{name} is a stage already, {stage_of(model)}. Split the whole model.")
     if any(isinstance(each, DTensor) for each in model.parameters()):
         raise ValueError(
             f"{name} is distributed already. Split it into stages first, then apply tensor "
@@ -98,24 +99,24 @@ def split_into_stages(
     structure = describe(model)
     ranges = layers_of_stages(structure.n_layers, n_stages, layers_per_stage)
     if not 0 <= index < n_stages:
-        raise ValueError(f"index={index!r}: the {n_stages} stages have the numbers from 0 on.")
+        raise ValueError(f"index={index!r} must be a stage from 0 to {n_stages - 1}.")
     tied = _tied(model, structure, ranges).get(index)
     has_experts = bool(expert_modules(model))
     return _make(model, structure, StageOf(index, n_stages, ranges[index], tied, has_experts))
 
 
 def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Check that a stage can take keywords: those that need all layers are a TypeError."""
+    """Raise TypeError for keywords that need all layers."""
     refused = [name for name in _REFUSED if keywords.get(name) is not None]
     if refused:
         raise TypeError(
-            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: it has a part of "
-            "the layers. Take the loss of the last stage's logits."
+            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}, which need all "
+            "layers. Compute the loss from the last stage's logits."
         )
 
 
 def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> dict[int, str]:
-    """Return by stage the name of the parameter that the first and the last one share, if any."""
+    """Return, by stage, the name of the parameter that the first and last stage share, if any."""
     prefix, last = structure.inner + "." if structure.inner else "", len(ranges) - 1
 
     def stage_with(name: str) -> int:
@@ -138,9 +139,9 @@ def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> di
         if found or {*owners} != {0, last}:
             raise ValueError(
                 f"{type(model).__name__} cannot be split into {len(ranges)} pipeline stages: "
-                f"{shared} are one parameter, in stages {sorted(owners)}. Only an embedding and "
-                "the head that is tied to it may be. Choose layers_per_stage so that the others "
-                "are in one stage, or untie them."
+                f"{shared} are one parameter, in stages {sorted(owners)}. Stages must share no "
+                "parameter except an embedding tied to the head. Choose layers_per_stage so that "
+                "these are in one stage, or untie them."
             )
         found = owners
     return found
@@ -148,15 +149,15 @@ def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> di
 
 @dataclass(eq=False)
 class _Passage:
-    """Hidden states that go into a stage's layers and come out of them, during a forward."""
+    """Hidden states that enter and leave a stage's layers during a forward."""
 
-    in_tuples: bool  # the model takes a layer's output out of a tuple
+    in_tuples: bool  # whether the model expects a layer's output in a tuple
     received: Tensor | None = None
     passed_on: Tensor | None = None
 
 
 class _AbsentLayer(AbsentModule):
-    """A layer of another stage: hands on what the stage received, or notes what it passes on."""
+    """Stand-in for a layer of another stage: returns the stage's input, or records its output."""
 
     def __init__(self, layer: nn.Module, passage: _Passage, *, is_before: bool) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class _AbsentLayer(AbsentModule):
         self._is_before = is_before
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return what stands for the layer's output."""
+        """Return a substitute for the layer's output."""
         passage = self._passage
         if not self._is_before and passage.passed_on is None:
             passage.passed_on = hidden_of(arguments, keywords)
@@ -174,7 +175,7 @@ class _AbsentLayer(AbsentModule):
 
 
 class _Idle(AbsentModule):
-    """Stands for a module before or after the layers, whose output nobody uses."""
+    """Stand-in for a module before or after the layers, whose output is not used."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the first argument."""
@@ -213,7 +214,7 @@ def _forward(
     check_keywords(stage, keywords)
     if own.is_first:
         given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
-    else:  # for its shape; the first layer of the stage gets the hidden states themselves
+    else:  # only its shape counts: the stage's first layer gets the hidden states
         given = {"inputs_embeds": inputs.new_zeros(()).expand(*inputs.shape[:2], inputs.size(-1))}
     runs: Any = partial(type(stage).forward, stage)
     if inner and not own.is_last:
@@ -230,7 +231,8 @@ def _forward(
     if not isinstance(passed_on, Tensor) or isinstance(passed_on, DTensor):
         raise ValueError(
             f"The hidden states that stage {own.index} of {type(stage).__name__} passes on are "
-            f"{type(passed_on).__name__}: sequence parallelism across pipeline stages is not "
-            "supported. Use sequence_parallel=False, or a plan that gathers between layers."
+            f"a {type(passed_on).__name__}, and must be a plain tensor: sequence parallelism "
+            "across stages is not supported. Use sequence_parallel=False, or a plan that gathers "
+            "between layers."
         )
     return passed_on

@@ -1,4 +1,4 @@
-"""Order in which a transformers model runs its layers, found by running it with empty layers."""
+"""Order in which a transformers model runs its layers, found by running it without them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from meshverse.parallel.models.modules import AbsentModule
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _TOKENS = (2, 3)  # sequences, and tokens of each
-_LAYER = ""  # among the names of children
-_NOTHING = object()  # what a layer gives beside its hidden states
-# Exceptions that a model may raise when its layers are left out.
+_LAYER = ""  # stands for a layer among the names of children
+_NOTHING = object()  # output of a layer besides its hidden states
+# Exceptions that a model may raise when its layers are replaced.
 _FROM_MODELS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
 _FROM_MODELS += (LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Structure(NamedTuple):
-    """Modules of a model that a stage must know."""
+    """Names of the modules by which a model is split into stages."""
 
     inner: str  # name of the module that runs the layers, empty for the model itself
     layers: str  # name of their list in it
@@ -36,14 +36,14 @@ class Structure(NamedTuple):
     # Children of the inner module that run before the layers and have parameters.
     before: tuple[str, ...]
     after: tuple[str, ...]  # children of it that run after the layers and have parameters
-    in_tuples: bool  # whether a layer gives a tuple, of which the hidden states are the first
+    in_tuples: bool  # whether a layer returns a tuple that begins with the hidden states
 
 
 def describe(model: nn.Module) -> Structure:
     """Return how a model runs its layers.
 
     Raises:
-        ValueError: it cannot be split into stages, with the reason. The model is as it was.
+        ValueError: it cannot be split into stages, with the reason. The model is unchanged then.
     """
     config: Any = getattr(model, "config", None)
     inner_name, layers = _find_layers(model, config)
@@ -51,8 +51,8 @@ def describe(model: nn.Module) -> Structure:
     if layers is None:
         wrapped = _wrapped(model)
         reason = (
-            f"it is a wrapper around {wrapped}, and stages are made of that model itself. Give the "
-            "model, with LoRA layers in it if they shall be trained (peft.inject_adapter_in_model)"
+            f"it is a wrapper around {wrapped}, and only that model itself can be split. Give that "
+            "model, with LoRA layers inside it if wanted (peft.inject_adapter_in_model)"
             if wrapped
             else f"{type(inner).__name__} has no list of as many layers as its config says, as "
             "language models of transformers have"
@@ -64,7 +64,7 @@ def describe(model: nn.Module) -> Structure:
             if not trial.reason:
                 sides = trial.sides()
                 return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
-        # Of a trial that gave what the model does not take, only the first layer ran.
+        # A trial whose layers return the wrong form stops after the first one: take the other.
         reason = max(reversed(trials), key=lambda trial: trial.events.count(_LAYER)).reason
     raise ValueError(
         f"{type(model).__name__} cannot be split into pipeline stages: {reason}. Train it without "
@@ -73,7 +73,7 @@ def describe(model: nn.Module) -> Structure:
 
 
 def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
-    """Return the name of the module that runs the decoder layers, and of their list in it."""
+    """Return the names of the module that runs the decoder layers and of their list in it."""
     prefix = getattr(model, "base_model_prefix", "")
     children = {"": model, **dict(model.named_children())}
     count = getattr(config, "num_hidden_layers", None)
@@ -90,7 +90,7 @@ def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
 
 
 def _wrapped(model: nn.Module) -> str:
-    """Return a model inside that has layers, and its name; nothing if there is none."""
+    """Return the type and name of a model with layers inside a wrapper, in words; else ""."""
     for name, module in model.named_modules():
         config = vars(module).get("config")
         if name and config is not None and _find_layers(module, config)[1] is not None:
@@ -99,7 +99,7 @@ def _wrapped(model: nn.Module) -> str:
 
 
 def _needs_all_layers(config: Any) -> str:
-    """Return what layers hand to each other beside hidden states, or losses over all layers."""
+    """Return in words why the config needs all layers in one process, else ""."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         return f"its last {shared} layers (num_kv_shared_layers) use the keys of earlier ones"
     if getattr(config, "output_router_logits", False):
@@ -108,9 +108,9 @@ def _needs_all_layers(config: Any) -> str:
 
 
 class _Trial:
-    """A run of a model in which its layers do nothing but look at what they get.
+    """A run of a model in which probes replace the layers and record their inputs.
 
-    `inner` runs the layers, which are in its list `layers`, and is not changed. `events` are the
+    `inner` runs the layers, which are in its list `layers`; it is not changed. `events` are the
     names of the children that ran, in order; `reason` is why the model cannot be split.
     """
 
@@ -124,19 +124,19 @@ class _Trial:
         self._device = next(inner.parameters()).device
         self._inner = shallow_copy(inner)
         self._inner._modules[layers] = nn.ModuleList()
-        if self._device.type == "meta":  # models read masks, which cannot be read there
+        if self._device.type == "meta":  # models read values of masks, which meta tensors lack
             self._device = torch.device("cpu")
             self._inner = _without_memory(self._inner)
         self._inner._modules[layers] = nn.ModuleList(self.probes)
 
     def run(self) -> str:
-        """Return why a layer gets more than what the one before it gave; nothing if none does."""
+        """Run the trial, and return in words why the model cannot be split, else ""."""
         tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
         kind = self._device.type
         devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
         with ExitStack() as context:
             context.enter_context(torch.enable_grad())
-            # Dropout before the layers must not take from the random numbers of training.
+            # Dropout before the layers must not change the random state of training.
             context.enter_context(torch.random.fork_rng(devices, device_type=kind))
             for name, module in self._children():
                 hook = module.register_forward_hook(partial(_note, self.events, name))
@@ -144,9 +144,9 @@ class _Trial:
             try:
                 output: Any = self._inner(input_ids=tokens, use_cache=False)
             except _FROM_MODELS as error:
-                return f"its layers cannot be left out ({type(error).__name__}: {error})"
+                return f"it fails without its layers ({type(error).__name__}: {error})"
         if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
-            return f"{type(self._inner).__name__} gives no last_hidden_state"
+            return f"{type(self._inner).__name__} returns no last_hidden_state"
         return next(self._objections(tokens), "")
 
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -167,7 +167,7 @@ class _Trial:
         probes = self.probes
         calls, places = zip(*((probe.calls, probe.place) for probe in probes), strict=True)
         if {*calls} != {1} or [*places] != sorted(places):
-            yield f"its layers do not run once each, in their order, but {[*calls]} times"
+            yield f"its layers do not run once each and in order; they ran {[*calls]} times"
             return
         if (shape := tuple(probes[0].hidden.shape))[:2] != _TOKENS:
             yield (
@@ -175,7 +175,7 @@ class _Trial:
                 f"shape {shape}"
             )
         if any(following.hidden is not probe.given for probe, following in pairwise(probes)):
-            yield "its layers do not get just what the layer before them gave"
+            yield "its layers do not get just the output of the layer before them"
             return
         for probe in probes:
             yield from probe.objections(tokens)
@@ -193,7 +193,7 @@ class _Trial:
 
 
 class _Probe(AbsentModule):
-    """A layer that notes what it is called with."""
+    """Stand-in for a layer that records its arguments."""
 
     def __init__(self, layer: nn.Module, events: list[str], in_tuples: bool) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class _Probe(AbsentModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         hidden = hidden_of(arguments, keywords)
         if not isinstance(hidden, Tensor):
-            # No TypeError: some models take those for arguments too many, and try again.
+            # No TypeError: some models take it for surplus arguments, and try again.
             raise ValueError(f"a layer gets {type(hidden).__name__} as its hidden states")
         self.calls += 1
         self._events.append(_LAYER)
@@ -220,20 +220,20 @@ class _Probe(AbsentModule):
         return (self.given, _NOTHING) if self._in_tuples else self.given
 
     def objections(self, tokens: Tensor) -> Iterator[str]:
-        """Yield what among the arguments only the stage of another layer has."""
+        """Yield in words which arguments only the stage of another layer would have."""
         for name, value in self.others:
             if isinstance(value, dict | list) and not value:
-                yield f"its layers share what they keep in their argument {name!r}"
+                yield f"its layers share data in their argument {name!r}"
             for each in tree_leaves(value):
                 if each is _NOTHING:
-                    yield f"its layers give each other more than hidden states ({name!r})"
+                    yield f"its layers pass on more than hidden states ({name!r})"
                 if each is tokens or (isinstance(each, Tensor) and each.requires_grad):
-                    made = "which is made from the tokens before the first layer"
+                    made = "which is computed from the tokens before the first layer"
                     yield f"its layers get {name!r}, {made}"
 
 
 def _note(events: list[str], name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
-    """Note which child runs, and let its output be known by its gradient."""
+    """Record which child runs, and mark its output by requires_grad."""
     events.append(name)
     if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_()
@@ -241,7 +241,7 @@ def _note(events: list[str], name: str, module: nn.Module, arguments: Any, outpu
 
 
 def shallow_copy(module: _Module) -> _Module:
-    """Return a module with the same children, parameters and buffers, which may get others."""
+    """Return a copy with the same children, parameters and buffers, in tables of its own."""
     copied = copy.copy(module)
     for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         copied.__dict__[table] = copy.copy(module.__dict__[table])
@@ -249,7 +249,7 @@ def shallow_copy(module: _Module) -> _Module:
 
 
 def _without_memory(module: _Module) -> _Module:
-    """Return a copy of a module on the meta device, whose tensors are zeros of one element."""
+    """Return a copy of a module on the meta device, with tensors of expanded zeros on the CPU."""
     copied = copy.deepcopy(module)
     for each in copied.modules():
         for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
@@ -264,12 +264,12 @@ def _without_memory(module: _Module) -> _Module:
 
 
 def hidden_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return the hidden states among what a layer is called with."""
+    """Return the hidden states among the arguments of a layer."""
     return arguments[0] if arguments else keywords["hidden_states"]
 
 
 def copy_attributes(layer: nn.Module, other: nn.Module) -> None:
-    """Give a module what a model may ask a layer for, such as its kind: all but what it computes.
+    """Copy the plain attributes of a layer, such as its type, which a model may read.
 
     Modules within the layer become plain objects that have such attributes too.
     """

@@ -1,4 +1,4 @@
-"""Runs of a move: boxes of this rank's tensors are packed, exchanged and unpacked."""
+"""A run of a move on one rank: packs boxes of tensors (see `Transfer`), exchanges, unpacks them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from meshverse import _torch_compat as compat
 from .plan import Message, Plan, Step, Transfer
 from .sides import has_memory, local_tensor
 
-# Elements that are not cast are moved as integers of their size, bit by bit.
+# Elements that need no cast are copied bit by bit, as numbers of the same size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 _Views = Sequence[Tensor | None]
 
 
 class _Seen(NamedTuple):
-    """A tensor as it was seen last: while its mark, which is cheap, is the same, so is its layout.
+    """A tensor with its layout (all that a plan depends on) when it was last checked.
 
-    The layout is all that a plan depends on. `kept` are the objects whose ids are in the mark.
+    While the mark, which is cheap to read, is the same, the layout is too. `kept` holds the objects
+    whose ids are in the mark, so that the ids stay theirs.
     """
 
     tensor: Tensor
@@ -57,10 +58,10 @@ def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Places(NamedTuple):
-    """Boxes and where they are in a message: dtype, extents, strides, offset, in elements."""
+    """Boxes of local tensors as views, and where each is in a message."""
 
     boxes: list[Tensor]
-    at: list[tuple[torch.dtype, list[int], list[int], int]]
+    at: list[tuple[torch.dtype, list[int], list[int], int]]  # dtype, extents, strides, offset
 
     def in_buffer(self, buffer: Tensor) -> list[Tensor]:
         typed = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, *_ in self.at}}
@@ -70,22 +71,22 @@ class _Places(NamedTuple):
         ]
 
 
-_Steps = list[tuple[Step, _Places, _Places]]  # and where what is sent and received is
+_Steps = list[tuple[Step, _Places, _Places]]  # what it sends, and receives
 
 
 class Exchange:
-    """Runs a plan on this rank's tensors, wherever these are in memory.
+    """Runs a plan on this rank's tensors.
 
-    A model has thousands of small tensors, so a run does little in Python for each box: their views
-    are made once, and all boxes of a message are copied by one call.
+    A model has thousands of small tensors, so a run does little in Python for each box: its view is
+    made once, and all boxes of a message are copied by one call.
 
     Args:
-        plan: of this rank.
-        device: on which messages are packed.
-        tensors: by side and name; targets that overlap with sources or each other are an error.
+        plan: the plan of this rank.
+        device: the device on which messages are packed.
+        tensors: by side and name; targets must overlap neither sources nor other targets.
 
     Attributes:
-        wanted_bytes: size of this rank's targets, as they are sent.
+        wanted_bytes: size of this rank's targets, in the dtypes in which they are sent.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class Exchange:
             for transfer, view in zip(plan.transfers, targets, strict=True)
             if view is not None
         )
-        self._steps: _Steps | None = None  # for tensors as seen last
+        self._steps: _Steps | None = None  # for the memory in `_seen`
         self._kept: tuple[list[Tensor], list[Tensor]] = [], []
 
     def find_change(self) -> str:
-        """Return which tensor has another layout than at first, in words; empty if none has."""
+        """Return in words which tensor's layout has changed since the move was built, else ""."""
         for side, tensors in self._seen.items():
             for name, seen in tensors.items():
                 if _mark_of(seen.tensor) == seen.mark:
@@ -116,13 +117,13 @@ class Exchange:
                 if now.layout != seen.layout:
                     return (
                         f"{side} {name!r} has changed since the move was built: it was {seen}, and "
-                        f"is {now} now. Build the move again."
+                        f"is {now} now. Change it back and run the move again, or build a new move."
                     )
                 tensors[name], self._steps = now, None
         return ""
 
     def _views(self) -> Iterator[list[Tensor | None]]:
-        """Return for each side what each transfer reads or writes; None where it is elsewhere."""
+        """Yield for each side the view that each transfer reads or writes, or None if not here."""
         for side, parts in self._plan.parts.items():
             seen = self._seen[side]
             yield [None if part is None else part[1].of(seen[part[0]].local) for part in parts]
@@ -156,14 +157,14 @@ class Exchange:
         return places
 
     def run(self, group: dist.ProcessGroup) -> None:
-        """Copy what the sources have now into the targets, over the group of all ranks."""
+        """Copy the sources' current values into the targets, over the group of all ranks."""
         with torch.no_grad():
             steps = self._steps = self._steps or self._prepare()
             _copy(*self._kept)
             self._exchange(steps, group)
 
     def _exchange(self, steps: _Steps, group: dist.ProcessGroup) -> None:
-        # Of the largest alignment that an element can need: 16 bytes.
+        # In units of the largest alignment that an element can need: 16 bytes.
         lengths = [-(-size // 16) for size in (self._plan.sent_bytes, self._plan.received_bytes)]
         free = [
             [torch.empty(length, dtype=torch.complex128, device=self._device) for length in lengths]
@@ -197,24 +198,24 @@ class Exchange:
             while under_way:
                 finish()
         except BaseException:
-            # c10d writes into the buffers of what is still under way: they must outlive it.
+            # c10d still writes into the buffers of pending operations: they must stay allocated.
             _abandoned.append(under_way)
             raise
 
 
-# Buffers that failed runs left to c10d, for the life of the process.
+# Buffers of failed runs, into which c10d may still write; kept until the process ends.
 _abandoned: list[Any] = []
 
 
 def _viewed(local: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a local tensor as it is copied to and from messages of a dtype."""
+    """Return the view of a local tensor that is copied to and from messages of a dtype."""
     if local is None or local.dtype != dtype or local.is_conj() or local.is_neg():
         return local
     return local.view(_BITS[dtype.itemsize])
 
 
 def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
-    """Copy tensors, each into one of its shape, by one call."""
+    """Copy values into targets of the same shapes, by one call where possible."""
     if any(target.is_neg() or target.is_conj() for target in targets):
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
@@ -234,10 +235,10 @@ def _box(local: Tensor | None, starts: Sequence[int], extents: Sequence[int]) ->
 
 
 def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _Views) -> None:
-    """Check that targets have memory of their own: neither that of sources nor of each other.
+    """Check that targets share no memory with sources or with each other.
 
-    Allowed are the same tensor as source and target of a transfer that leaves it where it is, the
-    same tensor as two targets, and parts of a tensor that take turns in memory, as columns do.
+    Allowed are: the same tensor as source and target of a transfer that changes nothing; the same
+    tensor as two targets; parts of a tensor that alternate in memory, such as blocks of columns.
     """
     used: list[tuple[int, str, Transfer, Tensor]] = []
     for side, views in (("source", sources), ("target", targets)):
@@ -249,7 +250,7 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
                 raise ValueError(
                     f"target {transfer.name!r} is expanded or unfolded: its elements overlap in "
                     f"memory (shape {tuple(local.shape)}, strides {local.stride()}). Give a tensor "
-                    "with memory for each, as by clone(memory_format=torch.contiguous_format)."
+                    "without overlap, such as clone(memory_format=torch.contiguous_format)."
                 )
     used.sort(key=lambda each: each[0])
     for index, (first, side, transfer, one) in enumerate(used):
@@ -265,26 +266,26 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
                 names = f"{side} {transfer.name!r}", f"{other_side} {other_transfer.name!r}"
                 raise ValueError(
                     f"{' and '.join(sorted(names))} overlap in memory on this rank: writing a "
-                    "target would change the other. Give one of them its own, as by clone()."
+                    "target would change the other. Give one its own memory, such as a clone()."
                 )
 
 
-def _steps(local: Tensor) -> list[tuple[int, int]]:
-    """Return the strides in bytes, ascending, and the sizes; the first is an element."""
+def _byte_strides(local: Tensor) -> list[tuple[int, int]]:
+    """Return (stride in bytes, size) for the bytes of an element and each dimension, ascending."""
     axes = zip(local.stride(), local.shape, strict=True)
     element = local.element_size()
     return [(1, element), *sorted((stride * element, n) for stride, n in axes if n > 1)]
 
 
 def _reach(local: Tensor, below: float = float("inf")) -> int:
-    """Return the bytes from the first to the last of the steps that are shorter than `below`."""
-    return 1 + sum(stride * (n - 1) for stride, n in _steps(local) if stride < below)
+    """Return the bytes that a tensor spans along the dimensions of strides less than `below`."""
+    return 1 + sum(stride * (n - 1) for stride, n in _byte_strides(local) if stride < below)
 
 
 def _folds(local: Tensor) -> bool:
-    """Whether a dimension steps back into what shorter steps reach."""
+    """Whether a tensor's elements may overlap: a stride lies within what shorter strides span."""
     reach = 0
-    for stride, n in _steps(local) if local.numel() else ():
+    for stride, n in _byte_strides(local) if local.numel() else ():
         if stride <= reach:
             return True
         reach += stride * (n - 1)
@@ -292,9 +293,9 @@ def _folds(local: Tensor) -> bool:
 
 
 def _take_turns(one: Tensor, other: Tensor) -> bool:
-    """Whether each of two tensors has its own part of each period in memory."""
+    """Whether two tensors alternate in memory: each has its own part of every period of bytes."""
     distance = other.data_ptr() - one.data_ptr()
-    strides = {stride for each in (one, other) for stride, _ in _steps(each) if stride}
+    strides = {stride for each in (one, other) for stride, _ in _byte_strides(each) if stride}
     for period in strides:
         start = distance % period
         if not any(stride % period for stride in strides if stride > period) and (
@@ -305,6 +306,6 @@ def _take_turns(one: Tensor, other: Tensor) -> bool:
 
 
 def _elements(local: Tensor) -> tuple[Any, ...]:
-    """Return what is equal for tensors of the same elements in the same order."""
+    """Return a key that is equal for tensors of the same elements in the same order."""
     is_changed = local.is_conj(), local.is_neg()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), is_changed

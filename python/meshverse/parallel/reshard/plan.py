@@ -1,4 +1,4 @@
-"""From the tensors of all ranks to the plan of one: its transfers, and the messages they need."""
+"""The plan of one rank, from the tensors of all ranks: its transfers and their messages."""
 
 from __future__ import annotations
 
@@ -22,21 +22,17 @@ from .sides import Content, Description, Grid, Spec
 
 _N_NAMED = 5  # names that an error lists
 _N_SHOWN = 16  # peers in a printed table
-_IN_FLIGHT = 2  # steps at once: while one is under way, the next is packed
+_IN_FLIGHT = 2  # steps at once: while one is exchanged, the next is packed
 _ALIGNMENT = 16  # bytes of the largest element
 
 
 class Sharding(NamedTuple):
-    """Layout of a tensor on some ranks, as the core's planner takes it.
+    """Layout of a tensor on the ranks that hold it, as the core's planner takes it."""
 
-    By axis of the holders' layout: the dimension that it splits or -1, and the split factor of a
-    `_StridedShard` or 1. Right to left, strided splits are chunks of what the plain splits leave.
-    """
-
-    holders: int
-    dims: tuple[int, ...]
-    factors: tuple[int, ...]
-    right_to_left: bool
+    holders: int  # index in `Transfers.holders`
+    dims: tuple[int, ...]  # for each axis of the holders, the dimension that it splits, or -1
+    factors: tuple[int, ...]  # for each axis, the split factor of a `_StridedShard`, or 1
+    right_to_left: bool  # whether strided splits are applied after the plain ones, as by FSDP2
 
 
 class Narrow(NamedTuple):
@@ -47,7 +43,7 @@ class Narrow(NamedTuple):
 
     def of(self, local: Tensor) -> Tensor:
         """Return that part of a local tensor."""
-        if not local.numel():  # which FSDP2 has of any shape
+        if not local.numel():  # FSDP2 may keep an empty one in any shape
             return local
         for dim, (start, length) in zip(self.dims, self.spans, strict=True):
             local = local.narrow(dim, start, length)
@@ -55,25 +51,28 @@ class Narrow(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One tensor, from one set of ranks to another; or a box of one, where pieces are moved."""
+    """One tensor, or a box of one, that moves from one set of ranks to another.
+
+    A box is a range of elements along every dimension. Pieces are moved as boxes.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype  # in which it is sent
+    dtype: torch.dtype  # of the elements that are sent
     source: Sharding
     target: Sharding
-    source_at: Narrow = Narrow()  # where the box is in local tensors of the source
+    source_at: Narrow = Narrow()  # the box in local tensors of the source
     target_at: Narrow = Narrow()
 
 
 class Transfers(NamedTuple):
-    """All transfers of a move, the same on all ranks, and the ranks that hold tensors."""
+    """All transfers of a move and the ranks that hold its tensors; the same on all ranks."""
 
     holders: list[Holders]
     all: list[Transfer]
 
     def parts(self, side: str, rank: int) -> list[tuple[str, Narrow] | None]:
-        """Return what each transfer reads or writes on a rank: which part of which tensor."""
+        """Return the tensor and the part of it that each transfer reads or writes on a rank."""
         has = [each.coordinates_of(rank) is not None for each in self.holders]
         return [
             (each.name, getattr(each, f"{side}_at")) if has[getattr(each, side).holders] else None
@@ -85,7 +84,8 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
     """Match each target tensor to its source.
 
     Raises:
-        ValueError: names that one side lacks, shapes that differ, dtypes that cannot be cast.
+        ValueError: one side lacks a name, shapes disagree, or a dtype cannot be cast.
+        RuntimeError: ranks split a tensor in different orders.
     """
     sources, targets = (_groups_of(side, described, contents) for side in ("source", "target"))
     _check_names("source", sources, "target", targets)
@@ -93,14 +93,14 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
     holders = _HoldersList()
     transfers: list[Transfer] = []
     for name in sorted(sources):
-        # Where several meshes hold a source, any of them will do: the first, on all ranks.
+        # If several meshes hold a source, any of them will do: all ranks take the first.
         origin = sources[name][0]
         for group in (*sources[name], *targets[name]):
             shape, other = (tuple(n for _, n in each.spec.window) for each in (origin, group))
             if shape != other:
                 raise ValueError(
                     f"Reshard: {name!r} has the shape {shape} in the source and {other} in the "
-                    "target, or on other ranks: give one shape, that of the whole tensor or piece."
+                    "target or on other ranks. The whole tensor or piece must have one shape."
                 )
         for group in targets[name]:
             dtype = _wire_dtype(name, origin.spec.dtype, group.spec.dtype)
@@ -110,17 +110,17 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
 
 @dataclass
 class _Group:
-    """The ranks that lay a tensor out alike: copies of one mesh, at these first ranks."""
+    """Ranks that shard a tensor in the same way: meshes of one grid, at different first ranks."""
 
     spec: Spec
-    grid: Grid | None  # of one copy of the mesh; None where each rank has the whole tensor
-    firsts: set[int] = field(default_factory=set)  # the ranks at which the copies begin
-    # Digests of the contents in which the ranks have the tensor.
-    given: list[str] = field(default_factory=list)
-    right_to_left: bool = False  # as of `Sharding`
+    grid: Grid | None  # of each mesh; None if each rank has the whole tensor
+    firsts: set[int] = field(default_factory=set)  # of the meshes; without a grid, all the ranks
+    # Digests of the `Content`s that list the tensor.
+    digests: list[str] = field(default_factory=list)
+    right_to_left: bool = False  # as in `Sharding`
 
     def ranks(self) -> list[int]:
-        """Return the ranks of all copies. O(ranks)."""
+        """Return the ranks of all these meshes. O(ranks)."""
         if self.grid is None or self.grid.ranks is not None:
             return sorted(self.firsts) if self.grid is None else list(self.grid.ranks or ())
         positions = self.grid.layout.collapse()
@@ -128,9 +128,9 @@ class _Group:
         return [first + offset for first in sorted(self.firsts) for offset in offsets]
 
     def shards(self, dim: int) -> tuple[Tensor, Tensor, list[dict[int, int]]]:
-        """Return of each element in the window its shard's number and its place there; the shards.
+        """Return, for a dimension, each element's shard number and index in it, and all shards.
 
-        A shard is the coordinates of its ranks, by axis.
+        The elements are those of the window. A shard is given by its coordinates, by axis.
         """
         (start, length), size = self.spec.window[dim], self.spec.shape[dim]
         sizes = () if self.grid is None else self.grid.layout.shape
@@ -144,14 +144,14 @@ class _Group:
         splits = [("no dimension", f"dimension {dim}")[dim >= 0] for dim in dims]
         strides = f", with split factors {factors}" if max(factors, default=1) > 1 else ""
         part = f"elements {window} of a {dtype} of shape {shape}"
-        return f"{part}, split by the axes of the mesh along {splits}{strides}"
+        return f"{part}, split along {splits} by the mesh's axes{strides}"
 
 
 def _groups_of(
     side: str, described: Mapping[int, Description], contents: Mapping[str, Any]
 ) -> dict[str, list[_Group]]:
-    """Return by name the ways in which ranks lay a tensor out, that of the first rank first."""
-    members = defaultdict[str, dict[int, list[int]]](dict)  # first ranks by content and rank
+    """Return by name the groups of ranks that shard a tensor alike, by their lowest first rank."""
+    members = defaultdict[str, dict[int, list[int]]](dict)  # `firsts` by digest of content and rank
     orders: set[str] = set()
     for rank, description in described.items():
         if has := description.sides.get(side):
@@ -162,8 +162,9 @@ def _groups_of(
     )
     if both := sorted(right_to_left & left_to_right):
         raise RuntimeError(
-            f"Reshard: the local tensors of {side} {both[0]!r} on different ranks have shapes that "
-            "no one way of splitting it gives. Split it by the same placements on all of them."
+            f"Reshard: ranks have split {side} {both[0]!r} in different orders: the local shapes "
+            "fit FSDP2 on some ranks and distribute_tensor on others. All ranks must split it the "
+            "same way."
         )
     found: dict[str, dict[Any, _Group]] = {}
     for digest, ranks in members.items():
@@ -174,7 +175,7 @@ def _groups_of(
             key = (spec._replace(mesh=0), grid)
             group = found.setdefault(name, {}).setdefault(key, _Group(spec, grid))
             group.firsts.update(ranks if grid is None else firsts[spec.mesh])
-            group.given.append(digest)
+            group.digests.append(digest)
             group.right_to_left = name in right_to_left
     groups = {
         name: sorted(alike.values(), key=lambda group: min(group.firsts))
@@ -189,31 +190,32 @@ def _check_names(side: str, names: Iterable[str], other: str, known: Iterable[st
         shown = ", ".join(map(repr, lacking[:_N_NAMED]))
         more = f" and {len(lacking) - _N_NAMED} more" if len(lacking) > _N_NAMED else ""
         near = get_close_matches(lacking[0], known, n=1)
-        hint = f" (near {lacking[0]!r}, it has {near[0]!r})" if near else ""
+        hint = f" (the {other} has {near[0]!r}, a similar name)" if near else ""
         raise ValueError(
             f"Reshard: the {other} has no tensor named {shown}{more}, which the {side} has{hint}. "
-            "Both sides need the same names: leave out what does not move, and give rename= where "
-            "names differ."
+            "Both sides must have the same names: leave out what does not move, and pass rename= "
+            "where names differ."
         )
 
 
 def _check_all_have(
     side: str, groups: Mapping[str, Iterable[_Group]], members: Mapping[str, Iterable[int]]
 ) -> None:
-    """Check that all ranks of a mesh give a tensor alike, if one of them does."""
+    """Check that if one rank of a mesh passes a tensor, all its ranks pass it in the same way."""
     checked = set()
     for name, alike in groups.items():
         for group in alike:
-            key = (group.grid, frozenset(group.firsts), tuple(group.given))
+            key = (group.grid, frozenset(group.firsts), tuple(group.digests))
             if group.grid is None or key in checked:
                 continue
             checked.add(key)
-            have = {rank for digest in group.given for rank in members[digest]}
+            have = {rank for digest in group.digests for rank in members[digest]}
             if lacking := set(group.ranks()) - have:
                 raise ValueError(
-                    f"Reshard: {side} {name!r} is on a mesh of which {in_words(have)} gave it as "
-                    f"{group}, and {in_words(lacking)} did not. All ranks of a mesh give the same "
-                    "tensors, of one shape, dtype and placements, and are among ranks=."
+                    f"Reshard: {side} {name!r} is not the same on all ranks of its mesh: "
+                    f"{in_words(have)} passed {group}; {in_words(lacking)} did not. All ranks of a "
+                    "mesh must pass the same tensors, with the same shape, dtype and placements, "
+                    "and must be among ranks=."
                 )
 
 
@@ -222,13 +224,13 @@ def _wire_dtype(name: str, source: str, target: str) -> torch.dtype:
     if not torch.can_cast(of_source, of_target):
         raise ValueError(
             f"Reshard: {name!r} is {source} in the source and {target} in the target, which cannot "
-            "hold its values. Cast one of them before."
+            "hold its values. Cast one of them first."
         )
     return min(of_source, of_target, key=lambda dtype: dtype.itemsize)  # type: ignore[no-any-return]
 
 
 class _HoldersList:
-    """The holders of all tensors, each once."""
+    """List of the distinct sets of ranks that hold tensors."""
 
     def __init__(self) -> None:
         self.all: list[Holders] = []
@@ -236,23 +238,23 @@ class _HoldersList:
         self._known: dict[Any, int] = {}
 
     def sharding(self, group: _Group, at: Mapping[int, int]) -> Sharding:
-        """Return how a group lays a tensor out, on its ranks at coordinates along some axes."""
-        copies = (group.grid, tuple(sorted(group.firsts)))
-        key = (*copies, tuple(sorted(at.items())))
+        """Return the sharding over the ranks of a group that have these coordinates, by axis."""
+        meshes = (group.grid, tuple(sorted(group.firsts)))
+        key = (*meshes, tuple(sorted(at.items())))
         if key not in self._known:
-            if copies not in self._ranks:
+            if meshes not in self._ranks:
                 shape = () if group.grid is None else group.grid.layout.shape
                 is_listed = group.grid is not None and group.grid.ranks is not None
                 rows = Layout.from_shape((1 if is_listed else len(group.firsts), *shape))
-                self._ranks[copies] = RankMap.from_ranks(group.ranks()), rows
-            rank_map, axes = self._ranks[copies]
+                self._ranks[meshes] = RankMap.from_ranks(group.ranks()), rows
+            rank_map, axes = self._ranks[meshes]
             base = sum(axes[axis + 1](coordinate) for axis, coordinate in at.items())
             others = [index for index in range(len(axes)) if index - 1 not in at]
             self._known[key] = len(self.all)
             self.all.append(Holders(rank_map, base, axes.select(others)))
         spec = group.spec
         others = [axis for axis in range(len(spec.dims)) if axis not in at]
-        # The first axis is that of the copies, which hold the same.
+        # The first axis goes over the meshes, which all hold the same tensor.
         dims = (-1, *(spec.dims[axis] for axis in others))
         factors = (1, *(spec.factors[axis] for axis in others))
         return Sharding(self._known[key], dims, factors, group.right_to_left)
@@ -261,10 +263,10 @@ class _HoldersList:
 def _boxes(
     name: str, dtype: torch.dtype, source: _Group, target: _Group, holders: _HoldersList
 ) -> Iterator[Transfer]:
-    """Yield the transfers of one tensor: one, but for pieces of a dimension that is split.
+    """Yield the transfers of one tensor: one, or for a piece of a sharded dimension, several.
 
-    Such a piece is cut where it goes over from one shard to the next, on either side: the planner
-    knows tensors that begin where their first shard does.
+    Such a piece is cut wherever a shard of either side ends: the core's planner takes only tensors
+    that begin where their first shard begins.
     """
     sides, shape = (source, target), [length for _, length in source.spec.window]
     cut = [
@@ -286,18 +288,15 @@ def _boxes(
 
 
 class _Span(NamedTuple):
-    """Elements of a piece along a dimension, which on both sides are in one shard each.
-
-    `at` is for either side the first element in its shard, and the coordinates of the shard.
-    """
+    """Elements of a piece along a dimension that lie in one shard on each side."""
 
     length: int
-    at: list[tuple[int, dict[int, int]]]
+    at: list[tuple[int, dict[int, int]]]  # for each side: first element in its shard, coordinates
 
 
-@compat.untraced()  # also where a mode is active that makes no real tensors
+@compat.untraced()  # real tensors, even if FakeTensorMode is active
 def _spans(source: _Group, target: _Group, dim: int) -> list[_Span]:
-    """Cut a piece along one dimension."""
+    """Cut a piece along one dimension, where a shard of either side ends."""
     sides = [group.shards(dim) for group in (source, target)]
     one, other = ((of.diff() != 0) | (places.diff() != 1) for of, places, _ in sides)
     ends, size = (one | other).nonzero().flatten() + 1, len(sides[0][0])
@@ -311,9 +310,10 @@ def _spans(source: _Group, target: _Group, dim: int) -> list[_Span]:
 def _shards(
     size: int, splits: tuple[tuple[int, int, int], ...], right_to_left: bool
 ) -> tuple[Tensor, Tensor, list[dict[int, int]]]:
-    """Return which shard has each element of a dimension, and where; see `csrc/reshard/spans.h`.
+    """Return each element's shard number and index in the shard, and each shard's coordinates.
 
-    Splits are an axis, its size and its split factor each, in the order of the axes.
+    Each split is an axis, its size and its split factor, in the order of the axes;
+    `csrc/reshard/spans.h` explains them.
     """
     ordered = list(splits)
     if right_to_left:
@@ -355,20 +355,20 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Messages and copies of one rank in a run."""
+    """Messages and local copies of one rank in a run."""
 
     transfers: list[Transfer]  # of all ranks
-    # By side, what each transfer reads or writes here.
+    # For each side, what each transfer reads or writes on this rank: tensor's name and part.
     parts: dict[str, list[tuple[str, Narrow] | None]]
-    steps: list[Step]  # in the order in which all ranks take them
-    n_buffers: int  # steps that are under way at once; each has a buffer for each direction
+    steps: list[Step]  # in the order in which all ranks exchange them
+    n_buffers: int  # steps at once; each has one buffer to send and one to receive
     sent_bytes: int  # length of the longest message that this rank sends
     received_bytes: int  # length of the longest message that this rank receives
     _boxes: list[int]
     _kept: list[int]
 
     def boxes(self, message: Message) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Yield a message's boxes: transfer, first byte in the message, start, and extents."""
+        """Yield a message's boxes: transfer, first byte in the message, starts, extents."""
         numbers, at = self._boxes, message.boxes_at
         for _ in range(message.n_boxes):
             transfer, first_byte, n = numbers[at : at + 3]
@@ -378,7 +378,7 @@ class Plan:
             at = middle + n
 
     def kept(self) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
-        """Yield the copies on this rank: transfer, starts in source and target, and extents."""
+        """Yield the local copies: transfer, starts in the source, starts in the target, extents."""
         numbers, at = self._kept, 0
         while at < len(numbers):
             transfer, n = numbers[at : at + 2]
@@ -395,7 +395,7 @@ def plan_of(
     node_size: int = 1,
     node_of_rank: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan a run of one rank. Costs what it has to do with, however many ranks there are.
+    """Plan a run for one rank. The cost depends on its own shards and peers, not on all ranks.
 
     Nodes are blocks of `node_size` ranks, or those in `node_of_rank`.
     """
@@ -426,12 +426,12 @@ class Traffic:
 
     Attributes:
         rank: the rank.
-        sent: bytes by the rank they go to.
-        received: bytes by the rank they come from.
-        kept: bytes that this rank has already and copies.
-        lower_bound: bytes that this rank has to receive, whoever sends them.
-        staging: bytes of memory for messages while a run is under way, at most.
-        rounds: messages that this rank sends or receives, one after the other.
+        sent: bytes sent to each rank.
+        received: bytes received from each rank.
+        kept: bytes of targets that this rank already has in its sources, and copies locally.
+        lower_bound: bytes that this rank must receive in any plan.
+        staging: bytes of memory for messages during a run, at most.
+        rounds: number of steps, one after the other, in which this rank sends or receives.
     """
 
     def __init__(self, plan: Plan, rank: int, target_bytes: int) -> None:
@@ -451,7 +451,7 @@ class Traffic:
         self.rounds = len(plan.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data."""
+        """Return the attributes as a dict of plain data."""
         return dict(vars(self))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The process group of one move, in which its ranks exchange what they have and begin each run."""
+"""The process group of a move: its ranks exchange descriptions and begin each run over it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ _Answer = TypeVar("_Answer")
 
 
 class MoveGroup:
-    """A process group of one move's own, so that it never queues behind other collectives.
+    """The process group of one move.
 
-    All of its ranks create it together, and all of them close it. Over a connection, it is the
-    connection's, which stays, and ranks are those of the connection.
+    Each move has its own, so it never queues behind other collectives; its ranks create and close
+    it together. A move over a connection uses the connection's group and ranks instead, and leaves
+    it open.
 
     Args:
-        function: what the user called, for messages.
-        name: of the move. All ranks give the same.
+        function: the function that the user called, for messages.
+        name: name of the move, the same on all ranks.
         ranks: global ranks of the group; by default all ranks of the default group.
-        timeout: of group creation and of every collective; by default that of the default group.
-        connection: whose processes move tensors, if these are in several worlds.
+        timeout: for creating the group and for each collective; by default the default group's.
+        connection: the connection, for tensors in several worlds.
 
     Attributes:
-        label: the function and the name.
-        ranks: global ranks, ascending.
-        rank: this process's global rank.
-        world_size: number of ranks that a mesh could have.
-        connection: see above.
+        label: the function and the name, for messages.
+        ranks: global ranks, ascending; with a connection, its ranks.
+        rank: this process's rank, in the same numbering.
+        world_size: number of ranks in the world or connection.
+        connection: the connection, or None.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MoveGroup:
         if not isinstance(connection, Connection):
             raise TypeError(
                 f"{function}(group={connection!r:.80}) of type {type(connection).__name__}: give "
-                "what meshverse.connect() returns. Moves in one world make a group of their own."
+                "what meshverse.connect() returns. A move within one world needs no group=."
             )
         if ranks is not None or timeout is not None:
             raise ValueError(
@@ -81,14 +82,14 @@ class MoveGroup:
         self.ranks = _read_ranks(function, ranks, self.rank)
         is_timeout = isinstance(timeout, timedelta) and timeout > timedelta(0)
         self._wrong = "" if is_timeout or timeout is None else f"timeout={timeout!r}"
-        # The lowest number that no open move of these ranks and this name has. It isolates the
-        # groups of moves that are open at the same time, which are the same on all ranks. A number
-        # of all builds would not be, as builds may fail on some ranks only.
+        # The lowest number that no open move of these ranks and this name has isolates its group
+        # from theirs. It is the same on all ranks, as they open and close the same moves. A count
+        # of builds would not be, as a build may fail on some ranks only.
         with _lock:
             keys = ((self.rank, self.ranks, name, number) for number in itertools.count())
             key = next(key for key in keys if key not in _open or not _open[key].is_open())
             self._key, _open[key] = key, self
-        # The type of device that the default group is for, the CPU if it is among several.
+        # The default group's device type; the CPU, if it has several and that is one of them.
         types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
         try:
             with compat.untraced():
@@ -99,7 +100,7 @@ class MoveGroup:
                     ranks=list(self.ranks),
                     isolate=f"reshard {key[-1]} {name}".rstrip(),
                     timeout=timeout if is_timeout else None,
-                    check_consistency=False,  # a mismatch of meshes is final, one of moves is not
+                    check_consistency=False,  # its errors are final, a move's are not
                 )
         except BaseException as error:
             self.close()
@@ -107,12 +108,12 @@ class MoveGroup:
                 raise
             raise RuntimeError(
                 f"{self.label}: {in_words(self.ranks)} could not create the process group of this "
-                f"move. All of these ranks call it; give ranks= if other ranks do. {error}"
+                f"move. All these ranks must call it; if others do, pass them as ranks=. {error}"
             ) from error
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Who keeps it keeps the port of the default group's store open."""
+        """The process group. While referenced, it keeps the default group's store open."""
         if self.connection is not None:
             return self.connection.group
         if self._mesh is None:
@@ -131,15 +132,15 @@ class MoveGroup:
             return False
 
     def gather(self, describe: Callable[[], _Answer]) -> list[_Answer]:
-        """Return what a function returns on each rank; if it raises on one of them, all raise.
+        """Return a function's results from all ranks; if it raises on one of them, all raise.
 
-        Where it raised on another rank, or a rank has ended, that is a RuntimeError.
+        A rank on which it did not raise, or whose peer has ended, raises a RuntimeError.
         """
         answer: Any = None
         error: Exception | None = None
         try:
             if self._wrong:
-                raise ValueError(f"{self._wrong}: give a timedelta above 0, or None.")
+                raise ValueError(f"{self._wrong} must be a timedelta above 0, or None.")
             answer = describe()
         except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
             error = caught
@@ -159,7 +160,7 @@ class MoveGroup:
     def share(
         self, own: Mapping[str, _Answer], digests: Sequence[Iterable[str]]
     ) -> dict[str, _Answer]:
-        """Return the contents that ranks have, by digest; the first rank that has one sends it."""
+        """Return the data of all ranks by digest; the first rank that has a datum broadcasts it."""
         found, owners = dict(own), defaultdict[str, list[int]](list)
         for rank, theirs in zip(self.ranks, digests, strict=True):
             for digest in theirs:
@@ -173,18 +174,18 @@ class MoveGroup:
 
     def _collective(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         try:
-            with compat.untraced():  # also where a mode is active that makes no real tensors
+            with compat.untraced():  # real tensors, even if FakeTensorMode is active
                 collective(*arguments, group=self.group, **named)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.label}: a rank has ended or failed before all had exchanged what they "
-                f"have: {error}"
+                f"{self.label}: a rank ended or failed before all ranks had exchanged their "
+                f"descriptions: {error}"
             ) from error
 
     def find_reason(self, reason: str, device: torch.device) -> tuple[int, str]:
-        """Return a rank that gives a reason not to go on, and its reason; (-1, "") if none does.
+        """Return the highest rank with a reason not to run, and its reason; (-1, "") if none has.
 
-        Costs one all-reduce of a number where no rank gives a reason.
+        Costs one all-reduce of a number, and a broadcast if there is a reason.
         """
         with compat.untraced():
             highest = torch.tensor(self.rank if reason else -1, device=device)
@@ -196,7 +197,7 @@ class MoveGroup:
         return rank, reasons[0]
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Use the group alone; RuntimeError if another move of this process uses it."""
+        """Return a context that uses the group alone; it raises if another move here uses it."""
         return contextlib.nullcontext() if self.connection is None else self.connection.in_use()
 
     def close(self) -> None:
@@ -209,7 +210,7 @@ class MoveGroup:
             mesh.universe.destroy()
 
 
-# Those that were not closed, by this rank, all ranks, name and number; and what protects them.
+# Groups that are not closed, by this rank, all ranks, name and number. `_lock` protects them.
 _open: dict[tuple[int, tuple[int, ...], str, int], MoveGroup] = {}
 _lock = threading.Lock()
 
@@ -217,11 +218,11 @@ _lock = threading.Lock()
 def _read_ranks(function: str, ranks: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     given = list(range(dist.get_world_size()) if ranks is None else ranks)
     if not all(hasattr(each, "__index__") for each in given):
-        raise ValueError(f"{function}(ranks={given!r:.80}): give global ranks, as ints.")
+        raise ValueError(f"{function}(ranks={given!r:.80}): these must be global ranks (ints).")
     if rank not in given:
         raise ValueError(
             f"{function}(ranks={given!r:.80}) is called by rank {rank}, which is not among them. "
-            "Call it on these ranks only, or give all ranks that call it."
+            "Call it on these ranks only, or list all ranks that call it."
         )
     return tuple(sorted(given))
 

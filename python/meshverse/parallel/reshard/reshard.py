@@ -1,4 +1,4 @@
-"""`Reshard`: tensors move to the ranks that want them. `redistribute`: one DTensor does."""
+"""`Reshard` moves tensors between meshes of any ranks; `redistribute` moves one DTensor."""
 
 from __future__ import annotations
 
@@ -38,55 +38,58 @@ Tensors = Mapping[str, Tensor | Piece]
 
 _MIB = 1 << 20
 _FAKING = (
-    "FakeTensorMode is active, under which tensors have no data to move. Call it outside, or "
-    "compile what is around it."
+    "FakeTensorMode is active, so tensors have no data to move. Call the move outside this mode; "
+    "compile only the code around it."
 )
 _UNTOUCHED = "Nothing was sent, and the targets are as they were."
 _TORN = "Each element of the targets has its old value or its new one."
-_CURE = "Build the move again, after init_process_group() if ranks have ended, and run it."
+_CURE = (
+    "Build the move again, and run that. If a rank has ended, create a new default process group "
+    "first."
+)
 
 
 class Reshard:
     """Moves tensors from any mesh to any other, as often as wanted.
 
-    All `ranks` build it together, call it together and close it together. The ranks of the two
-    sides may be the same, others, or overlap, in one default process group. Shapes and placements
-    are exchanged once, when it is built. A run begins with one all-reduce of a number; then only
-    data is exchanged. The move has a process group of its own, so that it never queues behind a
-    model's collectives. A rank receives every element of its targets once, and not at all what it
-    has already; among ranks that have the same, senders are on the receiver's node if possible,
-    and send equally much.
+    All `ranks` build it together, call it together and close it together. The two sides may have
+    the same ranks, some in common, or none, in one default process group; with `group`, in several
+    worlds. Shapes and placements are exchanged once, when the move is built. A run begins with one
+    all-reduce of a number; then only data is exchanged. The move has its own process group, so it
+    never queues behind a model's collectives. A rank receives each element of its targets once, and
+    none that it already has. If several ranks have an element, one on the receiver's node sends it
+    where possible, and these senders send about equally much.
 
     Args:
-        source: tensors by name, to be read; None on ranks that have no part in this side. DTensors
-            with any of `Replicate`, `Shard` and FSDP2's strided placements, on any meshes; plain
-            tensors are whole on every rank that gives them.
-        target: tensors by name, to be written in place; None on ranks that have no part in it. They
-            may be views, such as one third of a fused weight, and of another dtype. A `Piece` is a
-            part of a tensor, on either side.
-        rename: what sources are called in the target: by name, or a function of the name. Names
-            that it lacks stay.
-        name: of this move, for messages. Threads that build moves of the same ranks at the same
-            time give each its own.
+        source: tensors to read, by name; None on ranks that are not on this side. DTensors may have
+            `Replicate`, `Shard` and FSDP2's strided placements, on any meshes. A plain tensor is
+            whole on every rank that passes it.
+        target: tensors to write in place, by name; None on ranks that are not on this side. They
+            may be views, such as one third of a fused weight, and may have another dtype. On either
+            side, a `Piece` is a part of a tensor.
+        rename: the sources' names in the target: a dict, or a function of the name. Names that the
+            dict lacks stay.
+        name: name of this move in messages. Threads that build moves of the same ranks at the same
+            time must pass a different name for each.
         ranks: global ranks that call it; by default all ranks of the default group.
         buffer_bytes: memory for messages on each rank, at most. The same on all ranks.
         topology: which node each rank is on; by default nodes are blocks of `LOCAL_WORLD_SIZE`
             ranks.
         timeout: how long to wait for other ranks, here and in each run; by default that of the
             default process group. The same on all ranks.
-        group: what `meshverse.connect` returned, to move tensors between worlds. All processes of
-            the connection call this, each with tensors on meshes of its own world, and `ranks`,
-            timeouts and peers are those of the connection. One move at a time runs over it.
+        group: the `Connection` that `meshverse.connect` returned, to move tensors between worlds.
+            All its processes call this, each with tensors on meshes of its own world. `ranks`,
+            timeout and peers are the connection's. It runs one move at a time.
 
     Attributes:
-        ranks: global ranks that call it, ascending; with `group`, those of the connection.
+        ranks: global ranks that call it, ascending; with `group`, the connection's ranks.
 
     Raises:
-        TypeError: no dict of tensors, or tensors of a kind that cannot be moved.
-        ValueError: this rank is not among `ranks`; a `Partial` or unknown placement; names that
-            one side lacks, shapes that differ, dtypes that cannot be cast; sources and targets
-            that overlap in memory.
-        RuntimeError: a rank did not join in time, or raised one of these: all ranks raise.
+        TypeError: a side is not a dict of tensors, or a tensor is of a kind that cannot be moved.
+        ValueError: this rank is not among `ranks`; a placement is `Partial` or unknown; one side
+            lacks a name; shapes disagree; a dtype cannot be cast; sources and targets overlap in
+            memory.
+        RuntimeError: a rank did not join in time, or raised one of these errors: all ranks raise.
 
     Example:
         >>> move = Reshard(trainer, generator)  # doctest: +SKIP
@@ -115,7 +118,7 @@ class Reshard:
 
     @classmethod
     def _over(cls, group: MoveGroup, read: Callable[[], dict[str, Side | None]]) -> Self:
-        """Build a move over a group that its ranks have created."""
+        """Build a move over a group that exists already."""
         move = cls.__new__(cls)
         move._build(group, read)
         return move
@@ -157,7 +160,7 @@ class Reshard:
         own = described[self._group.rank]
         _check_settings(described, contents)
         node_sizes = {each.node_size for each in described.values()}
-        node_size = own.node_size if len(node_sizes) == 1 else 1  # else only a topology tells
+        node_size = own.node_size if len(node_sizes) == 1 else 1  # nodes of unequal size: unknown
         transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
         ranks = self._group.rank, self._group.world_size
         self._plan = plan_of(transfers, *ranks, own.buffer_bytes, *nodes)
@@ -173,16 +176,18 @@ class Reshard:
         self._wanted_bytes = self._exchange.wanted_bytes
 
     def __call__(self, *, async_op: bool = False) -> ReshardWork | None:
-        """Copy what the sources have now into the targets, in place. All `ranks` call it.
+        """Copy the sources' current values into the targets, in place. All `ranks` call it.
 
         With `async_op`, return a handle at once: sources must not be changed, nor targets used,
         until its `wait()` returns.
 
         Raises:
-            RuntimeError: before anything is sent: a tensor has another layout than when this was
-                built, on whichever rank; a rank did not call it in time; the last run has not been
-                waited for; `close()` was called. Or while data is exchanged: a rank has ended, or
-                is too late. Then each element of the targets has its old value or its new one.
+            RuntimeError: before anything is sent: on any rank, a tensor's layout is not the one
+                that the move was built for (with the old layout back, the move runs again); the
+                last run is still under way; `close()` was called; a rank did not call in time. Or
+                while data is exchanged: a rank has ended, or is too late. Then each element of the
+                targets has its old value or its new one. After a late or ended rank, the move
+                cannot run again.
         """
         with self._lock:
             if self._last is not None and not self._last.is_completed():
@@ -223,7 +228,7 @@ class Reshard:
 
     @contextlib.contextmanager
     def _breaking(self, what: str, state: str) -> Iterator[None]:
-        """Refuse all later runs after an error inside: they would read what is left of this one."""
+        """Refuse all later runs after an error inside: they would receive leftovers of this one."""
         try:
             yield
         except BaseException as error:
@@ -235,18 +240,18 @@ class Reshard:
             raise  # an interrupt stays one
 
     def explain(self) -> Traffic:
-        """Return what this rank sends, receives and keeps in each run. Prints as a table."""
+        """Return the bytes that this rank sends, receives and keeps in each run, as a table."""
         return Traffic(self._plan, self._group.rank, self._wanted_bytes)
 
     def close(self) -> None:
-        """Free the process group of this move. All its ranks call it; none runs it afterwards.
+        """Free the process group of this move, which cannot run afterwards. All its ranks call it.
 
         A connection stays open.
         """
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
-        self._why_broken = self._why_broken or "Reshard: close() was called. Build it again."
+        self._why_broken = self._why_broken or "Reshard: close() was called. Build the move again."
         self._exchange, self._last, self._sides, self._contents = None, None, {}, {}
         self._group.close()
 
@@ -254,7 +259,7 @@ class Reshard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an error the other ranks may not come here
+        if kind is None:  # after an error, other ranks may never call close()
             self.close()
 
     def __repr__(self) -> str:
@@ -265,7 +270,7 @@ class Reshard:
 def read_sides(
     source: Tensors | None, target: Tensors | None, connection: Connection | None = None
 ) -> dict[str, Side | None]:
-    """Return both sides, as `read_side` reads them."""
+    """Read both sides of this rank, each with `read_side`."""
     given = {"source": source, "target": target}
     rank_of = None if connection is None else connection.rank_of
     return {name: read_side(tensors, name, rank_of) for name, tensors in given.items()}
@@ -290,10 +295,10 @@ def _check_settings(described: Mapping[int, Description], contents: Mapping[str,
 
 
 class ReshardWork:
-    """A run that is under way, as `Reshard(...)(async_op=True)` gives it."""
+    """Handle of a run: calling a `Reshard` with `async_op=True` returns it."""
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
-        """Run something in a thread, on a stream of its own where the device has streams."""
+        """Start the run in a thread, on its own stream if the device has streams."""
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._begun = self._ready = None if device.type == "cpu" else torch.Event(device=device)
@@ -320,21 +325,21 @@ class ReshardWork:
             self._done.set()
 
     def is_completed(self) -> bool:
-        """Whether the run has ended, well or not. Does not wait."""
+        """Whether the run has ended, with or without an error. Does not wait."""
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until the targets have the new values.
 
         Args:
-            timeout: how long at most; by default until the run ends, which its own timeout bounds.
+            timeout: how long to wait; by default until the run ends, which has its own timeout.
 
         Raises:
-            TimeoutError: it is still under way. It goes on.
-            RuntimeError: the run failed; the message says in which condition the targets are.
+            TimeoutError: the run is still under way, and goes on.
+            RuntimeError: the run failed; the message says which values the targets have.
         """
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"The move is still under way after {timeout}. It goes on.")
+            raise TimeoutError(f"The run is still under way after {timeout}. It goes on.")
         if self._error is not None:
             raise self._error
         if self._ready is not None:
@@ -350,28 +355,31 @@ def redistribute(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,
 ) -> DTensor:
-    """Return a DTensor with the same values on any mesh. On its own mesh: DTensor's `redistribute`.
+    """Return a DTensor with the same values on another mesh, of any ranks.
 
-    All `ranks` call it. For several tensors, or more than once, build a `Reshard`. A rank that is
-    given something wrong raises what it is; the other ranks raise a RuntimeError with its text.
+    All `ranks` call it. On the tensor's own mesh it calls DTensor's `redistribute`. To move several
+    tensors, or to move them repeatedly, build a `Reshard`. If one rank's arguments are wrong, that
+    rank raises the error, and the other ranks raise a RuntimeError with its text.
 
     Args:
         dtensor: the tensor; None on ranks that are not in its mesh.
-        mesh: to have it on.
-        placements: one for each axis of the mesh: `Replicate` or `Shard`.
-        name: as of `Reshard`.
+        mesh: the mesh of the result.
+        placements: for each axis of the mesh, `Replicate` or `Shard`.
+        name: as in `Reshard`.
         ranks: global ranks that call it, those of both meshes among them; by default all ranks of
             the default group.
         timeout: how long to wait for other ranks.
 
     Returns:
-        A DTensor without a gradient's history, unless it stays on its mesh.
+        A DTensor, without autograd history unless it stays on its mesh.
 
     Raises:
-        RuntimeError: the tensor needs a gradient, which does not pass between meshes; other ranks
-            did not join, or cannot take part.
-        TypeError: no DTensor, no mesh, or no placements that can be moved to.
-        ValueError: another number of placements than axes, or a dimension that is not there.
+        RuntimeError: the tensor requires a gradient, which does not pass between meshes; other
+            ranks did not join in time, or raised an error.
+        TypeError: `dtensor` is no DTensor, `mesh` no DeviceMesh, or a placement neither `Replicate`
+            nor `Shard`.
+        ValueError: the number of placements is not the number of axes, or a dimension does not
+            exist.
     """
     if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh:
         return dtensor.redistribute(mesh, placements)
@@ -391,7 +399,7 @@ def redistribute(
     def read() -> dict[str, Side | None]:
         if not found:
             raise ValueError(
-                "redistribute(None, ...) on all ranks. Those of the tensor's mesh give the tensor."
+                "redistribute(None, ...) on all ranks: the ranks of the tensor's mesh must pass it."
             )
         made.append(_empty(mesh, placements, *found[0]))
         source = None if dtensor is None else {"tensor": dtensor.detach()}
@@ -405,11 +413,11 @@ def redistribute(
 def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> None:
     if dtensor is not None and not isinstance(dtensor, DTensor):
         raise TypeError(
-            f"redistribute({type(dtensor).__name__}, ...): give a DTensor, as of "
-            "distribute_tensor, or None on ranks that are not in its mesh."
+            f"redistribute({type(dtensor).__name__}, ...): give a DTensor, as distribute_tensor() "
+            "returns, or None on ranks that are not in its mesh."
         )
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"redistribute to {type(mesh).__name__}: give a DeviceMesh.")
+        raise TypeError(f"redistribute to a {type(mesh).__name__}: give a meshverse.DeviceMesh.")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
@@ -434,7 +442,7 @@ def _empty(
                 f"redistribute to {placement}: a tensor of shape {tuple(shape)} has no such "
                 "dimension."
             )
-    local_shape: Sequence[int] = (0,)  # as torch's, on ranks that are not in the mesh
+    local_shape: Sequence[int] = (0,)  # of torch's DTensors too, on ranks outside the mesh
     if mesh.get_coordinate() is not None:
         dims = [each.dim % len(shape) if isinstance(each, Shard) else -1 for each in placements]
         at = shard_coordinates(mesh)

@@ -1,4 +1,4 @@
-"""Tensors of one side, as one rank has them: read from the user, and described to other ranks."""
+"""Tensors of one side of a move on one rank: checked, and described to the other ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Window = tuple[tuple[int, int], ...]  # by dimension: start and length
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements `start` to `start + length` of a tensor along one dimension, read or written there.
+    """A part of a tensor: `length` elements from `start` along one dimension.
 
-    A slice of a DTensor that is split along the dimension is a copy; this is the tensor's memory,
-    wherever the elements are.
+    A slice of a DTensor along a sharded dimension is a copy. A piece stands for the tensor's own
+    memory, on whichever ranks it is: a move reads or writes it in place.
 
     Args:
         tensor: a DTensor, a plain tensor, or another piece.
-        dim: the dimension, of the whole tensor; negative ones count from the end.
-        start: the first element, in the whole tensor or the other piece.
-        length: how many.
+        dim: the dimension; a negative one counts from the end.
+        start: the first element, counted in `tensor`.
+        length: the number of elements.
 
     Example:
         >>> from torch import zeros
@@ -50,17 +50,17 @@ class Piece:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, (Tensor, Piece)):
             raise TypeError(
-                f"Piece({type(self.tensor).__name__}, ...): give a DTensor, a tensor or a Piece."
+                f"Piece({type(self.tensor).__name__}, ...): give a DTensor, plain tensor or Piece."
             )
         shape = tuple(self.tensor.shape)
         for name in ("dim", "start", "length"):
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         if not -len(shape) <= self.dim < len(shape):
-            raise IndexError(f"{self!r}: a tensor of shape {shape} has no such dimension.")
+            raise IndexError(f"{self!r}: the tensor has no such dimension.")
         object.__setattr__(self, "dim", self.dim % len(shape))
         last = shape[self.dim] - 1
         if self.start < 0 or self.length < 0 or self.start + self.length > last + 1:
-            raise IndexError(f"{self!r}: dimension {self.dim} has elements 0 to {last}.")
+            raise IndexError(f"{self!r} must be within elements 0 to {last} of its dimension.")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Piece:
 
     @property
     def whole(self) -> Tensor:
-        """The tensor that it is a piece of, also where it is a piece of another piece."""
+        """The tensor itself, also for a piece of another piece."""
         return self.tensor.whole if isinstance(self.tensor, Piece) else self.tensor
 
     @property
@@ -96,10 +96,13 @@ _LEAST_BUFFER_BYTES = 1024  # for the messages of two rounds
 
 
 class Grid(NamedTuple):
-    """The ranks of a mesh, from its first one on."""
+    """The ranks of a mesh relative to its first one, or a list of them.
 
-    layout: Layout  # of the axes, over ranks; over `ranks` if given
-    ranks: tuple[int, ...] | None = None  # row-major, where they follow no arithmetic
+    Meshes whose ranks are evenly spaced in the same way have equal grids.
+    """
+
+    layout: Layout  # sizes and strides of the axes: in ranks, or in indices of `ranks` if not None
+    ranks: tuple[int, ...] | None = None  # row-major, if constant strides cannot describe them
 
 
 class Spec(NamedTuple):
@@ -108,10 +111,10 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     window: Window  # start and length by dimension of the piece that moves, or of the whole tensor
-    # Number of its mesh among those of the side; -1 for a plain tensor, which is whole.
+    # Index of its mesh among the side's `grids`; -1 for a plain tensor, which is whole.
     mesh: int = -1
-    dims: tuple[int, ...] = ()  # by axis of the mesh, the dimension that it splits, or -1
-    factors: tuple[int, ...] = ()  # by axis, the split factor of a `_StridedShard`, else 1
+    dims: tuple[int, ...] = ()  # for each axis of the mesh, the dimension that it splits, or -1
+    factors: tuple[int, ...] = ()  # for each axis, the split factor of a `_StridedShard`, else 1
 
 
 class Content(NamedTuple):
@@ -128,26 +131,26 @@ class Side:
     specs: dict[str, Spec] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
-    # The ranks at which the meshes in `grids` begin.
+    # The first rank of each mesh in `grids`; 0 for a listed grid.
     firsts: list[int] = field(default_factory=list)
-    # Names of tensors that are split as only FSDP2 splits what is split already.
+    # Names of tensors whose local shape fits only FSDP2's order of splitting: strided splits last.
     right_to_left: list[str] = field(default_factory=list)
-    # Names of those that are split as only `distribute_tensor` splits.
+    # Names of tensors whose local shape fits only the order of `distribute_tensor`.
     left_to_right: list[str] = field(default_factory=list)
 
 
 class SideDescription(NamedTuple):
-    """One side of one rank: digests of contents that other ranks may have too, and `firsts`."""
+    """Description of one side of one rank: digests of data that other ranks may have too."""
 
-    content: str
-    orders: str
-    firsts: list[int]
+    content: str  # digest of `Content`
+    orders: str  # digest of `right_to_left` and `left_to_right`
+    firsts: list[int]  # as in `Side`
 
 
 class Description(NamedTuple):
-    """A few numbers about the tensors and the settings of one rank, which all ranks get."""
+    """Short description of one rank's tensors and settings, which is sent to all ranks."""
 
-    sides: dict[str, SideDescription]  # by "source" and "target", where the rank has tensors
+    sides: dict[str, SideDescription]  # keys "source" and "target", if the rank has tensors there
     device_types: list[str]
     buffer_bytes: int
     node_size: int  # ranks on each node, 1 if that is not known
@@ -155,22 +158,22 @@ class Description(NamedTuple):
 
     @property
     def digests(self) -> set[str]:
-        """Digests of the contents that the rank has."""
+        """Digests of all data that this description refers to."""
         return {self.nodes}.union(*(side[:2] for side in self.sides.values()))
 
 
 def describe(
     sides: Mapping[str, Side | None], buffer_bytes: int, nodes: tuple[int, ...] | None
 ) -> tuple[Description, dict[str, Any]]:
-    """Return the description of this rank, and the contents that it refers to, by digest."""
+    """Return the description of this rank, and the data that it refers to, by digest."""
     if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int):
-        raise TypeError(f"buffer_bytes={buffer_bytes!r}: give an int.")
+        raise TypeError(f"buffer_bytes={buffer_bytes!r} must be an int.")
     if buffer_bytes < _LEAST_BUFFER_BYTES:
-        raise ValueError(f"buffer_bytes={buffer_bytes}: give at least {_LEAST_BUFFER_BYTES}.")
+        raise ValueError(f"buffer_bytes={buffer_bytes} must be at least {_LEAST_BUFFER_BYTES}.")
     contents: dict[str, Any] = {}
 
     def digest(content: object) -> str:
-        # Of the text: pickles of equal objects can differ.
+        # Hash the text: pickles of equal objects can differ.
         found = hashlib.sha256(repr(content).encode()).hexdigest()[:32]
         contents[found] = content
         return found
@@ -189,23 +192,24 @@ def describe(
 
 
 def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
-    """Return the node of each rank, where a topology of this many ranks is given.
+    """Return the node of each rank from a topology of `size` ranks; None without a topology.
 
     Raises:
-        TypeError: it is no topology.
-        ValueError: it has no nodes, or another number of ranks.
+        TypeError: `topology` is not a `Topology`.
+        ValueError: the topology has no level "node", or another number of ranks.
     """
     if topology is None:
         return None
     if not isinstance(topology, Topology):
         raise TypeError(
-            f"topology={topology!r:.80} of type {type(topology).__name__}: give a Topology."
+            f"topology={topology!r:.80} of type {type(topology).__name__} must be a "
+            "meshverse.Topology."
         )
     level = topology.level("node")
     if level is None or topology.world_size != size:
         raise ValueError(
-            f"topology={topology!r} of {topology.world_size} ranks: give one with nodes, of the "
-            f"world's {size} ranks."
+            f"topology={topology!r} of {topology.world_size} ranks must have a level 'node' and "
+            f"all {size} ranks of the world or connection."
         )
     return tuple(level.of_rank.tolist())
 
@@ -213,22 +217,22 @@ def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
 def renamed(
     source: Mapping[str, _Tensor] | None, rename: Rename | None
 ) -> Mapping[str, _Tensor] | None:
-    """Return the sources under their names in the target, each under another."""
+    """Return the sources under their names in the target, which must be distinct."""
     if source is None or rename is None or not isinstance(source, Mapping):
         return source
     if not isinstance(rename, Mapping) and not callable(rename):
         raise TypeError(
-            f"rename={rename!r:.80} of type {type(rename).__name__}: give a dict or a function."
+            f"rename={rename!r:.80} of type {type(rename).__name__} must be a dict or a function."
         )
     old_names: dict[str, str] = {}
     for old in source:
         new = rename(old) if callable(rename) else rename.get(old, old)
         if not isinstance(new, str):
-            raise TypeError(f"rename gives {new!r} for source {old!r}: give a str.")
+            raise TypeError(f"rename gives {new!r} for source {old!r}: it must give a str.")
         if new in old_names:
             raise ValueError(
-                f"rename gives {new!r} for source {old!r} and for {old_names[new]!r}: give every "
-                "source a name of its own."
+                f"rename gives {new!r} for source {old!r} and for {old_names[new]!r}: the new "
+                "names must be distinct."
             )
         old_names[new] = old
     return {new: source[old] for new, old in old_names.items()}
@@ -239,25 +243,25 @@ def read_side(
     what: str,
     rank_of: Callable[[int], int] | None = None,
 ) -> Side | None:
-    """Return the tensors of one side that are on this rank; None where it has no part.
+    """Read and check the tensors of one side that are on this rank; None if there are none.
 
     Args:
-        tensors: by name.
-        what: the side, for messages.
-        rank_of: gives the rank by which others know a rank of this world, if that is another.
+        tensors: the tensors by name, or None.
+        what: "source" or "target", for messages.
+        rank_of: for a connection, maps a rank of this world to its rank in the connection.
     """
     if tensors is None:
         return None
     if not isinstance(tensors, Mapping):
         raise TypeError(
-            f"{what}={tensors!r:.80} of type {type(tensors).__name__}: give a dict of tensors by "
+            f"{what}={tensors!r:.80} of type {type(tensors).__name__} must be a dict of tensors by "
             "name, such as dict(model.named_parameters()), or None."
         )
     side = Side()
     meshes: dict[int, int] = {}  # number by id
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"{what} has the name {name!r} of type {type(name).__name__}: give str")
+            raise TypeError(f"{what} name {name!r} of type {type(name).__name__} must be a str.")
         _add(side, meshes, name, tensor, f"{what} {name!r}")
     if rank_of is not None:
         pairs = [_renumbered(*pair, rank_of) for pair in zip(side.grids, side.firsts, strict=True)]
@@ -266,7 +270,10 @@ def read_side(
 
 
 def _renumbered(grid: Grid, first: int, rank_of: Callable[[int], int]) -> tuple[Grid, int]:
-    """Return a grid and its first rank with every rank under another number."""
+    """Return a grid and its first rank after `rank_of` has renumbered every rank.
+
+    If that adds one constant to all ranks, the grid stays, and only the first rank changes.
+    """
     ranks = grid.ranks
     if ranks is None:
         positions = grid.layout.collapse()
@@ -285,7 +292,7 @@ def _add(side: Side, meshes: dict[int, int], name: str, given: Tensor | Piece, w
     tensor = given.whole if isinstance(given, Piece) else given
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{what} is a {type(tensor).__name__}: give a DTensor, a tensor or a Piece of one."
+            f"{what} is a {type(tensor).__name__}: it must be a DTensor, a plain tensor or a Piece."
         )
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if mesh is not None and mesh.get_coordinate() is None:
@@ -311,7 +318,7 @@ def _add(side: Side, meshes: dict[int, int], name: str, given: Tensor | Piece, w
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this rank, without autograd."""
+    """Return the local tensor on this rank, detached from autograd."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return compat.waited(local)
@@ -320,8 +327,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def _check_kind(tensor: Tensor, what: str) -> None:
     if type(tensor) is not Tensor:
         raise TypeError(
-            f"{what} is a {type(tensor).__name__}, whose data cannot be read as that of a plain "
-            "tensor. Give the tensors it is made of, each under a name of its own."
+            f"{what} is a {type(tensor).__name__}, whose data cannot be read like a plain "
+            "tensor's. Give the plain tensors that it is made of, each under its own name."
         )
     kind = str(tensor.layout) if tensor.layout != torch.strided else ""
     kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else kind
@@ -329,12 +336,12 @@ def _check_kind(tensor: Tensor, what: str) -> None:
     if kind:
         raise TypeError(
             f"{what} is a {kind} tensor: only strided tensors with data can be moved. Convert it "
-            "first, as by to_dense(), dequantize() or to_empty()."
+            "first, for example by to_dense(), dequantize() or to_empty()."
         )
     if not has_memory(tensor):
         raise ValueError(
-            f"{what} has no memory: something has freed it, as FSDP2 does with what it has put "
-            "back into shards. Give the model's parameters of now."
+            f"{what} has no memory: something has freed it, as FSDP2 frees unsharded parameters. "
+            "Give the parameters that the model has now."
         )
 
 
@@ -344,14 +351,14 @@ def _check_is_no_copy(tensor: DTensor, local: Tensor, what: str) -> None:
         return
     if local_tensor(base).untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
         raise ValueError(
-            f"{what} is a copy of what it was sliced from: a slice of a DTensor along a dimension "
-            f"that is split, here of shape {tuple(base.shape)} with placements {base.placements}, "
-            "has memory of its own. Give meshverse.parallel.Piece(tensor, dim, start, length)."
+            f"{what} is a copy of part of a DTensor, of shape {tuple(base.shape)} with placements "
+            f"{base.placements}: slicing along a sharded dimension copies. "
+            "Give meshverse.parallel.Piece(tensor, dim, start, length)."
         )
 
 
 def has_memory(local: Tensor) -> bool:
-    """Whether a tensor's memory is there; FSDP2 frees that of what it has put back into shards."""
+    """Whether a tensor's memory is allocated; FSDP2 frees that of unsharded parameters."""
     return local.untyped_storage().nbytes() > 0 or local.numel() == 0
 
 
@@ -362,9 +369,9 @@ def _split(placement: Placement, tensor: DTensor, what: str) -> tuple[int, int]:
         dim: int = placement.dim  # type: ignore[attr-defined]
         factor = int(getattr(placement, "split_factor", 1))
         return dim % max(tensor.ndim, 1), factor
-    cure = "only Replicate and Shard say which elements a rank has."
+    cure = "it must be Replicate or Shard, which say which elements a rank has."
     if placement.is_partial():
-        cure = "redistribute it to Replicate() or Shard() first, which sums its parts."
+        cure = "redistribute it to Replicate() or Shard() first, which sums the partial values."
     raise ValueError(f"{what} has the placement {placement}, which cannot be moved: {cure}")
 
 
@@ -377,19 +384,19 @@ def _check_local_shape(side: Side, name: str, local: Tensor, what: str) -> None:
         for right_to_left in (False, True)
     ]
     found = tuple(local.shape)
-    # FSDP2 keeps what is empty with other sizes than its placements say.
+    # FSDP2 may keep an empty local tensor in another shape than its placements give.
     fits = [found == shape or (not local.numel() and 0 in shape) for shape in shapes]
     if not any(fits):
         raise ValueError(
             f"{what} of shape {spec.shape} has a local tensor of shape {found} on this rank, but "
-            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}."
+            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}. They must agree."
         )
     if fits[0] != fits[1]:
         (side.left_to_right if fits[0] else side.right_to_left).append(name)
 
 
 def shard_coordinates(mesh: StockDeviceMesh) -> list[int]:
-    """Return this rank's shard along each axis of a mesh: its rank in the group."""
+    """Return this rank's shard index along each axis of a mesh: its rank in the axis's group."""
     return _coordinates(*_grid_of(mesh))
 
 
@@ -400,10 +407,10 @@ def _coordinates(grid: Grid, first: int) -> list[int]:
 
 
 def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
-    """Return the ranks of a mesh by their ranks in its groups, by which DTensor hands out shards.
+    """Return the grid and first rank of a mesh, ordered by rank in its groups, as DTensor shards.
 
     Raises:
-        ValueError: these are the same for several ranks.
+        ValueError: several ranks have the same rank in every group.
     """
     groups = compat.group_ranks_of(mesh)
     has_groups = mesh.has_groups if isinstance(mesh, DeviceMesh) else bool(groups)
@@ -414,7 +421,7 @@ def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
         return Grid(layout), mesh.layout.base(dist.get_rank())
     ranks: list[int] = (_by_group_ranks(mesh.mesh) if sorts else mesh.mesh).flatten().tolist()
     rows = Layout.from_shape(mesh.shape)
-    # Where each axis steps over ranks by a constant, meshes differ in their first rank only.
+    # If each axis has a constant stride over ranks, meshes share a grid but for their first rank.
     steps = [ranks[axis(1)] - ranks[0] if axis.size > 1 else 0 for axis in rows]
     if min(steps, default=0) >= 0:
         layout = Layout.from_shape(rows.shape, steps)
@@ -425,14 +432,15 @@ def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
 
 
 def _by_group_ranks(ranks: Tensor) -> Tensor:
-    """Return the ranks of a mesh at their places in groups whose ranks are sorted."""
+    """Return the ranks of a mesh, reordered by their index in groups whose ranks are sorted."""
     places = torch.zeros_like(ranks, dtype=torch.int64)
     for axis, size in enumerate(ranks.shape):
         places = places * size + ranks.argsort(dim=axis).argsort(dim=axis)
     if len(torch.unique(places)) < places.numel():
         raise ValueError(
             f"The mesh {ranks.tolist()} has several ranks for one shard, as torch sorts the ranks "
-            "of groups. Make the mesh with preserve_rank_order=True, or with "
+            "of groups. Each shard must have one rank: make the mesh with "
+            "preserve_rank_order=True, or with "
             "meshverse.init_device_mesh(..., ranks=...)."
         )
     flat = torch.empty_like(ranks).flatten()

@@ -1,1 +1,1 @@
-"""FSDP2 and Megatron-FSDP: models split and sharded on a trainer's meshes."""
+"""FSDP2, Megatron-FSDP and context parallelism on a trainer's meshes."""

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of `cp` has a part of every sequence, attention sees all of it.
+"""Context parallelism: each rank of `cp` has a part of every sequence; attention sees all of it.
 
 Example:
     >>> batch = [inputs, labels, positions]  # doctest: +SKIP
@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 
-# Where torch has attention for parts of sequences, and its kernels for it. The one in plain
-# operations would take the parts, which are not in order, for a whole.
+# Devices and kernels for which torch has attention over parts of sequences. Its attention in plain
+# operations would treat the parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -33,31 +33,32 @@ def context_parallel(
     buffer_seq_dims: Sequence[int],
     no_restore_buffers: Collection[Tensor] = (),
 ) -> Iterator[None]:
-    """Give buffers this rank's part of the sequence within the context, and attention all of it.
+    """Cut buffers to this rank's part of each sequence within the context.
 
-    torch's `context_parallel`, checked first. Forward and backward both belong inside. Attention
-    must be `scaled_dot_product_attention`, causal and without a mask. What depends on a token's
-    place goes with the buffers, labels (shifted by one before) and positions too: a rank has the
-    i-th part from the front and the i-th from the end, where the length divides by twice the ranks,
-    so that all have the same work. transformers would mask such parts from each other, and does not
-    here: sequences must not be packed. All ranks of the axis call this with the same batch.
+    Checks its arguments, then enters torch's `context_parallel`. Run forward and backward inside.
+    Attention must be `scaled_dot_product_attention`, causal and without a mask; it sees the whole
+    sequence. Pass as buffers all tensors that depend on a token's place: also positions, and labels
+    (shifted by one beforehand). If the length divides by twice the number of ranks, rank i gets the
+    i-th part from the front and the i-th from the end, so that all ranks have the same work.
+    transformers would take such parts for packed sequences and mask them from each other; here this
+    is turned off, so sequences must not be packed. All ranks of the axis pass the same batch.
 
     Args:
-        mesh: with an axis cp, or 1-D. Where it has one rank, nothing is done.
-        buffers: tensors to split in place, and to restore in the end.
-        buffer_seq_dims: of each buffer, the dim of the sequence.
-        no_restore_buffers: those of the buffers that need not be restored.
+        mesh: a mesh with an axis cp, or a 1-D mesh. With one rank, nothing is done.
+        buffers: tensors to split in place; restored when the context ends.
+        buffer_seq_dims: for each buffer, the dim of the sequence.
+        no_restore_buffers: buffers among these that need not be restored.
 
     Raises:
-        KeyError: the mesh has several axes and none of them is cp.
-        NotImplementedError: torch has no such attention for the mesh's device, as for the CPU.
-        ValueError: buffers without a dim each, of different or indivisible lengths, that share
-            memory, or are parameters. Nothing is changed then.
+        KeyError: the mesh has several axes, none of them cp.
+        NotImplementedError: torch has no such attention for the mesh's device, such as the CPU.
+        ValueError: a buffer has no dim, shares memory with another, or is a parameter; or lengths
+            disagree or do not divide by the ranks. Nothing is changed then.
     """
     axes = mesh.mesh_dim_names or ()
     if "cp" not in axes and mesh.ndim != 1:
         raise KeyError(
-            f"No axis 'cp': the mesh has the axes {axes}. Give a mesh with it, or the 1-D mesh "
+            f"No axis 'cp': the mesh has the axes {axes}. Give a mesh with 'cp', or the 1-D mesh "
             "of the ranks that share a sequence."
         )
     cp_mesh = mesh["cp"] if "cp" in axes else mesh
@@ -68,10 +69,10 @@ def context_parallel(
         raise NotImplementedError(
             f"Context parallelism over {cp_mesh.size()} ranks on {cp_mesh.device_type!r}: torch "
             f"has no attention for parts of sequences there, only on {', '.join(_DEVICES)}. Use "
-            "cp_size=1, or give each of these ranks sequences of its own."
+            "cp_size=1, or give each of these ranks its own sequences."
         )
     _check(buffers, buffer_seq_dims, cp_mesh.size())
-    # From the front: torch takes a dim from the end for another one.
+    # Count dims from the front: torch mistakes negative ones.
     dims = [dim % buffer.ndim for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
     kept = set(no_restore_buffers)
     split = split_by_torch(
@@ -79,20 +80,20 @@ def context_parallel(
     )
     split.__enter__()
     try:
-        # A rank's positions jump, from its part of the front to that of the end.
+        # A rank's positions jump from its front part to its end part, as if sequences were packed.
         with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences():
             yield
     finally:
-        # As if nothing was raised: else torch 2.11 restores neither buffers nor attention.
+        # Exit as if nothing was raised: else torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
-    """Check buffers: one dim for each, lengths that divide, and memory of their own."""
+    """Check that each buffer has a dim, a length that divides, and its own memory."""
     if not buffers or len(buffers) != len(dims):
         raise ValueError(
             f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one or more buffers, "
-            "and of each the dim of the sequence."
+            "and for each of them the dim of the sequence."
         )
     lengths = []
     for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
@@ -100,19 +101,19 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
             raise ValueError(f"Buffer {number} of shape {tuple(buffer.shape)} has no dim {dim}.")
         if buffer.requires_grad or not buffer.is_contiguous():
             raise ValueError(
-                f"Buffer {number} of shape {tuple(buffer.shape)} is a parameter, needs a gradient, "
-                "or is a view with gaps, and cannot be split in place. Give its detach().clone()."
+                f"Buffer {number} of shape {tuple(buffer.shape)} cannot be split in place: it must "
+                "be contiguous and not require a gradient. Give its detach().clone()."
             )
         lengths.append(buffer.size(dim))
     if len(set(lengths)) > 1 or lengths[0] % ranks:
         raise ValueError(
-            f"Buffers of lengths {lengths}: they must be of one length, which divides by the "
-            f"{ranks} ranks of context parallelism. Pad the sequences."
+            f"Buffers of lengths {lengths} must have one length, which divides by the {ranks} "
+            "ranks of context parallelism. Pad the sequences."
         )
     starts = [(each.data_ptr(), number) for number, each in enumerate(buffers)]
     for (first_start, first), (start, second) in itertools.pairwise(sorted(starts)):
         if start < first_start + buffers[first].nbytes:
             raise ValueError(
-                f"Buffers {first} and {second} share memory: to split one would change the other. "
+                f"Buffers {first} and {second} share memory: splitting one would change the other. "
                 "Give clones of them."
             )

@@ -1,4 +1,4 @@
-"""FSDP2 for a trainer: tensor parallelism, checkpointing and sharding, in the order they need.
+"""FSDP2 for a trainer: tensor parallelism, activation checkpointing and sharding, in order.
 
 Example:
     >>> config = FSDP2Config(sequence_parallel=True)  # doctest: +SKIP
@@ -73,56 +73,56 @@ def fsdp2_strategy_parallelize(
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
 
     Args:
-        model: on one device, the same on all ranks; with several pipeline stages, one of those
-            that `pipeline_stages` made. It is returned, the same object.
-        device_mesh: with the axes named below, as `create_fsdp2_device_mesh` makes it.
-        moe_mesh: as `create_fsdp2_device_mesh` makes it: experts are handed out over its axis ep,
-            and sharded over ep_shard.
-        ep_size: expert parallelism, where moe_mesh is not given; the mesh is made then. By default
-            what `create_fsdp2_device_mesh` was asked for; 1 for a model without experts on meshes
-            that were made for some.
-        param_dtype: of parameters, where mp_policy is not given.
-        mp_policy: of parameters, gradients and outputs; by default gradients are reduced, and
-            outputs given, in fp32. (`FSDP2Config` has outputs in bf16 by default.)
+        model: the model, on one device and the same on all ranks; with several pipeline stages, one
+            that `pipeline_stages` made. The same object is returned.
+        device_mesh: a mesh with the axes named below, as `create_fsdp2_device_mesh` makes it.
+        moe_mesh: the experts' mesh, as `create_fsdp2_device_mesh` makes it: whole experts are
+            distributed over its axis ep, and sharded over ep_shard.
+        ep_size: degree of expert parallelism, to make the mesh here if `moe_mesh` is None. By
+            default the degree given to `create_fsdp2_device_mesh`. Pass 1 for a model without
+            experts on meshes that were made with a larger one.
+        param_dtype: dtype of parameters, if `mp_policy` is None.
+        mp_policy: precision of parameters, gradients and outputs; by default gradients are reduced,
+            and outputs returned, in fp32. (`FSDP2Config` has outputs in bf16 by default.)
         offload_policy: where sharded parameters live.
-        cpu_offload: sharded parameters live on the CPU, short for an offload_policy.
-        tp_shard_plan: the tensor-parallel plan, its import path, or a function that gives it. By
+        cpu_offload: whether sharded parameters live on the CPU; short for an `offload_policy`.
+        tp_shard_plan: the tensor-parallel plan, its import path, or a function that returns it. By
             default the one registered for the model's class, else the model's own
             (`get_hf_tp_shard_plan`), else that of a Llama, with a warning.
         dp_replicate_mesh_name: axis of the replicas.
         dp_shard_cp_mesh_name: axis to shard over, flattened with context parallelism's.
         tp_mesh_name: axis of tensor parallelism.
         dp_cp_mesh_name: axis of all ranks that see different tokens, over which a training loop
-            reduces its loss; it must be there.
-        reapply_trainability: called with the model when its parameters are split and not yet
-            sharded, to say anew which of them are trained.
+            reduces its loss; it must exist.
+        reapply_trainability: function that sets again which parameters are trained; called with the
+            model after its parameters are split, and before they are sharded.
         settings: the other fields of `FSDP2Config`, such as activation_checkpointing.
 
     Raises:
-        KeyError: the mesh has not the axes.
-        TypeError: the plan or its values have another type, or there is no such setting.
+        KeyError: the mesh lacks an axis.
+        TypeError: the plan or a style in it has a wrong type, or there is no such setting.
         ValueError: the meshes do not cover or fit the model, its heads or its experts; the plan
             does not fit the model; the model is sharded already, cannot be, or has no layers to
-            checkpoint; a setting is refused. The model is as it was after any of these.
+            checkpoint; a setting has a wrong value. The model is unchanged after any of these.
     """
     config = FSDP2Config(**settings)
     plan = tp_shard_plan if tp_shard_plan is not None else config.tp_plan
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
-    get_flat_mesh(device_mesh, dp_cp_mesh_name)  # a training loop counts on it
+    get_flat_mesh(device_mesh, dp_cp_mesh_name)  # must exist: a training loop needs it
     offload = offload_policy
     if cpu_offload and offload is None:
         # Memory is pinned for copies to a device: without one, torch cannot pin it.
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
     elif cpu_offload and not isinstance(offload, CPUOffloadPolicy):
-        raise ValueError(f"cpu_offload=True and offload_policy={offload} contradict each other.")
+        raise ValueError(f"cpu_offload=True contradicts offload_policy={offload}: give only one.")
     if config.activation_checkpointing:
         checkpointed_layers(model, config.activation_checkpointing_scope)
     device_mesh = mesh_of_stage(model, device_mesh, sequence_parallel=config.sequence_parallel)
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size())
-    if not experts:  # of a model with experts, this stage has layers without
+    if not experts:  # this stage of a model with experts has none
         moe_mesh = None
     check_can_be_sharded(model, are_split=tp_mesh.size() > 1)
     if config.patch_is_packed_sequence:
@@ -133,8 +133,8 @@ def fsdp2_strategy_parallelize(
             model, tp_mesh, plan, sequence_parallel=config.sequence_parallel, handed_out=experts
         )
     if moe_mesh is not None:
-        # FSDP2 averages their gradients over ep_shard. The rest it averages over fsdp_mesh,
-        # all ranks with tokens of their own, and so must these be.
+        # FSDP2 averages the experts' gradients over ep_shard, and all others over fsdp_mesh, which
+        # has all ranks with different tokens. The scale makes both averages over the latter.
         scale = moe_mesh.size(0) / fsdp_mesh.size()
         apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh, gradient_scale=scale)
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
@@ -167,7 +167,7 @@ def fsdp2_strategy_parallelize(
         mesh=fsdp_mesh,
         reshard_after_forward=False,  # the root's parameters are needed first in backward
         mp_policy=precision,
-        offload_policy=cast("Any", offload),  # None is the default, and its type another
+        offload_policy=cast("Any", offload),  # None is the default, though not in its type
     )
     if config.enable_compile:
         compile_layers(model)
@@ -179,18 +179,18 @@ class FSDP2Manager:
 
     Args:
         config: the settings.
-        device_mesh: as `create_device_meshes` makes it; None for one process.
-        moe_mesh: the experts' mesh, if `create_device_meshes` made one.
-        ep_size: as for `fsdp2_strategy_parallelize`; where it makes a mesh, all ranks come here.
-        packed_sequences: whether sequences are packed in training, so that transformers' check for
-            them must stay whatever the config says.
+        device_mesh: a mesh that `create_device_meshes` returned; None for one process.
+        moe_mesh: the experts' mesh, if `create_device_meshes` returned one.
+        ep_size: as in `fsdp2_strategy_parallelize`; if it makes a mesh, all ranks must call this.
+        packed_sequences: whether sequences are packed in training; transformers' check for them
+            then stays, whatever the config says.
 
     Attributes:
-        moe_mesh: the experts' mesh, given or made; None without expert parallelism.
+        moe_mesh: the experts' mesh, passed or made here; None without expert parallelism.
 
     Raises:
-        ValueError: ep_size does not fit the ranks or moe_mesh, or the two meshes are not in one
-            universe, where FSDP2 cannot combine them.
+        ValueError: `ep_size` does not fit the ranks or `moe_mesh`; or the two meshes are not in one
+            universe, so that FSDP2 cannot combine them.
     """
 
     def __init__(
@@ -209,18 +209,18 @@ class FSDP2Manager:
             moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
         elif moe_mesh is not None or degree(ep_size, "ep_size") > 1:
             raise ValueError(
-                f"ep_size={ep_size} and {moe_mesh=} for one process, with device_mesh=None: give "
-                "the mesh that create_device_meshes makes."
+                f"ep_size={ep_size} and {moe_mesh=} need a mesh, but device_mesh=None. Give the "
+                "mesh that create_device_meshes() returns."
             )
         self.moe_mesh = moe_mesh
 
     def parallelize(
         self, model: _Model, reapply_trainability: Callable[[nn.Module], None] | None = None
     ) -> _Model:
-        """Split and shard a model in place, and return it, as `fsdp2_strategy_parallelize` does.
+        """Split and shard a model in place with `fsdp2_strategy_parallelize`, and return it.
 
-        Where there is nothing to split, in a world of one, activation checkpointing is applied all
-        the same, and the model keeps its precision.
+        On one process, which has nothing to split, only activation checkpointing is applied, and
+        the model keeps its precision.
         """
         patch = self.config.patch_is_packed_sequence and not self.packed_sequences
         config = replace(self.config, patch_is_packed_sequence=patch, enable_compile=False)
@@ -254,12 +254,12 @@ class FSDP2Manager:
 
 @contextlib.contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Make all parameters that FSDP2 shards whole within the context, on all ranks.
+    """Unshard all parameters that FSDP2 shards, on all ranks, within the context.
 
-    A forward gathers nothing then, but leaves its layers sharded, as it does anywhere, unless they
-    have `reshard_after_forward=False`. Changes made to parameters are lost, except where a rank
-    changes its own part. With tensor parallelism they are whole along the sharded axis only, and
-    still DTensors on the TP mesh.
+    A forward inside gathers nothing, but reshards each layer after its use as usual, unless the
+    layer has `reshard_after_forward=False`. Changes to parameters are lost, except those that a
+    rank makes to its own shard. With tensor parallelism, parameters are whole along the sharded
+    axis only, and still DTensors on the TP mesh.
 
     Example:
         >>> with unshard_fsdp2_model(model):  # doctest: +SKIP
@@ -284,15 +284,15 @@ def apply_fsdp_sharding_recursively(
     reshard_after_forward: bool | None = None,
     prefetch_depths: tuple[int, int] | None = None,
 ) -> None:
-    """Shard every item of every ModuleList and ModuleDict of a module; the rest is the root's.
+    """Shard every item of every ModuleList and ModuleDict of a module, but not the module itself.
 
     Args:
-        module: to search, which may be such a list; itself it is not sharded.
-        mesh: 1-D to shard over, or 2-D (replicas, shards).
-        mp_policy: of parameters, gradients and outputs; None for their own precision.
+        module: the module to search, which may be such a list.
+        mesh: 1-D (shards) or 2-D (replicas, shards).
+        mp_policy: precision of parameters, gradients and outputs; None to keep it.
         offload_policy: where sharded parameters live; None for the mesh's device.
-        reshard_after_forward: of the items; None for all but the last of a list, whose parameters
-            are needed again at once in backward.
+        reshard_after_forward: setting for each item; None for all items but the last of a list,
+            whose parameters are needed again at once in backward.
         prefetch_depths: how many items ahead to gather explicitly in backward and in forward.
     """
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy}
@@ -314,20 +314,21 @@ def apply_fsdp_sharding_recursively(
 
 
 def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
-    """Check that FSDP2 can shard a model, which it would only say in the middle of it.
+    """Check that FSDP2 can shard a model, before FSDP2 itself would fail half-way.
 
     Args:
-        model: which neither itself nor in one of its layers is sharded yet.
-        are_split: whether tensor parallelism comes first, which lays parameters in memory anew.
+        model: the model; neither it nor one of its layers may be sharded yet.
+        are_split: whether tensor parallelism splits it first, which makes parameters contiguous.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: FSDP2 cannot shard it.
     """
     modules = [("itself", model), *chain.from_iterable(layer_lists(model))]
     sharded = [name for name, module in modules if isinstance(module, FSDPModule)]
     if sharded:
         raise ValueError(
-            f"{type(model).__name__} is sharded already: {sharded}. Parallelize a model once."
+            f"{type(model).__name__} is sharded already: {sharded}. A model must be parallelized "
+            "once only."
         )
     for name, parameter in model.named_parameters():
         if parameter.layout != torch.strided:
@@ -351,7 +352,7 @@ def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
         sharing |= layers_with.get(id(module), {id(model): f"{name!r} (in no layer)"})
         if len(sharing) > 1:
             raise ValueError(
-                f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, and FSDP2 "
-                "shards each layer on its own. Give each its own, use one layer twice, or let a "
-                "layer's forward get what the other module computes."
+                f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, but FSDP2 "
+                "shards each layer on its own. Give each its own parameter, use one layer twice, "
+                "or pass the output of one module to the other's forward."
             )

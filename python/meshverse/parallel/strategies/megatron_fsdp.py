@@ -1,4 +1,4 @@
-"""Megatron-FSDP over our meshes: tensor parallelism, then the package `megatron-fsdp`.
+"""Megatron-FSDP on our meshes: applies tensor parallelism, then the package `megatron-fsdp`.
 
 The package is optional: `pip install "meshverse[megatron]"`.
 
@@ -47,30 +47,29 @@ def megatron_fsdp_strategy_parallelize(
     """Split a model by tensor parallelism and shard it with Megatron-FSDP.
 
     Args:
-        model: to split in place and wrap.
-        device_mesh: as `create_megatron_fsdp_device_mesh` makes it; its device type is where the
-            model goes.
-        optimizer: of the model's parameters; afterwards it has the sharded ones, in one group with
-            the optimizer's default settings.
+        model: the model, which is split in place, then wrapped.
+        device_mesh: a mesh that `create_megatron_fsdp_device_mesh` returned; the model is moved to
+            its device type.
+        optimizer: optimizer of the model's parameters; afterwards it has the sharded ones, in one
+            group with the optimizer's default settings.
         tp_shard_plan: the tensor-parallel plan; by default chosen for the model.
-        dp_shard_dim: axis to shard over; by default dp_cp where there is context parallelism,
-            else dp.
+        dp_shard_dim: axis to shard over; by default dp_cp with context parallelism, else dp.
         tp_dim: axis of tensor parallelism.
-        reapply_trainability: called with the model when its parameters are split and not yet
-            sharded, to say anew which of them are trained.
+        reapply_trainability: function that sets again which parameters are trained; called with the
+            model after its parameters are split, and before they are sharded.
         settings: fields of `MegatronFSDPConfig`.
 
     Returns:
-        The wrapped model and the optimizer. On one data-parallel rank, where there is nothing to
-        shard, the model itself.
+        The wrapped model and the optimizer; the model itself if the axis to shard over has one
+        rank.
 
     Raises:
         ImportError: `megatron-fsdp` is not installed.
-        KeyError: the mesh has not the axes.
+        KeyError: the mesh lacks an axis.
         TypeError: there is no such setting.
         ValueError: the mesh has axes over which nothing is split here; the installed version does
-            not know a setting; the model has no unit modules, or not all parameters of the
-            optimizer. The model is as it was then.
+            not support a setting; the model has no unit modules, or lacks parameters of the
+            optimizer. The model is unchanged then.
     """
     config = MegatronFSDPConfig(**settings)
     names = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
@@ -78,8 +77,8 @@ def megatron_fsdp_strategy_parallelize(
     foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
     if foreign:
         raise ValueError(
-            f"The optimizer has {len(foreign)} parameters that {type(model).__name__} has not, of "
-            f"shapes {[tuple(shape) for shape in foreign]}. Make it of the model's parameters."
+            f"The optimizer has {len(foreign)} parameters that {type(model).__name__} lacks, of "
+            f"shapes {[tuple(shape) for shape in foreign]}. Create it from the model."
         )
     shard_dim = dp_shard_dim or ("dp_cp" if axis_size(device_mesh, "cp") > 1 else "dp")
     shard_mesh, tp_mesh = get_flat_mesh(device_mesh, shard_dim), get_flat_mesh(device_mesh, tp_dim)
@@ -101,7 +100,7 @@ def megatron_fsdp_strategy_parallelize(
         place = (torch.cuda.current_device(),) if device_mesh.device_type == "cuda" else ()
         arguments = {
             **fully_shard_arguments(config, shard, package),
-            # Both axes as the mesh's own: the package slices by them, which torch refuses for
+            # A mesh whose own axes these are: the package slices them, which torch refuses for
             # flattened axes.
             "device_mesh": get_submesh(device_mesh, (shard_dim, tp_dim)),
             "dp_shard_dim": shard_dim,
@@ -136,7 +135,7 @@ class MegatronFSDPManager:
 
     Args:
         config: the settings.
-        device_mesh: as `create_device_meshes` makes it; None for one process.
+        device_mesh: a mesh that `create_device_meshes` returned; None for one process.
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh | None) -> None:
@@ -149,7 +148,7 @@ class MegatronFSDPManager:
         optimizer: torch.optim.Optimizer | None = None,
         reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """Split and shard as `megatron_fsdp_strategy_parallelize` does, on several ranks."""
+        """Split and shard a model by `megatron_fsdp_strategy_parallelize`, if on several ranks."""
         if self.device_mesh is None or self.device_mesh.size() == 1:
             mode = self.config.activation_checkpointing
             prepare(model, mode, "all", reapply_trainability)
@@ -176,22 +175,22 @@ def _import_megatron_fsdp() -> ModuleType:
 def fully_shard_arguments(
     config: MegatronFSDPConfig, shard: Callable[..., Any], package: ModuleType
 ) -> dict[str, Any]:
-    """Return a config as arguments of the installed package.
+    """Return a config as arguments for the installed package.
 
     Args:
         config: the settings.
-        shard: `fully_shard` or `fully_shard_model`, whose signature decides.
+        shard: `fully_shard` or `fully_shard_model`; its signature says which arguments exist.
         package: `megatron_fsdp`.
 
     Raises:
-        ValueError: a setting that is on, and not by default, has no argument.
+        ValueError: a setting is on, though off by default, and the package has no argument for it.
     """
     known = inspect.signature(shard).parameters
     wanted = config.to_dict()
     del wanted["megatron_fsdp_unit_modules"], wanted["activation_checkpointing"]  # ours
     wanted["init_model_with_meta_device"] = wanted.pop("init_fsdp_with_meta_device")
     arguments = {name: value for name, value in wanted.items() if name in known}
-    if "mixed_precision_policy" in known:  # newer versions, in place of the two
+    if "mixed_precision_policy" in known:  # newer versions have it instead of these two
         reduced = torch.float32 if wanted.pop("grad_reduce_in_fp32") else None
         kept = torch.float32 if wanted.pop("preserve_fp32_weights") else None
         arguments["mixed_precision_policy"] = package.MixedPrecisionPolicy(
@@ -203,7 +202,7 @@ def fully_shard_arguments(
     if unknown:
         raise ValueError(
             f"megatron-fsdp {package.__version__} has no argument for {unknown}. Leave them at "
-            "their defaults, or install a version that knows them."
+            "their defaults, or install a version that has them."
         )
     return arguments
 
@@ -211,7 +210,7 @@ def fully_shard_arguments(
 def _unit_modules(
     model: nn.Module, asked: Sequence[str | type[nn.Module]] | None
 ) -> list[type[nn.Module]]:
-    """Return the classes of modules to shard one by one: as asked, else `_no_split_modules`."""
+    """Return the classes of modules to shard one by one; by default the `_no_split_modules`."""
     present = {type(module) for module in model.modules()}
     if asked is None:
         names = getattr(model, "_no_split_modules", None) or ()
@@ -222,17 +221,17 @@ def _unit_modules(
         absent = [unit for unit in units if not any(issubclass(each, unit) for each in present)]
     if absent:
         raise ValueError(
-            f"{type(model).__name__} has no modules of {absent}. Give classes of its modules as "
-            "megatron_fsdp_unit_modules."
+            f"{type(model).__name__} has no modules of {absent}. megatron_fsdp_unit_modules must "
+            "be classes of its modules."
         )
     return sorted(units, key=lambda cls: cls.__qualname__)
 
 
 @contextlib.contextmanager
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo the step that megatron-fsdp takes with zero gradients to have the optimizer's state.
+    """Undo the step with zero gradients by which megatron-fsdp creates the optimizer's state.
 
-    It would decay the weights, and count as the first step in Adam's correction of its averages.
+    The step would decay the weights, and count as the first in Adam's bias correction.
     """
     learning_rate = optimizer.defaults["lr"]
     optimizer.defaults["lr"] = 0.0
@@ -248,7 +247,7 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> Iterator[Non
 
 
 def _warn_of_lost_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Warn where an optimizer has groups or settings that megatron-fsdp gives up."""
+    """Warn if an optimizer has groups or settings that megatron-fsdp drops."""
     groups = optimizer.param_groups
     changed = [
         {name: group[name] for name, value in optimizer.defaults.items() if group[name] != value}
@@ -258,7 +257,7 @@ def _warn_of_lost_groups(optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(
             f"megatron-fsdp puts all parameters into one group with the optimizer's defaults: the "
             f"settings {changed} of its {len(groups)} groups are lost. To keep them, leave the "
-            "optimizer out here, make it of the wrapped model's parameters, and call "
+            "optimizer out here, create it from the wrapped model's parameters, and call "
             "megatron_fsdp.fully_shard_optimizer.",
             stacklevel=3,
         )

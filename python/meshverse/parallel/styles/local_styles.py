@@ -1,8 +1,8 @@
-"""Parallel styles beside torch's: for what lies between a column-wise and a row-wise layer.
+"""Parallel styles for modules between a column-wise and a row-wise layer.
 
-There, every rank works on its own heads or features with plain local tensors. What is the same on
-all ranks (a norm's weight, a key that all heads share) has there a gradient that covers this
-rank's share only, and the shares must be summed.
+There, every rank works on its own heads or features with plain local tensors. A tensor that is the
+same on all ranks (a norm's weight, a key that all heads share) gets a gradient from the rank's own
+heads only, and these gradients must be summed.
 
 Example:
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -43,10 +43,10 @@ def split_parameters(
     mesh: DeviceMesh,
     src_data_rank: int | None,
 ) -> None:
-    """Make DTensors of a module's parameters over a 1-D mesh, in place.
+    """Turn parameters of a module into DTensors over a 1-D mesh, in place.
 
-    Placements are by name, also of submodules' parameters. All ranks take the values of
-    `src_data_rank`; if it is None, each keeps its own.
+    `placements` are by name, which may be that of a submodule's parameter. All ranks take the
+    values of `src_data_rank`; if it is None, each keeps its own.
     """
     for name, placement in placements.items():
         owner, _, own_name = name.rpartition(".")
@@ -59,8 +59,8 @@ def split_parameters(
 
 @contextlib.contextmanager
 def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Put tensors in the place of a module's parameters of the same names, within the block."""
-    # An attribute of the instance hides the parameter, which stays registered all the while.
+    """Replace a module's parameters by tensors of the same names, within the block."""
+    # An attribute of the instance hides the parameter, which stays registered.
     module.__dict__.update(tensors)
     try:
         yield
@@ -70,59 +70,60 @@ def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a local tensor that all ranks have; its gradient is summed over the 1-D mesh."""
+    """Return a tensor that all ranks have, with its gradient summed over the 1-D mesh."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])
 
 
 class CheckedStyle(ParallelStyle):
-    """A style that can tell beforehand whether a module can have it."""
+    """A parallel style that checks a module before it is applied."""
 
     @abstractmethod
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check a module, with whole parameters, that is to be split over this number of ranks.
+        """Check that a module with whole parameters can be split over `size` ranks.
 
         Raises:
-            ValueError: the module, of this name, cannot have this style.
+            ValueError: the module cannot have this style.
         """
 
 
 class LocalParameters(CheckedStyle):
-    """Parameters become DTensors, and the module's forward works on their local tensors.
+    """Style that turns parameters into DTensors, whose local tensors the module's forward uses.
 
-    For a parameter that has no layer of its own, such as attention sinks: one value for each head,
-    of which a rank needs those of its heads. Other parameters and submodules are left alone.
+    For a parameter without a layer of its own, such as attention sinks: they have a value for each
+    head, and a rank needs those of its own heads. Other parameters and submodules are unchanged.
 
     Args:
-        placements: by name of the module's own parameter.
+        placements: placements by name of the module's own parameters.
     """
 
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         self.placements = dict(placements or {})
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """Return the placement of each parameter of a module that becomes a DTensor, by name."""
+        """Return the placements of the parameters that become DTensors, by name."""
         return self.placements
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has the parameters, in sizes that divide."""
+        """Check that the module has the parameters, in sizes that divide by the ranks."""
         own = dict(module.named_parameters(recurse=False))
         for own_name, placement in self.placements_of(module).items():
             if own_name not in own:
                 raise ValueError(
-                    f"{name!r} has no parameter {own_name!r} of its own: it has {[*own]}."
+                    f"{name!r} has no parameter {own_name!r} of its own, only {[*own]}. Correct "
+                    "the name in LocalParameters."
                 )
             if isinstance(placement, Shard) and (n := own[own_name].size(placement.dim)) % size:
                 raise ValueError(
                     f"{name}.{own_name}: size {n} of dim {placement.dim} does not divide by the "
-                    f"{size} ranks of tensor parallelism. Choose a number of ranks that divides it."
+                    f"{size} ranks of tensor parallelism. The number of ranks must divide it."
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = self.placements_of(module)
         split_parameters(module, names, device_mesh, self.src_data_rank)
 
-        # An attribute of the instance hides the parameter, which stays registered all the while.
+        # An attribute of the instance hides the parameter, which stays registered.
         def hide(module: nn.Module, arguments: Any) -> None:
             for name in names:
                 module.__dict__[name] = self._local(cast("DTensor", module._parameters[name]))
@@ -143,13 +144,13 @@ class LocalParameters(CheckedStyle):
 
 
 class ReplicatedWithGradAllreduce(LocalParameters):
-    """A module on local heads with the same parameters on all ranks; their gradients are summed.
+    """Style of a module on local heads: replicates its parameters, and sums their gradients.
 
-    Such as the norm of queries and keys in attention: a rank's gradient is that of its heads.
+    For example the norm of queries and keys in attention: a rank's gradient is that of its heads.
     """
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """Return the placements: all of the module's own parameters are replicated."""
+        """Return placements that replicate all of the module's own parameters."""
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
     def _local(self, parameter: DTensor) -> Tensor:
@@ -158,15 +159,15 @@ class ReplicatedWithGradAllreduce(LocalParameters):
 
 @dataclass(eq=False)
 class SharedKeyGradAllreduce(CheckedStyle):
-    """A layer whose last output features are used by every head as they are, on all ranks.
+    """Style of a layer whose last output features all heads share: sums their gradient.
 
-    In multi-head latent attention, the projection to the latent also gives the rotary part of the
-    key, which all heads share: its gradient is the sum over all ranks' heads. The features before
-    it go to a column-wise layer, which sums their gradient itself.
+    In multi-head latent attention, the projection to the latent also computes the rotary part of
+    the key, which all heads share: its gradient is the sum over all ranks' heads. The features
+    before it go to a column-wise layer, which sums their gradient itself.
 
     Args:
-        shared_size: number of these last features; None if it is the `qk_rope_head_dim` that
-            `get_hf_tp_shard_plan` finds in the model's config.
+        shared_size: number of these last features, the config's `qk_rope_head_dim`; it must be set
+            when the style is applied. `get_hf_tp_shard_plan` sets it.
     """
 
     shared_size: int | None = None
@@ -175,8 +176,8 @@ class SharedKeyGradAllreduce(CheckedStyle):
         """Check that the number of shared features is known."""
         if not self.shared_size:
             raise ValueError(
-                f"{name}: of how many of its last output features every head has a copy is not "
-                f"known, {self}. Give shared_size, the model's qk_rope_head_dim."
+                f"{name}: {self} must have the number of last output features that all heads "
+                "share. Give shared_size, the model's qk_rope_head_dim."
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -193,13 +194,14 @@ class SharedKeyGradAllreduce(CheckedStyle):
 
 @dataclass(eq=False)
 class GatherTokens(ParallelStyle):
-    """A module that works on all tokens on every rank, between others that are split by tokens.
+    """Style of a module that gets all tokens on every rank, though others are split by tokens.
 
-    For what sequence parallelism does not split, such as a router with its experts. Its output,
-    or the first one of several, has the shape of the hidden states, and is split by tokens again.
+    For modules that sequence parallelism cannot split, such as a router with its experts. The
+    output, or the first of several, must have the shape of the hidden states; it is split by tokens
+    again.
 
     Args:
-        dim: of the tokens in the hidden states.
+        dim: dimension of the tokens in the hidden states.
     """
 
     dim: int = 1
@@ -208,7 +210,7 @@ class GatherTokens(ParallelStyle):
         split = [Shard(self.dim)]
 
         def gather(module: nn.Module, arguments: Any, keywords: Any) -> Any:
-            # All ranks compute the same with it, so that each has the whole gradient.
+            # All ranks compute the same from it, so each has the whole gradient.
             return tree_map_only(DTensor, DTensor.full_tensor, (arguments, keywords))
 
         def split_again(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -224,31 +226,31 @@ class GatherTokens(ParallelStyle):
 
 @dataclass(eq=False)
 class _PackedParallel(CheckedStyle):
-    """A linear layer of several equal parts in one.
+    """Style of a linear layer that packs several equal parts.
 
     Args:
         parts: number of parts.
     """
 
     parts: int = 2
-    _features: ClassVar[str]  # the attribute with the number of features that have parts
+    _features: ClassVar[str]  # the attribute with the number of features that are packed
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module is linear, and each of its parts divides."""
+        """Check that the module is linear, and that each part divides by the ranks."""
         is_linear = isinstance(module, nn.Linear)
         if not is_linear or getattr(module, self._features) % (self.parts * size):
             raise ValueError(
-                f"{name}: {self} needs a linear layer whose features are {self.parts} equal parts "
-                f"that divide by the {size} ranks of tensor parallelism, and this is {module}."
+                f"{name}: {self} needs a linear layer whose {self._features} is a multiple of "
+                f"{self.parts} parts * {size} ranks of tensor parallelism, but this is {module}."
             )
 
 
 class PackedColwiseParallel(_PackedParallel):
-    """A column-wise linear layer of several equal parts in one, such as gate and up.
+    """Column-wise style for a linear layer that packs several equal parts, such as gate and up.
 
-    A rank's output has its share of each part. The weight is split as it lies, into contiguous
-    rows, so that its full tensor is that of one process: the output is gathered and picked from,
-    which costs an all-gather more than separate layers.
+    A rank's output has its features of each part. The weight is split into contiguous rows, so its
+    full tensor is that of one process. The output is gathered and each rank picks its features,
+    which costs one all-gather more than separate layers.
     """
 
     _features = "out_features"
@@ -267,9 +269,9 @@ class PackedColwiseParallel(_PackedParallel):
 
 
 class PackedRowwiseParallel(_PackedParallel):
-    """A row-wise linear layer whose input has this rank's share of several equal parts.
+    """Row-wise style for a linear layer whose input has this rank's features of several parts.
 
-    The counterpart of `PackedColwiseParallel`: the input is gathered and put in the order of one
+    The counterpart of `PackedColwiseParallel`: the input is gathered and reordered as in one
     process.
     """
 
@@ -289,6 +291,6 @@ class PackedRowwiseParallel(_PackedParallel):
 
 
 def _gathered(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return all ranks' features, from my share of the last dim."""
+    """Return all ranks' features, gathered along the last dim."""
     sharded = DTensor.from_local(tensor, mesh, [Shard(-1)], run_check=False)
     return sharded.redistribute(placements=[Replicate()])

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan, applied to a model as a whole: checked first, then split in place.
+"""Application of a tensor-parallel plan: checks it against a model, then splits the model.
 
 Example:
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -52,32 +52,36 @@ def apply_tp_plan(
 ) -> None:
     """Split a model in place over a mesh, as `parallelize_module` does, and keep it consistent.
 
-    Beyond it, nothing is changed if anything in the plan does not fit the model; what works on a
-    rank's own heads, such as norms of queries and keys, gets the style that sums its gradients
-    where the plan leaves it out; modules that keep the number of their heads get that of a rank's
-    own; LoRA layers are split with the layer that they adapt; parameters that are one object, such
-    as tied embeddings, stay one; and all ranks of the mesh get the random state of its first rank,
-    so that their dropout is the same.
+    In addition to `parallelize_module`:
+
+    - Nothing is changed if any entry of the plan does not fit the model.
+    - Modules that work on a rank's own heads, such as norms of queries and keys, get a style that
+      sums their gradients if the plan has none for them.
+    - Modules with an attribute for the number of heads get the number on one rank.
+    - LoRA layers are split together with the layer that they adapt.
+    - Shared parameters, such as tied embeddings, stay shared.
+    - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
 
     Args:
-        model: whose parameters are whole; they become DTensors where the plan names them.
-        tp_mesh: 1-D.
-        plan: by module name, in which wildcards stand for one step; later entries win.
-        strict: whether an entry for modules that the model has not is an error; else it is left
-            out, with a warning.
+        model: a model with whole parameters; those that the plan names become DTensors.
+        tp_mesh: a 1-D mesh.
+        plan: parallel styles by module name. A wildcard stands for one component of a name; later
+            entries win.
+        strict: whether an entry that matches no module is an error; else it is ignored with a
+            warning.
 
     Raises:
         TypeError: a value of the plan is no parallel style.
-        ValueError: an entry means no module, a style does not fit its module, sizes or heads do
-            not divide by the number of ranks, or only some of the parameters that are one object
-            would be split.
+        ValueError: an entry matches no module, a style does not fit its module, sizes or heads do
+            not divide by the number of ranks, or modules that share a parameter would split it
+            differently.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
     if wrong:
         raise TypeError(
-            f"The tensor-parallel plan has {wrong}: expected parallel styles by module name. "
-            "translate_to_torch_parallel_style makes one of the name that transformers gives it."
+            f"The tensor-parallel plan has {wrong}: all values must be parallel styles. "
+            "translate_to_torch_parallel_style() makes them from transformers' names."
         )
     planned = fill_gaps(model, _styles_by_module(model, plan, strict))
     styles = {
@@ -92,16 +96,16 @@ def apply_tp_plan(
         placements = {name: _placement(model, name, styles) for name in names}
         if len(set(placements.values())) > 1:
             raise ValueError(
-                f"{names} are one parameter, and the plan would split it in different ways: "
-                f"{placements}. Give their modules styles that split it alike, such as row-wise "
-                "for an embedding and column-wise for the head tied to it."
+                f"{names} are one parameter, but the plan would split it in different ways: "
+                f"{placements}. Their modules' styles must split it alike, such as row-wise for an "
+                "embedding and column-wise for the head tied to it."
             )
     local_heads = list(_local_heads(model, planned, tp_mesh.size()))
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), tp_mesh, style)
-    for name in frozen:  # torch's SequenceParallel forgets that they are
+    for name in frozen:  # torch's SequenceParallel unfreezes them
         model.get_parameter(name).requires_grad_(False)
     for module, attribute, count in local_heads:
         setattr(module, attribute, count)
@@ -112,11 +116,11 @@ def apply_tp_plan(
 
 
 def synchronize_random_state(mesh: DeviceMesh) -> None:
-    """Give all ranks of a 1-D mesh the random state of its first rank, of the CPU and its device.
+    """Broadcast the random state of a 1-D mesh's first rank, for the CPU and the mesh's device.
 
-    Dropout between the layers that tensor parallelism splits works on activations that all its
-    ranks have: they must draw the same numbers. `apply_tp_plan` calls it, as DTensor does on GPUs.
-    Call it on all ranks again after seeding them anew.
+    Between the layers that tensor parallelism splits, all its ranks have the same activations, and
+    must draw the same numbers for dropout. `apply_tp_plan` calls this. Call it on all ranks again
+    after each new seed.
 
     Example:
         >>> torch.manual_seed(seed + rank)  # doctest: +SKIP
@@ -138,11 +142,11 @@ def _styles_by_module(
     if absent and strict:
         nearest = {key: nearest_name(model, key) for key in absent}
         raise ValueError(
-            f"{name} has no modules {absent}, which the plan names. Nearest are {nearest}. Correct "
-            "these entries or take them out; strict=False leaves them out with a warning."
+            f"{name} has no modules {absent}, which the plan names. Similar names: {nearest}. "
+            "Correct or remove these entries, or pass strict=False to ignore them with a warning."
         )
     if absent:
-        _logger.warning("%s has no modules %s: the plan's entries are left out.", name, absent)
+        _logger.warning("%s has no modules %s: the plan's entries are ignored.", name, absent)
     return {name: plan[key] for key, found in names.items() for name in found}
 
 
@@ -159,10 +163,10 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ValueError(
-            f"{name}: {style} splits linear layers and embeddings, and this is a "
-            f"{type(module).__name__}. Take it out of the plan, or name the layers inside."
+            f"{name} is a {type(module).__name__}, but {style} can only split linear layers and "
+            "embeddings. Remove it from the plan, or name the layers inside."
         )
-    # Local tensors carry no global size, so those that other layers see must be of one size.
+    # Local tensors carry no global size, so those that other layers read must have equal sizes.
     if isinstance(style, RowwiseParallel):
         local = style.input_layouts == (Shard(-1),)
         width, what = getattr(module, "in_features", size), "input"
@@ -172,14 +176,14 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
     if local and width % size:
         raise ValueError(
             f"{name}: its {width} {what} features do not divide by the {size} ranks of tensor "
-            "parallelism. Choose a number that divides them, or take the layer out of the plan."
+            "parallelism, and must. Use other sizes, or remove the layer from the plan."
         )
 
 
 def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
-    """Yield the attributes that count heads of which a rank has a part, and its number of them."""
+    """Yield module, attribute and new value for each number of heads that becomes a rank's own."""
     split = [parent_name(name) for name, style in styles.items() if has_local_output(style)]
     for region in dict.fromkeys(split):
         module = model.get_submodule(region)
@@ -190,20 +194,20 @@ def _local_heads(
             if count % size:
                 raise ValueError(
                     f"{region}.{attribute}={count} does not divide by the {size} ranks of tensor "
-                    "parallelism. Choose a number of ranks that divides the heads."
+                    "parallelism. The number of ranks must divide the heads."
                 )
             yield module, attribute, count // size
         heads, features = counts["num_heads"], getattr(module, "head_dim", None)
         if isinstance(heads, int) and isinstance(features, int):
-            # The width to which older attention modules join their heads again. Where it is also
-            # the width of the model, it is read for nothing else in forward.
+            # The width of all heads, to which older attention modules join them again. Where it is
+            # also the model's width, forward reads it for nothing else.
             for attribute in ("hidden_size", "embed_dim"):
                 if getattr(module, attribute, None) == heads * features:
                     yield module, attribute, heads * features // size
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that several modules have, one for each module."""
+    """Return, for each parameter that several modules share, its name in each module."""
     names: dict[int, dict[tuple[int, str], str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, own_name = name.rpartition(".")
@@ -215,7 +219,7 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 def _placement(
     model: nn.Module, name: str, styles: Mapping[str, ParallelStyle]
 ) -> Placement | None:
-    """Return what a plan makes of a parameter; None if it leaves it whole or does not say."""
+    """Return the placement that a plan gives a parameter; None if it leaves the parameter whole."""
     owner, _, own_name = name.rpartition(".")
     style, module = styles.get(owner), model.get_submodule(owner)
     if isinstance(style, LocalParameters):
@@ -229,14 +233,13 @@ def _placement(
 
 
 def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a layer's parts by name, if it is one with adapters; else its own.
+    """Return the styles of the parts of a layer with adapters, by name; else the layer's style.
 
-    A LoRA layer's product is low-rank: of a column-wise layer, the first of its two matrices stays
-    whole and the second is column-wise too; of a row-wise layer, the first is row-wise and the
-    second whole.
+    LoRA adds a product of two matrices. In a column-wise layer, the first stays whole and the
+    second is column-wise; in a row-wise layer, the first is row-wise and the second whole.
 
     Raises:
-        ValueError: adapters that cannot be split with the layer.
+        ValueError: the adapters cannot be split with the layer.
     """
     if adapted(module) is module:
         return {name: style}
@@ -255,9 +258,9 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     if others or layouts is None or not isinstance(adapted(module), nn.Linear):
         raise ValueError(
             f"{name} ({type(module).__name__}) cannot be split with its adapters by {style}: "
-            f"{others or [*known]}. Only LoRA's pairs of linear layers {_FIRST!r} and {_SECOND!r} "
-            "around a linear layer can. Merge the adapters, leave the layer out of the plan, or "
-            "use tp_size=1."
+            f"{others or [*known]}. Adapters must be LoRA's pairs of linear layers {_FIRST!r} and "
+            f"{_SECOND!r} on a linear layer. Merge the adapters, remove the layer from the plan, "
+            "or use tp_size=1."
         )
     before, after = layouts
     pair: tuple[ParallelStyle | None, ParallelStyle | None] = (style, _of_tokens(after))
@@ -269,14 +272,14 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
 
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:
-    """Return a layer's layouts before and after, if an adapter can have them."""
+    """Return a layer's input and output layouts, or None if an adapter cannot have them."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
     (before,), (after,) = style.input_layouts, style.output_layouts  # type: ignore[attr-defined]
-    # Of terms of a sum, the second matrix would get the gradient of its rank's term only.
+    # With partial sums, the second matrix would get the gradient of its own rank's term only.
     return None if before.is_partial() or after.is_partial() else (before, after)
 
 
 def _of_tokens(layout: Placement) -> ParallelStyle | None:
-    """Return the style of a whole matrix between layers that are split by tokens, or are not."""
+    """Return the style of a whole matrix amid a layout: None if that is replicated."""
     return SequenceParallel(sequence_dim=layout.dim) if isinstance(layout, Shard) else None

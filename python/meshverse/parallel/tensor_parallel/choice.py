@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a model: given, registered, its own, or that of a Llama."""
+"""Choice of a model's tensor-parallel plan: given, registered, its own, or that of a Llama."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _COLUMNS = (_QUERIES, "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "
 
 
 def register_tp_plan(model_class: type[nn.Module], function: PlanFunction) -> None:
-    """Register the plan that the models of a class get, where none is given.
+    """Register a tensor-parallel plan for models of a class.
 
     Args:
-        model_class: also for classes derived from it that have none of their own.
-        function: called as `function(model, sequence_parallel)`; gives the plan.
+        model_class: the class; it also covers subclasses without a plan of their own.
+        function: called as `function(model, sequence_parallel)`; returns the plan.
 
     Example:
         >>> register_tp_plan(MyModel, lambda model, _: {"up": ColwiseParallel()})  # doctest: +SKIP
@@ -69,21 +69,21 @@ def apply_tensor_parallelism(
     sequence_parallel: bool = False,
     handed_out: Collection[str] = (),
 ) -> None:
-    """Split a model in place by the plan that is given, or chosen for it.
+    """Split a model in place by a tensor-parallel plan.
 
     Args:
-        model: whose parameters are whole.
-        tp_mesh: 1-D.
-        tp_shard_plan: the plan; or its import path; or a function of nothing, or of the model and
-            sequence_parallel, that gives it. None for the one registered for the model's
-            class, else the model's own, else that of a Llama, with a warning.
-        sequence_parallel: whether what is between the split layers is split by tokens.
-        handed_out: names of modules whose experts are, or will be, handed out whole to ranks of an
-            expert mesh. A plan's styles of experts leave these alone.
+        model: a model with whole parameters.
+        tp_mesh: a 1-D mesh.
+        tp_shard_plan: the plan, its import path, or a function that returns it: of no arguments, or
+            of the model and sequence_parallel. None for the plan registered for the model's class,
+            else the model's own, else that of a Llama, with a warning.
+        sequence_parallel: whether activations between the split layers are split by tokens.
+        handed_out: names of modules whose whole experts are, or will be, distributed over an
+            experts' mesh. The plan's styles for experts skip these modules.
 
     Raises:
         TypeError: the plan is none of these.
-        ValueError: the plan does not fit the model, or does not know of sequence parallelism.
+        ValueError: the plan does not fit the model, or does not support sequence parallelism.
     """
     plan = _choose(model, tp_shard_plan, sequence_parallel)
     if any(map(_splits_tokens, plan.values())):
@@ -91,8 +91,8 @@ def apply_tensor_parallelism(
     elif sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True, and the plan for {type(model).__name__} splits no tokens: "
-            f"{dict(plan)} has no SequenceParallel, and no layout Shard(1). {_LLAMA}; else add "
-            "these to the plan, or use sequence_parallel=False."
+            f"{dict(plan)} must have SequenceParallel styles or layouts Shard(1). {_LLAMA}; else "
+            "add these to the plan, or use sequence_parallel=False."
         )
     inside = tuple(f"{name}." for name in handed_out)
 
@@ -108,7 +108,7 @@ def apply_tensor_parallelism(
 
 
 def check_heads(model: nn.Module, tp_size: int) -> None:
-    """Check that the heads which a model's config counts divide by the size of TP."""
+    """Check that the numbers of heads in a model's config divide by the size of TP."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -117,7 +117,7 @@ def check_heads(model: nn.Module, tp_size: int) -> None:
         if isinstance(heads, int) and heads % tp_size:
             raise ValueError(
                 f"{name}={heads} of {type(model).__name__} does not divide by tp_size={tp_size}. "
-                "Choose a tp_size that divides both the attention and the key-value heads."
+                "tp_size must divide the numbers of attention heads and of key-value heads."
             )
 
 
@@ -137,9 +137,9 @@ def _check_experts_get_all_tokens(model: nn.Module, plan: Mapping[str, ParallelS
     if split:
         raise ValueError(
             f"The plan for {type(model).__name__} splits tokens over the ranks of tensor "
-            f"parallelism, and the experts {split[:4]} need all of them: routers and experts would "
-            "get wrong gradients. Give the blocks around them GatherTokens() in the plan, or use "
-            "sequence_parallel=False."
+            f"parallelism, but the experts {split[:4]} must get all tokens: else they and their "
+            "routers get wrong gradients. Give the blocks around them GatherTokens() in the plan, "
+            "or use sequence_parallel=False."
         )
 
 
@@ -152,8 +152,8 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
             found = found(model, sequence_parallel) if takes_model else found()
         if not isinstance(found, dict):
             raise TypeError(
-                f"tp_shard_plan={given!r} gives {found!r}: expected a dictionary of parallel "
-                "styles by module name, its import path, or a function that gives it."
+                f"tp_shard_plan={given!r} gives {found!r}: it must be a dict of parallel styles by "
+                "module name, its import path, or a function that returns it."
             )
         return found
     if plan := _registered_plan(model, sequence_parallel):
@@ -161,16 +161,16 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
     if not has_hf_plan(model):
         plan = llama_tp_plan(model, sequence_parallel)
         _logger.warning(
-            "No tensor-parallel plan is known for %s: split like a Llama, at %s. Otherwise "
-            "register one with register_tp_plan.",
+            "%s has no tensor-parallel plan, so it is split like a Llama, at %s. If that is wrong, "
+            "register a plan with register_tp_plan().",
             name,
             sorted(plan),
         )
         return plan
     if sequence_parallel:
         raise ValueError(
-            f"sequence_parallel=True: the plan that {name} carries does not know of it. {_LLAMA}; "
-            "else a plan of yours."
+            f"sequence_parallel=True, but the plan that {name} carries does not support it. "
+            f"{_LLAMA}; else give your own plan."
         )
     plan = get_hf_tp_shard_plan(model)
     layers = [f"{layer}." for layer, _ in chain.from_iterable(layer_lists(model))]
@@ -178,13 +178,14 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
     if layers and not any(each.startswith(tuple(layers)) for each in split):
         raise ValueError(
             f"The tensor-parallel plan that {name} carries splits none of its {len(layers)} "
-            f"layers: it names {sorted(plan)}. Give a plan as tp_shard_plan, or use tp_size=1."
+            f"layers: it names {sorted(plan)}. Give your own plan as tp_shard_plan=, or use "
+            "tp_size=1."
         )
     return plan
 
 
 def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") -> _Plan:
-    """Return the plan registered for a model, or for the outermost modules in it that have one."""
+    """Return the plan registered for a model, or else those of the outermost modules in it."""
     for model_class in type(model).__mro__:
         if model_class in _registered:
             plan = _registered[model_class](model, sequence_parallel)
@@ -196,22 +197,22 @@ def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") 
 
 
 def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """Return the plan for a model built like Llama, as far as the model has such modules.
+    """Return a plan for those modules of a model that have the names of Llama's.
 
-    Norms of queries and keys are in it. Blocks with experts are left whole; with sequence
-    parallelism, which splits norms and residuals by tokens, they get all tokens, and what passes
-    between the layers are DTensors.
+    It includes norms of queries and keys. Blocks with experts stay whole. Sequence parallelism
+    splits norms and residuals by tokens; blocks with experts then get all tokens, and the layers
+    exchange DTensors.
 
     Raises:
-        ValueError: the model has no such layers, a norm needs all heads at once, or sequence
-            parallelism finds a module with parameters that is not like one of Llama's.
+        ValueError: the model has no such layers; a norm needs all heads at once; or, with sequence
+            parallelism, a module with parameters is unlike any of Llama's.
     """
     queries = f"layers.*.{_QUERIES}"
     around = (name for name, module in model.named_modules() if is_present(module, queries))
     if (owner := next(around, None)) is None:
         raise ValueError(
             f"{type(model).__name__} is not built like Llama: it has no {queries!r}. Give a plan "
-            "as tp_shard_plan."
+            "as tp_shard_plan=."
         )
     prefix = child_name(owner, "")
     layers = f"{prefix}layers.*"
@@ -239,7 +240,7 @@ def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str
 
 
 def _styles_of_tokens(model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
-    """Return styles of norms, and of blocks with experts, for tokens that are split."""
+    """Return styles of norms, and of blocks with experts, for sequence parallelism."""
     plan: dict[str, ParallelStyle] = {f"{prefix}norm": SequenceParallel()}
     for layer in matching_modules(model, f"{prefix}layers.*"):
         for name, child in model.get_submodule(layer).named_children():
@@ -252,7 +253,7 @@ def _styles_of_tokens(model: nn.Module, prefix: str) -> dict[str, ParallelStyle]
 
 
 def _check_all_are_known(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
-    """Check that a plan for split tokens has a style for each module with parameters."""
+    """Check that a sequence-parallel plan has a style for each module with parameters."""
     known = {name: style for key, style in plan.items() for name in matching_modules(model, key)}
     blocks = tuple(f"{name}." for name, each in known.items() if isinstance(each, GatherTokens))
     modules = {name: model.get_submodule(name) for name in known}
@@ -261,12 +262,12 @@ def _check_all_are_known(model: nn.Module, plan: Mapping[str, ParallelStyle]) ->
         name or "itself"
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
-        and (name in known) == name.startswith(blocks)  # not split in a block, nor whole elsewhere
+        and (name in known) == name.startswith(blocks)  # styled inside a block, or unstyled outside
         and not name.startswith(adapters)
     ]
     if unknown:
         raise ValueError(
-            f"sequence_parallel=True: the modules {unknown[:6]} of {type(model).__name__} are not "
-            "like those of a Llama, and would get parts of the tokens. Use "
-            "sequence_parallel=False, or give a plan of yours as tp_shard_plan."
+            f"sequence_parallel=True, but the modules {unknown[:6]} of {type(model).__name__} are "
+            "unlike Llama's, and must get all tokens. Use sequence_parallel=False, or give your "
+            "own plan as tp_shard_plan=."
         )

@@ -1,11 +1,10 @@
 """Repair of tensor-parallel plans, inside layers that are split by heads or features.
 
-Plans of transformers, and those that people write, often leave out what is repaired here: logits
-are right without it, and gradients wrong. Between column-wise projections and the row-wise one
-that closes them, in attention or an MLP, a rank works on its own heads or features. A parameter
-used there as a whole is the same on all ranks, but its gradient is a rank's share of a sum; one
-that has a value for each head must be split; and what needs all features at once cannot be split
-at all.
+Plans from transformers and from users often lack the styles that are added here: without them,
+logits are right and gradients wrong. In attention or an MLP, between the column-wise projections
+and the row-wise one that closes them, a rank works on its own heads or features. A whole parameter
+used there is the same on all ranks, but its gradients must be summed over them. A parameter with a
+value for each head must be split. A module that needs all features at once cannot be split.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from meshverse.parallel.styles.local_styles import (
 
 _Plan = dict[str, ParallelStyle]
 
-# Norms of queries, keys and values, and activations with weights. Not the norms of a latent.
+# Names of norms of queries, keys and values, and of activations with weights; not of a latent's.
 _HEADS = "(q|k|v|qk|query|key|value)"
 _NORM = "(layer|rms)?_?(norm|ln)"
 _INSIDE = re.compile(rf"{_HEADS}_?{_NORM}|{_NORM}_?{_HEADS}|act_fn|act")
 
 
 def has_local_output(style: ParallelStyle) -> bool:
-    """Return whether a style leaves a rank with its own share of the output features."""
+    """Return whether a style leaves each rank with its own part of the output features."""
     return (
         isinstance(style, ColwiseParallel)
         and style.output_layouts == (Shard(-1),)
@@ -47,11 +46,11 @@ def has_local_output(style: ParallelStyle) -> bool:
 
 
 def fill_gaps(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the plan, so that tensor parallelism computes what one process computes.
+    """Return the plan, completed so that tensor parallelism computes the same as one process.
 
     Raises:
-        ValueError: a norm needs all heads at once, or it cannot be known whether a parameter with
-            the features of one head is used on a rank's own heads.
+        ValueError: a norm needs all heads at once; or a parameter has the features of one head, and
+            nothing tells whether it is used on a rank's own heads only.
     """
     filled = {key: style for key, style in plan.items() if not _splits_latent(key, plan)}
     # Names, or patterns, of the modules whose inside is split by heads or features.
@@ -66,7 +65,7 @@ def fill_gaps(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, Par
 
 
 def _splits_latent(key: str, plan: _Plan) -> bool:
-    """Return whether an entry splits the queries' latent, whose norm needs all of it."""
+    """Return whether an entry splits the queries' latent features, which their norm needs whole."""
     region, _, name = key.rpartition(".")
     has_norm = name == "q_a_proj" and child_name(region, "q_b_proj") in plan
     return has_norm and has_local_output(plan[key])
@@ -77,7 +76,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _missing_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
-    """Return styles of the submodules that have parameters whose gradients are partial."""
+    """Return styles for submodules whose parameters would get partial gradients."""
     styles: _Plan = {}
     for name, child in inside.named_children():
         given = plan.get(key := child_name(region, name))
@@ -103,16 +102,16 @@ def _missing_style(name: str, child: nn.Module, inside: nn.Module) -> ParallelSt
         if shape.numel() in widths and shape.numel() != getattr(inside, "head_dim", None):
             raise ValueError(
                 f"{name!r} of {type(inside).__name__} normalizes {shape.numel()} features, those "
-                "of all heads, of which a rank has a part. Give a plan as tp_shard_plan whose "
+                "of all heads, but a rank has only some heads. Give a plan as tp_shard_plan= whose "
                 "projections gather their output."
             )
     return ReplicatedWithGradAllreduce()
 
 
 def _refuse_unknown(region: str, inside: nn.Module, plan: _Plan) -> None:
-    """Refuse a parameter of a head's features that nothing is said about, in the region or below.
+    """Raise ValueError for a parameter with one head's features that the plan does not cover.
 
-    Of a rank's own heads its gradient would be this rank's share; elsewhere, the whole.
+    If it is used on a rank's own heads, its gradient is partial; elsewhere, it is whole.
     """
     features = getattr(inside, "head_dim", None)
     if not isinstance(features, int):
@@ -126,15 +125,15 @@ def _refuse_unknown(region: str, inside: nn.Module, plan: _Plan) -> None:
         if found and (child is inside or len(found) == len(shapes)):
             raise ValueError(
                 f"{found} of {key!r} ({type(child).__name__}) have the {features} features of one "
-                "head, between projections that are split by heads, and the plan says nothing "
-                f"of {key!r}. Give it ReplicatedWithGradAllreduce() if it works on a rank's own "
-                "heads, whose gradients must be summed, or LocalParameters({}) if what it works on "
-                "is the same on all ranks."
+                "head, between projections that are split by heads, and the plan has no entry for "
+                f"{key!r}. Give it ReplicatedWithGradAllreduce() if it works on a rank's own "
+                "heads, so that its gradients are summed; or LocalParameters({}) if its input is "
+                "the same on all ranks."
             )
 
 
 def _per_head_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
-    """Return styles that split by heads what has a value for each: sinks, gates of keys (Doge)."""
+    """Return styles that split parameters with a value for each head: sinks, gates (in Doge)."""
     heads = _heads(inside, "k_proj")
     styles: _Plan = {
         key: RowwiseParallel(output_layouts=Shard(-1))
@@ -145,7 +144,7 @@ def _per_head_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
     }
     heads = heads if styles else _heads(inside, "q_proj")
     if not styles and heads == getattr(inside, "head_dim", None):
-        heads = None  # a value for each head, or for each feature?
+        heads = None  # as many heads as features: a parameter of this size could be either's
     own = [name for name, shape in _shapes(inside).items() if shape == (heads,)]
     if own and region not in plan:
         styles[region] = LocalParameters(dict.fromkeys(own, Shard(0)))
@@ -161,7 +160,7 @@ def _heads(inside: nn.Module, projection: str) -> int | None:
 
 
 def _sparse_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
-    """Return styles that gather the features of an MLP that keeps the largest (in Gemma 3n)."""
+    """Return styles that gather the features of an MLP which keeps only the largest (Gemma 3n)."""
     styles: _Plan = {}
     own = [key for key in plan if parent_name(key) == region]
     for key in own if getattr(inside, "activation_sparsity", 0) else ():

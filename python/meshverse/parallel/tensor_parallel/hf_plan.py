@@ -1,4 +1,4 @@
-"""The tensor-parallel plan that a Hugging Face model carries, and its styles, as torch's."""
+"""Translation of the tensor-parallel plan that a Hugging Face model carries into torch's styles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .gaps import fill_gaps
 
 _logger = logging.getLogger(__name__)
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-# transformers' words for partial sums: a layer computes one, a module passes it on, and an outer
+# transformers' styles for partial sums: a layer computes one, a module passes it on, and an outer
 # module adds them up over the ranks.
 _TERM, _LEFT_ALONE, _SUM = "local_rowwise", "local", "gather"
 _ROUTER = "ep_router"
@@ -55,7 +55,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "local_colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Its output is a rank's term of a sum that the module around it makes ("gather").
+    # Its output is one rank's term of a sum that the module around it computes ("gather").
     "local_rowwise": partial(RowwiseParallel, output_layouts=Partial()),
     "all_reduce": _SUMMED,
     "gather": _SUMMED,
@@ -76,7 +76,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": LocalParameters,
 }
 
-# Styles of the modules of experts and what is around them: a plan here makes one of them all.
+# transformers' styles for experts and the modules around them; here, one style replaces them all.
 EXPERT_STYLES = frozenset(
     {
         *("ep_dispatch_experts", "ep_router", "grouped_gemm", "local"),
@@ -90,45 +90,45 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
     Raises:
         TypeError: the style is not a string.
-        ValueError: the name is unknown, or that of a way to split experts.
+        ValueError: the name is unknown, or is a style that splits experts.
     """
     if not isinstance(style, str):
         raise TypeError(
-            f"A parallel style is named by a string, got {style!r} of type "
-            f"{type(style).__name__}. Give one of {sorted(_STYLES)}."
-        )
-    if style not in _STYLES:
-        problem = "is unknown"
-        if style in EXPERT_STYLES:
-            problem = "splits experts: give their module ExpertFeaturesParallel or ExpertParallel"
-        raise ValueError(
-            f"Parallel style {style!r} {problem}. Known styles of tensor parallelism: "
+            f"The parallel style {style!r} of type {type(style).__name__} must be a str, one of "
             f"{sorted(_STYLES)}."
         )
+    if style not in _STYLES:
+        problem = f"is unknown. It must be one of {sorted(_STYLES)}."
+        if style in EXPERT_STYLES:
+            problem = (
+                "splits experts, for which torch has no style. Give the experts' module "
+                "ExpertFeaturesParallel() or ExpertParallel() in your plan instead."
+            )
+        raise ValueError(f"The parallel style {style!r} {problem}")
     return _STYLES[style]()
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return a model's own plan, completed so that it gives what one process gives.
+    """Return the plan that a transformers model carries, completed and in torch's styles.
 
-    It is merged from the `_tp_plan` of the model's class, of the model and of its inner model;
-    later ones win. Of a model in wrappers, as PEFT's and those with a value head, it is the plan of
-    the model inside, by the names that its modules have in the wrapper. Entries for layers that
-    this model has not are left out. What is added:
+    The plan is merged from the `_tp_plan` of the model's class, of the model and of its inner
+    model; later ones win. For a model in wrappers, such as PEFT's and those with a value head, it
+    is the inner model's plan, with module names as seen from the wrapper. Entries for layers that
+    the model lacks are left out. Added are:
 
     - the input embedding, unless it is tied to a head that the plan leaves whole;
-    - styles for the parameters and shared keys inside attention whose gradients a rank has only
-      for its own heads, where an older transformers' plan forgets them.
+    - styles that sum the gradients of parameters inside attention that all heads share, if an
+      older transformers' plan lacks them.
 
-    The head gives its logits as a DTensor that is sharded on the last dim, where the plan gathers
-    them: use `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
+    If the plan gathers the head's logits, they are instead a DTensor sharded on the last dim: use
+    `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
 
     Returns:
-        By module name, where `*` stands for a layer's number, a style of its own.
+        A parallel style for each module name, in which `*` stands for a layer's number.
 
     Raises:
-        ValueError: the model has no plan, or its plan has a style that is unknown or splits
-            experts.
+        ValueError: the model carries no plan, or its plan has a style that is unknown or that
+            splits experts in an unknown way.
 
     Example:
         >>> get_hf_tp_shard_plan(llama)["model.layers.*.mlp.down_proj"]  # doctest: +SKIP
@@ -141,8 +141,9 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     }
     if not plans:
         raise ValueError(
-            f"{type(model).__name__} has no tensor-parallel plan: neither it nor a module in it "
-            "has a _tp_plan that names its modules. Give a plan as tp_shard_plan."
+            f"{type(model).__name__} has no tensor-parallel plan: it or a module in it must have a "
+            "non-empty _tp_plan, as models of transformers do. Give your own plan as "
+            "tp_shard_plan=, or register one with register_tp_plan()."
         )
     return plans
 
@@ -153,7 +154,7 @@ def has_hf_plan(model: nn.Module) -> bool:
 
 
 def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that carry a plan, with their names: wrappers do not."""
+    """Yield the outermost modules that carry a plan, with their names; wrappers carry none."""
     if _merged_plan(model):
         yield name, model
         return
@@ -163,13 +164,13 @@ def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn
 
 def _merged_plan(model: nn.Module) -> dict[str, str]:
     def own_plan(module: nn.Module) -> dict[str, str]:
-        # Not one that it finds in another module.
+        # Read without getattr on the module: wrappers forward that to the model inside.
         of_class, own = getattr(type(module), "_tp_plan", None), vars(module).get("_tp_plan")
         return {**(of_class or {}), **(own or {})}
 
     plan = own_plan(model)
     if not plan and not hasattr(type(model), "get_input_embeddings"):
-        return {}  # a wrapper, which does not know its embedding: the plan is the inner model's
+        return {}  # a wrapper, without access to the embedding: the inner model has the plan
     prefix = getattr(model, "base_model_prefix", "") or "model"
     inner = model._modules.get(prefix)
     inside = {} if inner is None else own_plan(inner)
@@ -183,14 +184,14 @@ def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     needed = {key: style for key, style in present.items() if style in EXPERT_STYLES}
     if needed:
         raise ValueError(
-            f"The plan of {name} splits experts in a way that is not known for these modules: "
-            f"{needed}. Give a plan without these entries as tp_shard_plan, which leaves the "
-            "experts whole on every rank."
+            f"The plan of {name} splits experts of an unknown structure, with these entries: "
+            f"{needed}. Give a plan without them as tp_shard_plan=, which leaves these experts "
+            "whole on every rank."
         )
     experts = {key: style for key, style in names.items() if style in EXPERT_STYLES}
     absent = {key: style for key, style in experts.items() if not is_present(model, key)}
     if absent:
-        _logger.warning("The plan of %s is for experts that it has not at %s.", name, absent)
+        _logger.warning("The plan of %s has entries for experts that it lacks: %s.", name, absent)
     _complete_embedding(model, present)
     parameters = {key: parameter_of(model, key) for key in present}
     plan |= {k: _style(model, k, style) for k, style in present.items() if parameters[k] is None}
@@ -202,7 +203,7 @@ def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
-    """Let the input embedding be split like the head it is tied to, or on its own."""
+    """Add a style for the input embedding, unless it is tied to a head that stays whole."""
     key, embedding = _named(model, "get_input_embeddings")
     head_key, head = _named(model, "get_output_embeddings")
     if not key or not isinstance(embedding, nn.Embedding):
@@ -213,7 +214,7 @@ def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
         if tied:
             names.pop(head_key, None)
     elif tied and head_key not in names:
-        names.pop(key, None)  # the head would get a weight in part
+        names.pop(key, None)  # else the head, which stays whole, would get a split weight
     else:
         names.setdefault(key, "embedding_rowwise")
 
@@ -238,7 +239,7 @@ def _style(model: nn.Module, key: str, style: str) -> ParallelStyle:
 def _place_parameter(
     model: nn.Module, key: str, placement: Shard, plan: dict[str, ParallelStyle]
 ) -> None:
-    """Bring an entry that names a parameter to the modules that have it."""
+    """Turn an entry for a parameter into a style for the modules that own the parameter."""
     pattern, _, name = key.rpartition(".")
     modules = matching_modules(model, pattern)
     tables = {each: model.get_submodule(each)._parameters for each in modules}
@@ -247,8 +248,8 @@ def _place_parameter(
         local = plan.setdefault(owner, LocalParameters({}))
         if not isinstance(local, LocalParameters):
             raise ValueError(
-                f"The plan of {type(model).__name__} has {key!r} beside {owner!r}: {local}. Give a "
-                "plan as tp_shard_plan with one style for the module."
+                f"The plan of {type(model).__name__} has two styles for one module, in {key!r} and "
+                f"in {owner!r}: {local}. Give a plan with one of them as tp_shard_plan=."
             )
         local.placements[name] = placement
 
@@ -256,10 +257,10 @@ def _place_parameter(
 def _take_experts(
     model: nn.Module, names: dict[str, str]
 ) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
-    """Return the styles of a model's experts, and the entries of its plan that are left.
+    """Return styles for a model's experts, and the remaining entries of its plan.
 
-    A plan names the module of the experts, each of its weights, and what goes with them. Here one
-    style for the module does all of it.
+    transformers' plan names the experts' module, each of its weights, and modules around it. Here
+    one style for the experts' module replaces all these entries.
     """
     styles: dict[str, ParallelStyle] = {}
     names = _sum_at_once(names)
@@ -272,16 +273,16 @@ def _take_experts(
         styles[key] = SameTokensExpertParallel() if whole else ExpertFeaturesParallel()
         names = {own: style for own, style in names.items() if not _is_of(own, key)}
         inputs = [*signature(type(modules[0]).forward).parameters][1:]
-        if len(inputs) == 1:  # rows that are routed already, as in Llama 4
+        if len(inputs) == 1:  # its input is routed already, as in Llama 4
             beside = [own for own in names if _is_of(own, parent_name(key))]
             styles |= {own: _OwnOutput() for own in beside if names[own] == "rowwise"}
-    routers = _ROUTER if styles else ""  # which chose among a rank's experts, before
+    routers = _ROUTER if styles else ""  # the new styles need no style on the router
     left = {own: style for own, style in names.items() if own not in styles and style != routers}
     return styles, left
 
 
 class _OwnOutput(RowwiseParallel):
-    """Row-wise, with an output to which the module around it may add in place."""
+    """Row-wise style with a copied output, to which the module around it may add in place."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -294,9 +295,9 @@ def _is_of(key: str, owner: str) -> bool:
 
 
 def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
-    """Return the plan, with sums made by each layer instead of the module around several.
+    """Return the plan with partial sums added up by each layer, not by the module around them.
 
-    Of a term of a sum, the weights of a router would get the gradient of this term only.
+    With partial sums, a router's weights would get the gradient of one rank's term only.
     """
     terms = [key for key, style in names.items() if style == _TERM]
     outer = [key for key, style in names.items() if style == _SUM]
