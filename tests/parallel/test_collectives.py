@@ -177,6 +177,17 @@ def test_sizes_that_are_not_those_of_the_meshes_given_are_refused(world, sizes) 
         MeshCollective(5, 8, mesh=whole.meshes, **place, **sizes)
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"local_world_size": 0}, {"local_world_size": 8}, {"world_size": 16}]
+)
+@in_worlds((8, 5))
+def test_a_world_that_is_not_that_of_the_meshes_given_is_refused(world, sizes) -> None:
+    place = {"world_size": 8, "local_world_size": 4, "local_rank": 1, "device_type": "cpu"}
+    whole = MeshCollective(5, **place)
+    with pytest.raises(ValueError, match=r"but mesh= is of 8 ranks, 4 on each node\."):
+        MeshCollective(5, mesh=whole.meshes, **{**place, **sizes})
+
+
 def test_refused_before_the_world_is_started() -> None:
     with pytest.raises(ValueError, match="tp_size=2 does not divide local_world_size=1"):
         MeshCollective(0, 1, local_world_size=1, local_rank=0, device_type="cpu", tp_size=2)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -341,6 +343,31 @@ def _onto_another_mesh() -> None:
 
 def test_one_dtensor_onto_another_mesh(crew: Crew) -> None:
     crew.run(_onto_another_mesh, 4)
+
+
+def _run_that_nobody_waits_for() -> list[str]:
+    source, target = {"w": torch.ones(8)}, {"w": torch.zeros(8)}
+    sides = (source, None) if dist.get_rank() == 0 else (None, target)
+    move = Reshard(*sides)
+    records: list[str] = []
+    logger = logging.getLogger("meshverse.parallel.reshard.reshard")
+    logger.addFilter(lambda record: records.append(record.getMessage()) or True)
+    storage = target["w"].untyped_storage()
+    for n_bytes in (0, 32):  # in the first run, the target has no memory
+        if dist.get_rank() == 1:
+            storage.resize_(n_bytes)
+        work = move(async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+    work.wait()
+    assert dist.get_rank() == 0 or torch.equal(target["w"], torch.ones(8))
+    return records
+
+
+def test_a_failed_run_that_nobody_waited_for_is_logged_at_the_next(crew: Crew) -> None:
+    for (record,) in crew.run(_run_that_nobody_waits_for, 2):
+        assert record.startswith("The last run failed, and nobody called wait() on its handle: ")
+        assert "rank 1 cannot run" in record
 
 
 def _many_runs() -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -35,6 +36,8 @@ from .sides import (
 )
 
 Tensors = Mapping[str, Tensor | Piece]
+
+_log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _FAKING = (
@@ -194,6 +197,8 @@ class Reshard:
                 raise RuntimeError(
                     "Reshard: the last run is still under way. Call wait() on its handle first."
                 )
+            if self._last is not None and (error := self._last.unseen_error()):
+                _log.error("The last run failed, and nobody called wait() on its handle: %s", error)
             self._last = None
             if not async_op:
                 self._run()
@@ -301,6 +306,7 @@ class ReshardWork:
         """Start the run in a thread, on its own stream if the device has streams."""
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._is_seen = False  # by a call of `wait`
         self._begun = self._ready = None if device.type == "cpu" else torch.Event(device=device)
         if self._begun is not None:
             self._begun.record()
@@ -324,6 +330,10 @@ class ReshardWork:
         finally:
             self._done.set()
 
+    def unseen_error(self) -> BaseException | None:
+        """Return the error of a run that nobody has waited for, or None."""
+        return None if self._is_seen else self._error
+
     def is_completed(self) -> bool:
         """Whether the run has ended, with or without an error. Does not wait."""
         return self._done.is_set()
@@ -340,6 +350,7 @@ class ReshardWork:
         """
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError(f"The run is still under way after {timeout}. It goes on.")
+        self._is_seen = True
         if self._error is not None:
             raise self._error
         if self._ready is not None:
