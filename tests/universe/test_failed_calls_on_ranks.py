@@ -30,6 +30,11 @@ def _held() -> dict[str, int]:
     }
 
 
+def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return what there is more of; of what ended before, gloo may close sockets in between."""
+    return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+
+
 def _second_axis_fails() -> tuple[dict[str, int], dict[str, int], list[int]]:
     """Five calls whose first axis is made and whose second one cannot be; then one that can."""
     wrong = {"dp": ("gloo", dist.ProcessGroupGloo._Options()), "tp": "gloo"}
@@ -53,7 +58,7 @@ def _second_axis_fails() -> tuple[dict[str, int], dict[str, int], list[int]]:
                 init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, backend_override=wrong)
         dist.barrier()
     deadline = time.monotonic() + 20
-    while (after := _held()) != before and time.monotonic() < deadline:
+    while _grown(before, after := _held()) and time.monotonic() < deadline:
         time.sleep(0.05)  # gloo's threads end by themselves
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     return before, after, reached_by(mesh.get_group("tp"))
@@ -61,7 +66,7 @@ def _second_axis_fails() -> tuple[dict[str, int], dict[str, int], list[int]]:
 
 def test_a_call_that_fails_on_its_second_axis_gives_back_the_first(crew: Crew) -> None:
     for rank, (before, after, reached) in enumerate(crew.run(_second_axis_fails, 4)):
-        assert after == before
+        assert _grown(before, after) == {}
         assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
 
 

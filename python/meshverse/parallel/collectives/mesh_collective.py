@@ -76,11 +76,15 @@ class MeshCollective(Collective):
             shape = _parallel_shape(world_size, local_world_size, tp_size, sharding_world_size)
         else:
             shape = mesh.parallel_mesh.shape
-            sizes = mesh.parallel_mesh.size(), mesh.physical_mesh.shape[-1]
-            if (world_size, local_world_size) != sizes:
+            if process_group is None and world_size != mesh.parallel_mesh.size():
                 raise ValueError(
-                    f"world_size={world_size} and local_world_size={local_world_size}, but mesh= "
-                    f"is of {sizes[0]} ranks, {sizes[1]} on each node. They must agree."
+                    f"world_size={world_size}, but mesh= is of {mesh.parallel_mesh.size()} ranks. "
+                    "They must agree, unless process_group= is given."
+                )
+            if local_world_size != mesh.physical_mesh.shape[-1]:
+                raise ValueError(
+                    f"local_world_size={local_world_size}, but mesh= has "
+                    f"{mesh.physical_mesh.shape[-1]} ranks on each node. They must agree."
                 )
             if tp_size not in (1, shape[2]) or sharding_world_size not in (None, shape[1]):
                 raise ValueError(
