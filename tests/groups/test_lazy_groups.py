@@ -188,3 +188,14 @@ def test_warm_up_tells_the_log(caplog: pytest.LogCaptureFixture) -> None:
         _mesh().universe.warm_up()
     (record,) = caplog.records  # the first rank of a group tells of it
     assert "('cp',): 2 ranks" in record.getMessage()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_next_name_does_not_depend_on_use_by_this_rank(is_used) -> None:
+    """A member that used a group, and one that did not, name the group after it alike."""
+    first = _mesh()
+    number = int(first["tp"].group_names[0].rpartition("-")[2])
+    if is_used:  # its backend does not wait for the other members
+        first.get_group("tp")
+    first.universe.destroy()
+    assert _mesh().get_group("tp").group_name.endswith(f"-{number + 1}")

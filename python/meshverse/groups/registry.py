@@ -130,18 +130,25 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            if group.state is State.PLANNED:  # no member has made it, so its number is free again
-                self._take_back_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
         group.end(abort=abort)
 
-    def _take_back_name(self, name: str) -> None:
-        identity, _, times = name.removeprefix("meshverse-").rpartition("-")
-        if self._times_named[identity] == int(times) + 1:
-            self._times_named[identity] = int(times)
+    def withdraw(self, use: GroupUse) -> None:
+        """Release a use whose call failed here, and may be repeated: then names are the same again.
+
+        Not so in `release`: another member may have created the group that is planned here, where
+        its backend does not wait for the others.
+        """
+        group = use.group
+        with self._lock:
+            if group is not None and group.state is State.PLANNED and len(group.uses) == 1:
+                identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
+                if self._times_named[identity] == int(times) + 1:
+                    self._times_named[identity] = int(times)
+            self.release(use)
 
     # --- the end of the world -------------------------------------------------------------------
 

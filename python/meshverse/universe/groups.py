@@ -431,7 +431,7 @@ class UniverseGroups:
                     use.created = True
                     use.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
             except BaseException:
-                self._registry.release(use)
+                self._registry.withdraw(use)
                 raise
         self._uses.append(use)
         new.append(use)
@@ -449,7 +449,7 @@ class UniverseGroups:
             self._by_axis.remove(use.request.axis, use.request.options.key)
             self._uses.remove(use)
             with contextlib.suppress(RuntimeError):  # of c10d; the error itself says more
-                self._registry.release(use)
+                self._registry.withdraw(use)
         if ranks is not None and not isinstance(error, RanksDifferError):
             self._calls.stop(
                 ranks,
