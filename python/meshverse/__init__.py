@@ -37,7 +37,7 @@ from .report.explain import Explanation
 from .report.group_explanation import GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
 from .topology import Topology
-from .universe import Universe
+from .universe import Universe, revive
 
 __version__ = _core.__version__
 
@@ -67,6 +67,7 @@ __all__ = [
     "installed",
     "isolate",
     "load_mesh",
+    "revive",
     "save_mesh",
     "uninstall",
     "watch",

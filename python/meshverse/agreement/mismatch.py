@@ -106,6 +106,13 @@ class ComparedCalls(WorldState):
     def __init__(self) -> None:
         self._by_ranks: dict[str, _Calls] = {}
 
+    def begin_again(self) -> None:
+        """Compare from the first call on; universes go on being numbered."""
+        n_universes = {ranks: calls.n_universes for ranks, calls in self._by_ranks.items()}
+        self._by_ranks.clear()
+        for ranks, number in n_universes.items():
+            self._of(ranks).n_universes = number
+
     def compare(
         self,
         store: RunStore,

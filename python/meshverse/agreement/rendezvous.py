@@ -112,6 +112,11 @@ class Rendezvous(WorldState):
             if text is not None or not is_late:
                 raise RuntimeError(outcome)
 
+    def begin_again(self) -> None:
+        """Number the attempts from 0 again."""
+        self._next_attempts.clear()
+        self._joined_first.clear()
+
     def may_note(self) -> bool:
         """Return whether this rank may note where it waits: if it can join nothing else then."""
         return self._is_main_thread_only

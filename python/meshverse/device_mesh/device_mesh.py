@@ -325,9 +325,7 @@ class DeviceMesh(StockDeviceMesh):
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
         if universe.meshes.keeps_coordinates:
-            position = universe.position
-            layout = self._description.layout
-            self._coordinate_on_dim = None if position is None else layout.coordinate(position)
+            self._keep_coordinate()
         else:
             _check_coordinates()
         # If this mesh has isolation tags, `UniverseMeshes.intern` may give it another root.
@@ -1240,6 +1238,12 @@ class DeviceMesh(StockDeviceMesh):
         is_anew = known is not None and known.description == flattened.description
         if known is None or is_anew or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
+
+    def _keep_coordinate(self) -> None:
+        """Compute this rank's coordinate now, for all later reads."""
+        position = self._universe.position
+        layout = self._description.layout
+        self._coordinate_on_dim = None if position is None else layout.coordinate(position)
 
     def _forget_coordinate(self) -> None:
         """Compute this rank's coordinate, and the ranks of a part of the mesh, at the next read."""

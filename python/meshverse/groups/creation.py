@@ -48,7 +48,7 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
 
 
 def create_by_all(
-    request: GroupRequest, world: World, origin: Origin
+    request: GroupRequest, world: World, origin: Origin, name: str | None = None
 ) -> compat.ProcessGroup | None:
     """Create the groups of an axis with all ranks of the default group, which call this together.
 
@@ -56,17 +56,18 @@ def create_by_all(
         request: of the axis.
         world: in which they are made.
         origin: that `how` returned.
+        name: of a group that is split again; by default a new one.
 
     Returns:
         My group, or None outside of the rank map.
     """
-    return (_split if origin is Origin.SPLIT else _make_by_all)(request, world)
+    return _split(request, world, name) if origin is Origin.SPLIT else _make_by_all(request, world)
 
 
-def _split(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
+def _split(request: GroupRequest, world: World, name: str | None) -> compat.ProcessGroup | None:
     # A rank outside the mesh takes part in the split too; it passes the ranks of the first group.
-    groups, name = RankGroups(request.axis, request.rank_map), ""
-    if request.position is not None:
+    groups = RankGroups(request.axis, request.rank_map)
+    if request.position is not None and name is None:
         # Used up even if the split fails: the next one must not find the keys that this one wrote.
         name = _new_name(request, world)
     return compat.create_by_split(

@@ -1,13 +1,13 @@
 """A process group in this process, its states, and how universes use it.
 
-| state | meaning | make | suspend | resume | destroyed by others | end |
-| --- | --- | --- | --- | --- | --- | --- |
-| planned | named; made by its members at first use | live | error | error | | ended |
-| being made | by one thread; others wait for it | live | error | error | | ended, once made |
-| live | usable | live | suspended | live | destroyed | ended |
-| suspended | its backend has freed device memory | error | suspended | live | destroyed | ended |
-| destroyed | by somebody's `destroy_process_group` | error | error | error | | ended |
-| ended | with its universes, or its world | error | error | error | | ended |
+| state | meaning | make | suspend | resume | destroyed by others | end | revive |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| planned | named; made by its members at first use | live | error | error | | ended | |
+| being made | by one thread; others wait for it | live | error | error | | ended, once made | |
+| live | usable | live | suspended | live | destroyed | ended | |
+| suspended | its backend has freed device memory | error | suspended | live | destroyed | ended | |
+| destroyed | by somebody's `destroy_process_group` | error | error | error | | ended | |
+| ended | with its universes, or its world | error | error | error | | ended | planned |
 
 Columns are events; an empty cell means that nothing happens. If making a group fails, it is planned
 again. A destroyed group stays destroyed: its use raises, and a new mesh has a new group.
@@ -70,6 +70,7 @@ class Group:
     Attributes:
         state: the state it is in.
         handle: c10d's group while it is live.
+        was_live: whether it has been live, in this life of its world or an earlier one.
         uses: those of live universes. The ones that are not borrowed are its references: when the
             last is released, the group ends.
     """
@@ -90,6 +91,8 @@ class Group:
         self._registry = registry.reference
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
         self.handle: compat.ProcessGroup | None = None
+        self.was_live = False
+        self._last: weakref.ref[compat.ProcessGroup] | None = None  # its handle, also afterwards
         self._making = threading.RLock()  # held by the thread that makes or ends it
         if handle is not None:
             self._live(handle)
@@ -189,6 +192,15 @@ class Group:
         self.state = State.ENDED
         self._let_go()
 
+    def revive(self) -> None:
+        """Plan the group again, if it ended with its world, which goes on."""
+        if self.state is State.ENDED:
+            self.state = State.PLANNED
+
+    def take_over(self, handle: compat.ProcessGroup) -> None:
+        """Use c10d's group in place of the one that ended with the world: the new default group."""
+        self._live(handle)
+
     def leave_to_parent(self) -> None:
         """Give up the parent's group, in a forked process."""
         self._making = threading.RLock()
@@ -200,11 +212,11 @@ class Group:
             self.note_ended()
 
     def _live(self, handle: compat.ProcessGroup) -> None:
-        was_suspended = self.state is State.SUSPENDED
-        self.state, self.handle = State.LIVE, handle
+        was_live, self.was_live = self.was_live, True
+        self.state, self.handle, self._last = State.LIVE, handle, weakref.ref(handle)
         for use in self.uses.alive():
             use.process_groups[self.name] = handle
-            if use.how is Origin.NOT_YET or was_suspended:  # else no mesh has asked for it yet
+            if use.how is Origin.NOT_YET or was_live:  # else no mesh has asked for it yet
                 use.notify(is_live=True)
         compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
@@ -214,6 +226,10 @@ class Group:
         for use in self.uses.alive():
             use.process_groups.pop(self.name, None)
             use.notify(is_live=False)
+
+    def last_handle(self) -> compat.ProcessGroup | None:
+        """Return c10d's group of its last life, if somebody still holds it."""
+        return None if self._last is None else self._last()
 
     # --- questions ------------------------------------------------------------------------------
 

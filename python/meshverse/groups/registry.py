@@ -93,6 +93,8 @@ class GroupRegistry(WorldState):
     def note_destroyed(self, name: str) -> None:
         """Note that somebody destroyed the group of this c10d name. Called in any thread."""
         group = self._by_name.get(name)
+        if compat.current_default_group() is None:
+            return  # they all end with the world: see `end`
         if group is not None:
             group.note_destroyed()
             if group.borrowed:
@@ -155,7 +157,8 @@ class GroupRegistry(WorldState):
     def end(self) -> None:
         """Note that all groups are gone with their world."""
         for group in self:
-            group.note_ended()
+            if group.state is not State.DESTROYED:
+                group.note_ended()
 
     def leave_to_parent(self) -> None:
         """Let go of the parent's groups, which live on, in a forked process."""

@@ -12,6 +12,7 @@ The class of meshes is in a room above: at run time, a universe only has meshes 
 
 from __future__ import annotations
 
+from .revival import revive
 from .universe import Universe
 
-__all__ = ["Universe"]
+__all__ = ["Universe", "revive"]

@@ -42,6 +42,7 @@ class UniverseMeshes:
     def __init__(self, *, keeps_coordinates: bool, has_plain_names: bool) -> None:
         self.root: DeviceMesh | None = None
         self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
+        self._may_keep_coordinates = keeps_coordinates
         self._lock = threading.RLock()  # held to change the others below; readers copy them
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
@@ -108,6 +109,13 @@ class UniverseMeshes:
         self.keeps_coordinates = False
         for mesh in (*self, *self._others.alive()):
             mesh._forget_coordinate()
+
+    def keep_coordinates(self) -> None:
+        """Undo `forget_coordinates`: this process is the rank again that it was."""
+        self.keeps_coordinates = self._may_keep_coordinates
+        if self.keeps_coordinates:
+            for mesh in (*self, *self._others.alive()):
+                mesh._keep_coordinate()
 
     # --- roots ----------------------------------------------------------------------------------
 

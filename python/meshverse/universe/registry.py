@@ -43,6 +43,19 @@ class WorldUniverses(WorldState):
         for universe in self.alive.alive():
             universe.meshes.forget_coordinates()
 
+    def begin_again(self) -> None:
+        """Keep those again that made process groups and are alive."""
+        self.kept = [
+            universe
+            for universe in _universes.alive()
+            if universe.groups.is_kept and not universe.is_over and self._has(universe)
+        ]
+        for universe in self.alive.alive():
+            universe.meshes.keep_coordinates()
+
+    def _has(self, universe: Universe) -> bool:
+        return universe.world is not None and universe.world.state(WorldUniverses) is self
+
     def note_end(self, universe: Universe) -> None:
         """Note that a universe was destroyed or aborted."""
         with self._lock:
@@ -60,6 +73,11 @@ def note_universe(universe: Universe) -> int:
     if not universe.has_own_rank:
         universes.alive.add(universe)
     return universes.n_ended
+
+
+def live_universes() -> list[Universe]:
+    """Return the universes of this process that nobody has ended, also those of ended worlds."""
+    return [universe for universe in _universes.alive() if not universe.is_over]
 
 
 def universes_here() -> list[Universe]:

@@ -25,6 +25,9 @@ class WorldState:
     def end(self) -> None:
         """Drop all references to process groups: the world has ended."""
 
+    def begin_again(self) -> None:
+        """Forget what the store of the ended world has: the world was revived, with another one."""
+
     def leave_to_parent(self) -> None:
         """Drop process groups without ending them: this process is a fork."""
 
@@ -37,6 +40,7 @@ class World:
 
     It holds the default group weakly: when torch drops it, the world is over. If ranks are threads,
     each has a default group and so a world of its own. After a fork, the child's copies are over.
+    A world that is over can be revived: then it goes on with the next default group.
 
     Attributes:
         rank: this process's global rank.
@@ -48,18 +52,22 @@ class World:
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
-        self._default_group = weakref.ref(default_group)
         self._states: dict[type[WorldState], Any] = {}
-        end = weakref.finalize(compat.world_lifetime(), _end, self._states)
-        end.atexit = False
         self._process_id = os.getpid()
         self.is_of_parent = False  # after a fork
-        self.may_change = compat.can_be_reconfigured(default_group)
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
         self.life = _lives[self.thread_id]
         _lives[self.thread_id] += 1
+        self._use(default_group)
+
+    def _use(self, default_group: compat.ProcessGroup) -> None:
+        """Use a default group of this rank and size, until it ends."""
+        self._default_group = weakref.ref(default_group)
+        end = weakref.finalize(compat.world_lifetime(), _end, self._states)
+        end.atexit = False
+        self.may_change = compat.can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # of the store, one a thread
         self._can_split: dict[str, bool] = {}
@@ -67,6 +75,20 @@ class World:
         self._blocks: dict[str, bool] = {}
         self._device_types_set_up: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
+        vars(self).pop("default_options", None)
+
+    def revive(self, default_group: compat.ProcessGroup) -> None:
+        """Go on with a default group in which this process has the same rank, of as many.
+
+        The world that was seen in that default group, if any, is forgotten: nothing may use it.
+        """
+        self._use(default_group)
+        for state in list(self._states.values()):
+            state.begin_again()
+        with _worlds_lock:
+            _worlds[default_group] = self
+        for call in on_new_world:
+            call()
 
     @staticmethod
     def current() -> World | None:
@@ -228,7 +250,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 on_new_world: list[Callable[[], object]] = []
-"""Called when this process first sees a world."""
+"""Called when this process first sees a world, and when a world is revived."""
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.RLock()  # protects _worlds

@@ -1,0 +1,203 @@
+"""References to process groups in the Python objects of this process, and their replacement.
+
+FSDP2's parameter groups, the stages of a pipeline and users' objects hold the process group itself,
+and not its name. Once it has ended and another one was created in its place, they need that one.
+The garbage collector knows which objects refer to it. It does not follow dictionaries and tuples
+that contain nothing but plain data and process groups, so these are searched for in all objects.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# Classes that hand their process groups to C++ code, which no search finds.
+_IN_CPP = (torch.nn.parallel.DistributedDataParallel,)
+_AT_ONCE = 1_000  # objects whose contents are listed in one step
+_PLAIN = (dict, tuple)  # containers that the collector does not follow, if all is plain data
+
+
+class Holder:
+    """An object that refers to process groups, or to tuples that contain some.
+
+    Args:
+        owner: the object.
+    """
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether what the object refers to can be replaced."""
+        owner = self.owner
+        if isinstance(owner, (dict, list, tuple, set, collections.deque, *_WITH_ONE)):
+            return True
+        if isinstance(owner, (type, types.MethodType, types.BuiltinFunctionType)):
+            return False
+        return hasattr(owner, "__dict__") or any(
+            isinstance(member, types.MemberDescriptorType)
+            for base in type(owner).__mro__
+            for member in vars(base).values()
+        )
+
+    def replace(self, new: dict[int, Any]) -> None:
+        """Have the object refer to other objects.
+
+        Args:
+            new: a new object for the id of each old one. A tuple is replaced itself: it adds one.
+        """
+        owner = self.owner
+        if isinstance(owner, tuple):
+            new[id(owner)] = tuple.__new__(type(owner), [new.get(id(one), one) for one in owner])
+        elif isinstance(owner, dict):
+            _in_dict(owner, new)
+        elif isinstance(owner, (list, collections.deque)):
+            for index, value in enumerate(owner):
+                owner[index] = new.get(id(value), value)
+        elif isinstance(owner, set):
+            for value in [value for value in owner if id(value) in new]:
+                owner.discard(value)
+                owner.add(new[id(value)])
+        elif isinstance(owner, types.CellType):
+            owner.cell_contents = new.get(id(owner.cell_contents), owner.cell_contents)
+        elif isinstance(owner, functools.partial):
+            arguments = tuple(new.get(id(value), value) for value in owner.args)
+            _in_dict(owner.keywords, new)
+            state: Any = (owner.func, arguments, owner.keywords, vars(owner))
+            owner.__setstate__(state)  # type: ignore[attr-defined]
+        else:
+            for name, value in _attributes(owner):
+                if id(value) in new:
+                    object.__setattr__(owner, name, new[id(value)])  # also of a frozen dataclass
+
+
+_WITH_ONE = (types.CellType, functools.partial)
+
+
+class References(NamedTuple):
+    """All references to some process groups.
+
+    Attributes:
+        holders: the objects that refer to them, in the order in which to replace what they have.
+        problems: references that cannot be replaced: the index of the group, and a description.
+    """
+
+    holders: list[Holder]
+    problems: list[tuple[int, str]]
+
+
+def find_references(groups: Sequence[Any]) -> References:
+    """Find all Python objects that refer to some process groups.
+
+    It goes through all objects of the process: some 3 s for a million objects.
+
+    Args:
+        groups: that may be referred to.
+    """
+    tuples: list[Holder] = []
+    others: list[Holder] = []
+    problems: list[tuple[int, str]] = []
+    number = {id(group): index for index, group in enumerate(groups)}
+    targets, unfollowed = list(groups), _unfollowed(groups)
+    while targets:
+        outer: list[Any] = []
+        ids = {id(target) for target in targets}
+        for owner in [*gc.get_referrers(*targets), *unfollowed]:
+            inside = next((id(one) for one in gc.get_referents(owner) if id(one) in ids), None)
+            if inside is None or owner is groups or owner is targets:
+                continue
+            if isinstance(owner, (Holder, types.FrameType)):
+                continue
+            index, holder = number[inside], Holder(owner)
+            if isinstance(owner, tuple):
+                number[id(owner)] = index
+                outer.append(owner)
+                tuples.append(holder)  # after those that it contains
+            elif isinstance(owner, _IN_CPP):
+                what = f"{_name(owner)}, which uses it in C++ code: wrap the model again"
+                problems.append((index, what))
+            elif holder.can_replace:
+                others.append(holder)
+            else:
+                problems.append((index, f"an object of {_name(owner)}"))
+        targets = outer
+    problems += _in_running_functions(number)
+    return References([*tuples, *others], problems)
+
+
+def _unfollowed(groups: Sequence[Any]) -> list[Any]:
+    """Return the containers of groups, and containers of these, that the collector cannot find."""
+    ids = {id(group) for group in groups}
+    known: dict[int, bool] = {}  # by the id of a container: whether it contains groups
+    found: list[Any] = []
+
+    def contains_groups(container: Any) -> bool:
+        if id(container) not in known:
+            inside = gc.get_referents(container)
+            nested = [one for one in inside if type(one) in _PLAIN and not gc.is_tracked(one)]
+            of_nested = [contains_groups(one) for one in nested]  # all of them: each is to be found
+            known[id(container)] = any(of_nested) or any(id(one) in ids for one in inside)
+            if known[id(container)]:
+                found.append(container)
+        return known[id(container)]
+
+    owners = gc.get_objects()
+    for start in range(0, len(owners), _AT_ONCE):
+        inside = gc.get_referents(*owners[start : start + _AT_ONCE])
+        for container in [one for one in inside if type(one) in _PLAIN]:
+            if not gc.is_tracked(container):
+                contains_groups(container)
+    return found
+
+
+def _in_dict(owner: dict[Any, Any], new: Mapping[int, Any]) -> None:
+    if any(id(key) in new for key in owner):
+        items = [(new.get(id(key), key), value) for key, value in owner.items()]
+        owner.clear()
+        owner.update(items)  # in the same order
+    for key, value in list(owner.items()):
+        if id(value) in new:
+            owner[key] = new[id(value)]
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    found = list(vars(owner).items()) if hasattr(owner, "__dict__") else []
+    for base in type(owner).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found.append((name, member.__get__(owner)))
+                except AttributeError:  # not set
+                    continue
+    return found
+
+
+def _in_running_functions(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
+    """Return the local variables of running functions that refer to groups: they cannot be set."""
+    for frame in sys._current_frames().values():
+        caller: types.FrameType | None = frame
+        while caller is not None:
+            if not caller.f_globals.get("__name__", "").startswith("meshverse."):
+                code = caller.f_code
+                is_module = code.co_name == "<module>"
+                for name, value in () if is_module else list(caller.f_locals.items()):
+                    # A variable of a closure is a cell, which is found as an object.
+                    if id(value) in number and name not in (*code.co_cellvars, *code.co_freevars):
+                        where = f"{code.co_filename}:{caller.f_lineno}"
+                        yield number[id(value)], f"variable {name!r} of {code.co_name}() at {where}"
+            caller = caller.f_back
+
+
+def _name(instance: object) -> str:
+    kind = type(instance)
+    return f"{kind.__module__}.{kind.__qualname__}"
