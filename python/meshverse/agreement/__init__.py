@@ -8,7 +8,8 @@
 Both kinds of agreement last for one world: the lifetime of one default process group, from
 `init_process_group` to its end.
 
-This room imports neither meshes, layouts nor process groups: callers pass names, ranks and strings.
+This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
+ranks and strings.
 """
 
 from __future__ import annotations

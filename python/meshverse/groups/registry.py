@@ -111,11 +111,11 @@ class GroupRegistry(WorldState):
             use.process_groups[group.name] = group.live_handle()
 
     def release(self, use: GroupUse, *, abort: bool = False) -> None:
-        """Take back a use. The last reference to a group ends it.
+        """Detach the group of a use. With its last reference, the group ends.
 
         Args:
-            use: to which `acquire`, `add` or `share` gave a group.
-            abort: see `Group.end`.
+            use: use to which `acquire`, `add` or `share` attached a group.
+            abort: as for `Group.end`.
 
         Raises:
             Whatever c10d raises when it ends the group; then a second call tries again.
@@ -137,10 +137,10 @@ class GroupRegistry(WorldState):
         group.end(abort=abort)
 
     def withdraw(self, use: GroupUse) -> None:
-        """Release a use whose call failed here, and may be repeated: then names are the same again.
+        """Release a use whose call failed on this rank. A new call then gets the same name.
 
-        Not so in `release`: another member may have created the group that is planned here, where
-        its backend does not wait for the others.
+        `release` does not free the name: if the backend does not wait for all members, another
+        member may have created the group that is still planned on this rank.
         """
         group = use.group
         with self._lock:
