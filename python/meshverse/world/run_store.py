@@ -126,7 +126,7 @@ def _restarts_on_this_store() -> int:
 
 
 class RunStore:
-    """The keys of one run, with strings as values. Each method makes one store operation.
+    """The keys of one run, with strings as values. Each read or write is one store operation.
 
     Create one when it is needed, and do not keep it: it references the store, and a TCPStore keeps
     its port open as long as it is referenced.
