@@ -1,4 +1,4 @@
-"""Parts of messages and reports: ranks, counts, bytes, seconds, tables, the nearest name."""
+"""Wording of messages and reports: ranks, counts, bytes, seconds, tables, and similar names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SHOWN_RANKS = 8
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Return ranks in one short line: all of a few, of many the first six and the last.
+    """Return ranks as one short line: up to eight ranks, or else the first six and the last.
 
     >>> rank_list([3, 4]), rank_list(range(10))
     ('3, 4', '0, 1, 2, 3, 4, 5, ... 9')
@@ -20,7 +20,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Return ascending ranks in one short line, runs of at least three of them as a range.
+    """Return ranks, sorted, as one short line; at least three consecutive ones as a range.
 
     >>> rank_ranges([4, 5, 6, 7]), rank_ranges([1, 5]), rank_ranges(range(0, 40, 2))
     ('4-7', '1, 5', '0, 2, 4, 6, 8, 10, ... 38')
@@ -42,7 +42,7 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message about an unknown name, with a space before; "" if none is near.
+    """Return a hint for the end of a message about an unknown name; "" if no name is similar.
 
     >>> did_you_mean("dp_shrad", ["dp_replicate", "dp_shard"])
     " Did you mean 'dp_shard'?"
@@ -62,11 +62,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows as lines whose columns begin at the same place.
+    """Return the rows of a table as lines with aligned columns.
 
     Args:
-        rows: of equally many cells.
-        right: indices of columns that end at the same place instead: numbers.
+        rows: cells of each row, as many in every row.
+        right: indices of the columns that are aligned on the right, such as numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -90,7 +90,7 @@ def in_bytes(count: int) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time with its unit, such as "12.3 ms"."""
+    """Return a duration with its unit, such as "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

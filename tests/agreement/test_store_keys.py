@@ -69,7 +69,7 @@ def _failed() -> list[DeviceMesh]:
     mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))
     if dist.get_rank() in (0, 2):
         for axis in _AXES if dist.get_rank() == 0 else ("tp",):
-            with pytest.raises(RuntimeError, match="could not make"):
+            with pytest.raises(RuntimeError, match="could not create"):
                 mesh.get_group(axis)
     dist.barrier()
     mesh.get_group("tp")

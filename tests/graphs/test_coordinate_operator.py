@@ -143,8 +143,8 @@ def test_the_rank_is_that_of_the_world_in_which_it_runs() -> None:
 
 def test_a_rank_outside_gets_an_error(world) -> None:
     expected = (
-        r"Rank 5 .* not in that mesh\. Its ranks are 0 and \(size, stride\) \(4, 1\) from there\. "
-        "Run the graph on ranks of the mesh"
+        r"Rank 5 .* not in that mesh\. The ranks of the mesh begin at 0 and have \(size, stride\) "
+        r"\(4, 1\)\. Run the graph only on ranks of the mesh"
     )
     with pytest.raises(AssertionError, match=expected):
         coordinate([4, 1], [4, 1], 0)

@@ -199,7 +199,7 @@ def test_a_given_group_is_not_made_again() -> None:
     mesh = DeviceMesh.from_group(given, "cpu", mesh_dim_names=("given",))
     dist.destroy_process_group(given)
     with pytest.raises(
-        RuntimeError, match=r"axis 'given' with ranks \[4, 5\] was destroyed, .*on groups that are"
+        RuntimeError, match=r"axis 'given' with ranks \[4, 5\] was destroyed, .*with groups that"
     ):
         mesh.get_group()
 

@@ -188,6 +188,6 @@ def _refused() -> str:
 def test_what_a_backend_refuses_is_not_laid_to_other_ranks(crew: Crew) -> None:
     for rank, answer in enumerate(crew.run(_refused, 2)):
         assert answer == (
-            f"Rank {rank} could not make the process group of axis 'dp' with ranks [0, 1]: this "
+            f"Rank {rank} could not create the process group of axis 'dp' with ranks [0, 1]: this "
             "machine has no ring"
         )

@@ -321,7 +321,7 @@ def test_ranks_that_are_left_get_an_error_in_time_and_can_begin_anew(when: str) 
     assert ranks[2].exitcode == -signal.SIGKILL
     for rank, (result, message, seconds, reached) in enumerate(seen):
         assert result == rank
-        assert message.startswith(f"Rank {rank} could not make the process group of axis 'dp'")
+        assert message.startswith(f"Rank {rank} could not create the process group of axis 'dp'")
         assert seconds < 30  # and not the minute of the default group
         assert reached == [1, 1]
 

@@ -1,11 +1,15 @@
 """Agreement between ranks, through the store of the default process group.
 
 - `rendezvous`: ranks wait for each other, above all before c10d connects a process group.
-- `deadlock`: the search for ranks that wait for one another.
-- `mismatch`: ranks compare the calls in which they make process groups.
+- `deadlock`: the search for ranks that wait for one another in different rendezvous.
+- `mismatch`: the comparison of the calls in which ranks create process groups.
 - `program_line`: the line of the user's program, for messages.
 
-Nothing here knows meshes, layouts or process groups: callers give names, ranks and texts.
+Both kinds of agreement last for one world: the lifetime of one default process group, from
+`init_process_group` to its end.
+
+This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
+ranks and strings.
 """
 
 from __future__ import annotations

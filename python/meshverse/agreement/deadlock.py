@@ -1,14 +1,21 @@
 """Deadlocks among ranks that wait for one another in different rendezvous.
 
-A rank that waits for the other members of a process group cannot join another group meanwhile. So
-ranks can wait for each other for ever. Example: rank 0 waits for rank 1 in group A, and rank 1
+A rank that waits for the members of one process group cannot join another group meanwhile. So ranks
+can wait for each other until their timeout. Example: rank 0 waits for rank 1 in group A, and rank 1
 waits for rank 0 in group B.
 
-A rank that has waited for a second notes in the store where it waits. The rank that joined a
-rendezvous first then searches the wait-for graph: which member waits elsewhere, which member of
-that other group waits elsewhere again, and so on. A path that leads back to where it began is a
-deadlock, if none of its rendezvous is over once all notes were read: each of these ranks leaves its
-rendezvous only when that is over, and is needed in the one before it.
+How a deadlock is found:
+
+1. Each rank that has waited for a second writes a note into the store: its rendezvous and the
+   members of that. (Not if another thread than its main one has ever waited: while such a thread
+   waits, the rank can still join other rendezvous.)
+2. The rank that joined a rendezvous first reads the notes of the members. If the note of a member
+   names another rendezvous, it reads the notes of the members of that one, and so on.
+3. A rendezvous that is reached twice closes a cycle: each rank in it is a missing member of the
+   rendezvous in which the rank before it waits.
+4. The notes were read one after another, so some may be outdated. Therefore the searching rank
+   checks the rendezvous of the cycle once more. If none of them has an outcome, no rank of the
+   cycle has left its rendezvous since it wrote its note: this is a deadlock.
 """
 
 from __future__ import annotations
@@ -20,21 +27,21 @@ from typing import NamedTuple
 
 from meshverse.wording import rank_list
 
-_SAMPLE = 16  # members of a large group whose notes are read, others each time
-_MOST_NOTES = 64  # that are read in one search
-_MOST_MEMBERS = 64  # that a note names
-_random = random.Random()  # Python's global one is the user's
+_SAMPLE = 16  # most members of one group whose notes a search reads; another sample each time
+_MOST_NOTES = 64  # most notes that one search reads
+_MOST_MEMBERS = 64  # most members that a note lists
+_random = random.Random()  # not Python's global generator, which belongs to the user
 
 
 class Wait(NamedTuple):
-    """A rank's note of where it waits.
+    """A rank's note in the store, which says in which rendezvous it waits.
 
     Attributes:
         rank: global rank.
         rendezvous: key of the rendezvous.
-        label: the group that is to be made, for people.
-        line: file and line of the program that waits.
-        ranks: global ranks of the members, or of many some.
+        label: description of the group that its members create, for messages.
+        line: file and line of the user's program.
+        ranks: global ranks of the members; a sample of them if there are many.
     """
 
     rank: int
@@ -45,10 +52,10 @@ class Wait(NamedTuple):
 
     def __str__(self) -> str:
         group = f"{self.label} with ranks [{rank_list(self.ranks)}]"
-        return f"rank {self.rank} waits in {group} at {self.line}"
+        return f"rank {self.rank} waits to create {group} at {self.line}"
 
     def to_text(self) -> str:
-        """Return the note as it is stored."""
+        """Return the string that is stored."""
         some = self.ranks
         if len(some) > _MOST_MEMBERS:
             some = sorted({self.rank, *_random.sample(list(some), _MOST_MEMBERS - 1)})
@@ -56,7 +63,7 @@ class Wait(NamedTuple):
 
 
 def note_key(rank: int) -> str:
-    """Return the key of a rank's note."""
+    """Return the key of a rank's note in the store."""
     return f"waits/{rank}"
 
 
@@ -67,16 +74,17 @@ def read_wait(rank: int, read: Callable[[str], str]) -> Wait | None:
 
 
 def find_deadlock(rendezvous: str, ranks: Sequence[int], read: Callable[[str], str]) -> list[Wait]:
-    """Search for ranks that wait for one another, and that a rendezvous waits for.
+    """Search for a cycle in the wait-for graph, from one rendezvous on; see the module's docstring.
 
     Args:
         rendezvous: key of the rendezvous to begin with.
-        ranks: its members.
-        read: gives the text of a key, "" if there is none.
+        ranks: global ranks of its members.
+        read: function that returns the value of a key, "" if it has none.
 
     Returns:
-        Waits of which each rank is needed where the one before it waits, and the first where the
-        last one waits; empty if none were found. Whether they still wait is for the caller to see.
+        The notes of a cycle of ranks, or [] if the search found none. The rank of each note is a
+        member of the rendezvous that the note before it names; the first rank is a member of the
+        last note's rendezvous. The caller must check that none of these rendezvous has an outcome.
     """
     seen, notes_left = {rendezvous}, _MOST_NOTES
 
@@ -89,7 +97,7 @@ def find_deadlock(rendezvous: str, ranks: Sequence[int], read: Callable[[str], s
             notes_left -= 1
             wait = read_wait(rank, read)
             if wait is None or wait.rendezvous == on_path[-1]:
-                continue  # it is on its way, or here
+                continue  # it has not waited for a second, or it waits in this rendezvous
             if wait.rendezvous in on_path:
                 return [*path, wait][on_path.index(wait.rendezvous) :]
             if wait.rendezvous not in seen:

@@ -1,17 +1,25 @@
-"""Ranks compare the calls in which they make process groups. A mismatch is an error on all of them.
+"""Comparison of the calls in which ranks create process groups. A mismatch raises an error.
 
-Compared are the calls for which torch makes process groups, which all ranks of a mesh therefore
-make in one order. Each set of ranks counts its calls. The first rank to come to a call stores its
-description; every other rank gets that back from its own attempt to store: one operation of the
-store per rank and call, and no rank waits.
+Compared calls are those that need other process groups than the default group: all ranks of a mesh
+must make them in the same order. Each rank numbers its calls, separately for each set of ranks. The
+first rank that makes call number n of a set stores its description under the key of that call.
+Every other rank tries the same, and gets back the stored description. This takes one store
+operation per rank and call, and no rank waits.
 
-A rank whose description differs stores both descriptions under one key of these ranks, which means
-that they disagree, and marks this call and the first one that nobody has come to yet. So ranks that
-come later, and ranks that were ahead, find the mark at their next call. Ranks that wait for others
-read the one key once a second. A mismatch is final: every later call of these ranks raises it.
+If the stored description has another digest than a rank's own, these ranks disagree. The rank then
+writes
 
-Example: rank 0 comes first and stores "init_device_mesh (dp=2, tp=2)" with a digest. Rank 3 calls
-init_device_mesh (dp=4, tp=1): it stores both descriptions, and all ranks raise RanksDifferError.
+- both descriptions, under the mismatch key of the set;
+- a mark in place of this call's description: ranks that make the call later find it;
+- the same mark under the key of the next call that no rank has made yet: ranks that are ahead find
+  it there.
+
+Ranks that wait for other ranks read the mismatch key about once a second. So a rank raises
+RanksDifferError within seconds if it waits, and otherwise at its next compared call. A mismatch is
+final: every later call of this set of ranks raises it.
+
+Example: rank 0 is first, and stores "init_device_mesh (dp=2, tp=2)" with a digest. Rank 3 calls
+init_device_mesh (dp=4, tp=1), finds the other description, stores both, and raises.
 """
 
 from __future__ import annotations
@@ -31,17 +39,17 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 _CURE = (
     "All ranks of a mesh must make the same meshes with the same options in the same order, and "
-    f"derive the same from them. Mend the program and start it again. ({_VARIABLE}=0 turns this "
-    "comparison off.)"
+    "derive the same meshes from them. Fix the program and start it again. "
+    f"({_VARIABLE}=0 turns this comparison off.)"
 )
-_DISAGREE = "!"  # the text of a call at which ranks learn that they disagree
+_DISAGREE = "!"  # the mark; stored in place of a call's description
 
 
 def check_by_default() -> bool:
     """Return whether the environment leaves the comparison on.
 
     Raises:
-        ValueError: the variable is neither "0" nor "1".
+        ValueError: the environment variable is set to neither "0" nor "1".
     """
     value = os.environ.get(_VARIABLE, "1")
     if value not in ("0", "1"):
@@ -53,21 +61,25 @@ def check_by_default() -> bool:
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks are building different meshes: every rank of the mesh gets this error."""
+    """Error of ranks that are building different meshes.
+
+    Each rank of the mesh raises it: within seconds if it waits for the members of a group, and
+    otherwise at its next compared call.
+    """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from
 
 
 class Description(NamedTuple):
-    """A rank's description of the groups that it is about to make.
+    """A rank's description of a call that creates process groups.
 
     Attributes:
         rank: global rank.
-        digest: equal if and only if the ranks agree.
-        call: what the user called, such as "init_device_mesh".
-        sizes: of the new axes, by name, in their order.
-        facts: what else matters, by name.
-        line: file and line of the user's program that called.
+        digest: the value that ranks compare; it stands for everything that must be the same.
+        call: the function that the user called, such as "init_device_mesh".
+        sizes: sizes of the new axes by name, in axis order.
+        facts: other properties by name, such as the options, for the error.
+        line: file and line of the call in the user's program.
     """
 
     rank: int
@@ -83,25 +95,25 @@ class Description(NamedTuple):
         return f"{self.call} ({sizes}) at {self.line}: {facts}"
 
     def compared(self) -> dict[str, str]:
-        """Return all of it by name, but for the line, which may differ."""
+        """Return what an error compares, by name: all but the rank, the digest and the line."""
         axes = {f"axis {name}": str(size) for name, size in self.sizes.items()}
         order = {"order of axes": ", ".join(self.sizes)}
         return {"call": self.call, **axes, **order, **self.facts}
 
 
 class _Calls:
-    """The calls of one set of ranks, as this rank has made them."""
+    """This rank's compared calls for one set of ranks."""
 
     def __init__(self) -> None:
         self.n_compared = 0
         self.n_universes = 0
-        self.mismatch = ""  # the error, once these ranks disagree
-        self.why_stopped = ""
-        self.has_said_so = False
+        self.mismatch = ""  # the error message, once these ranks disagree
+        self.why_stopped = ""  # the reason, once this rank compares no more calls
+        self.has_logged_stop = False
 
 
 class ComparedCalls(WorldState):
-    """The calls of this rank that make process groups in one world."""
+    """This rank's compared calls in one world, for every set of ranks."""
 
     def __init__(self) -> None:
         self._by_ranks: dict[str, _Calls] = {}
@@ -120,16 +132,17 @@ class ComparedCalls(WorldState):
         mine: Description,
         keys_written: list[str],
         *,
-        is_first: bool = True,
+        warns: bool = True,
     ) -> None:
-        """Compare a call with that of the other ranks.
+        """Compare a call with the same call of the other ranks.
 
         Args:
-            store: of the run.
-            ranks: fingerprint of the ranks of the call.
-            mine: describes this rank's call.
-            keys_written: takes the key that this rank writes, to be removed later.
-            is_first: whether this rank is the first of them, which warns for all.
+            store: store of the run.
+            ranks: fingerprint of the set of ranks that must make this call.
+            mine: description of this rank's call.
+            keys_written: list to which a key is added if this rank writes one, to be removed later.
+            warns: whether this rank logs a warning if it no longer compares calls; other ranks log
+                at INFO.
 
         Raises:
             RanksDifferError: the ranks disagree, in this call or an earlier one.
@@ -138,11 +151,11 @@ class ComparedCalls(WorldState):
         if calls.mismatch:
             raise RanksDifferError(calls.mismatch)
         if calls.why_stopped:
-            self._say_so(calls, is_first)
+            self._log_stop(calls, warns)
             return
-        key, text = _key(ranks, calls.n_compared), json.dumps(mine)
-        found = store.put_first(key, text)
-        if found == text:
+        key, own = _key(ranks, calls.n_compared), json.dumps(mine)
+        found = store.put_first(key, own)
+        if found == own:
             keys_written.append(key)
         elif found == _DISAGREE:
             raise self._error(ranks, store.read(_mismatch_key(ranks)))
@@ -153,12 +166,12 @@ class ComparedCalls(WorldState):
                 if store.put_first(_key(ranks, number), _DISAGREE) == _DISAGREE:
                     break
             raise self._error(ranks, both)
-        calls.n_compared += 1  # not before: an interrupted rank compares the same call again
+        calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
 
     def check(self, store: RunStore) -> None:
-        """Raise RanksDifferError if others have found a mismatch that this rank does not know.
+        """Raise RanksDifferError if another rank has found a mismatch.
 
-        One operation for each set of ranks whose calls this rank has made.
+        One store operation for each set of ranks with which this rank has compared a call.
         """
         for ranks, calls in dict(self._by_ranks).items():
             if calls.n_compared == 0 or calls.mismatch:
@@ -167,27 +180,27 @@ class ComparedCalls(WorldState):
                 raise self._error(ranks, both)
 
     def stop(self, ranks: str, why: str) -> None:
-        """Compare no more calls of these ranks: this rank may be out of step with the others.
+        """Compare no more calls of a set of ranks: this rank's call numbers may differ from theirs.
 
         Args:
-            ranks: their fingerprint.
-            why: the reason, for the log, which says so at the next call.
+            ranks: fingerprint of the set.
+            why: reason, which is logged at the next call.
         """
         calls = self._of(ranks)
         calls.why_stopped = calls.why_stopped or why
 
-    def _say_so(self, calls: _Calls, is_first: bool) -> None:
-        if not calls.has_said_so:
-            calls.has_said_so = True
+    def _log_stop(self, calls: _Calls, warns: bool) -> None:
+        if not calls.has_logged_stop:
+            calls.has_logged_stop = True
             _log.log(
-                logging.WARNING if is_first else logging.INFO,
+                logging.WARNING if warns else logging.INFO,
                 "Meshverse no longer compares some calls of this rank with those of other ranks: "
                 "%s. If ranks build different meshes now, they may wait until their timeout.",
                 calls.why_stopped,
             )
 
     def number_universe(self, ranks: str) -> int:
-        """Return the number of a new universe among those of these ranks, from 0."""
+        """Return the number of a new universe among those over these ranks, from 0."""
         calls = self._of(ranks)
         calls.n_universes += 1
         return calls.n_universes - 1
@@ -199,11 +212,11 @@ class ComparedCalls(WorldState):
         descriptions = sorted(Description(*each) for each in json.loads(both))  # by rank
         lines = [f"  {line}" for line in _differences(descriptions)]
         who = [f"  rank {each.rank}: {each}" for each in descriptions]
-        text = "\n".join(
+        message = "\n".join(
             ["Ranks are building different meshes:", *lines, "Who builds what:", *who, _CURE]
         )
-        self._of(ranks).mismatch = text
-        return RanksDifferError(text)
+        self._of(ranks).mismatch = message
+        return RanksDifferError(message)
 
 
 def _key(ranks: str, number: int) -> str:
@@ -215,7 +228,7 @@ def _mismatch_key(ranks: str) -> str:
 
 
 def _differences(descriptions: Sequence[Description]) -> list[str]:
-    """Return the differences between two descriptions, a line each."""
+    """Return the differences between two descriptions, one per line."""
     first, second = (each.compared() for each in descriptions)
     ranks = [f"on rank {each.rank}" for each in descriptions]
     lines = {}
@@ -223,7 +236,7 @@ def _differences(descriptions: Sequence[Description]) -> list[str]:
         values = [first.get(name, "none"), second.get(name, "none")]
         if values[0] != values[1]:
             lines[name] = f"{name}: {values[0]} {ranks[0]}, {values[1]} {ranks[1]}"
-    if any(name.startswith("axis ") for name in lines):  # then these follow from them
+    if any(name.startswith("axis ") for name in lines):  # the lines removed here follow from these
         lines.pop("strides", None)
         if first.keys() == second.keys():
             lines.pop("order of axes", None)

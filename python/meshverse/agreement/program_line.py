@@ -1,4 +1,4 @@
-"""The line of the user's program, as messages show it."""
+"""The current line of the user's program, for messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _OWN = tuple(
     for file in (os.path.dirname(__file__), torch.__file__)
 )
 _PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
-# Python's library, and code that has no file: of imports, and of graphs that torch.compile makes.
+# Python's own library, and code without a file: that of imports and of torch.compile's graphs.
 _PYTHONS_OWN = (os.path.dirname(os.__file__) + os.sep, "<frozen ", "<eval_with_key>")
 
 
 def program_line() -> str:
     """Return the file and line of the user's program that is being run.
 
-    It is outside of this package, torch, Python and other installed packages. If the program itself
-    is installed, it is the innermost line in a package that is neither this one nor torch.
+    This is the innermost line outside of this package, torch, Python and other installed packages.
+    If there is none, because the program itself is an installed package, it is the innermost line
+    in a package other than Meshverse and torch.
     """
     frame: FrameType | None = sys._getframe(1)
     in_package = ""

@@ -1,14 +1,14 @@
-"""Rendezvous: ranks wait in the store until all of them have joined.
+"""Rendezvous: the members of a group wait in the store until all of them have joined.
 
-c10d waits for all members too, for some backends, but it cannot say why they do not come. Here each
-member counts itself in, and the last one to join writes the outcome. The others read the outcome
-until it is there. Members may bring a text each: then the outcome has all of them.
+For some backends, c10d also waits for all members, but its error cannot say why some are missing.
+Here each member increments a counter. The last one to join writes the outcome; the others poll the
+key of the outcome. If each member contributes a string, the outcome contains all strings.
 
-A rendezvous can be tried again, so attempts are numbered. Each attempt has one outcome, which never
-changes: whoever writes it first decides. A member that times out, is interrupted or finds a
-deadlock (see `deadlock`) decides that the attempt has failed. All who have joined it get that
-outcome; a member that joins later goes on to the next attempt, or gets that outcome too where the
-members bring texts.
+A rendezvous that failed can be tried again, so attempts are numbered. Each attempt has one outcome,
+which never changes: the first that is written. A member that times out, is interrupted or finds a
+deadlock (see `deadlock`) writes a failure as the outcome, and all members that have joined the
+attempt get it. A member that joins later continues with the next attempt; if members contribute
+strings, it gets the failure too.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from .program_line import program_line
 
 _log = logging.getLogger(__name__)
 
-_ALL_JOINED = "all joined"  # begins the outcome of an attempt that succeeded; then come the texts
+_ALL_JOINED = "all joined"  # begins the outcome of a success; the members' strings follow
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.5
 _CHECK_SECONDS = 1.0  # between two calls of `check`
-_FIRST_LOOK_SECONDS = 1.0  # until a rank notes that it waits, and the first one looks for deadlocks
-_LONGEST_LOOK_SECONDS = 30.0  # between two looks; each takes twice as long to come
-_WARNING_SECONDS = 5.0
-_NAMED = 16  # members that a message names
-_MOST_READ = 1_000  # members that are looked for, where each has brought a text
+_FIRST_LOOK_SECONDS = 1.0  # until a rank writes its note, and the first search for a deadlock
+_LONGEST_LOOK_SECONDS = 30.0  # between two searches; the interval doubles up to this
+_WARNING_SECONDS = 5.0  # until the rank that joined first logs which members are missing
+_NAMED = 16  # most members that a message names
+_MOST_READ = 1_000  # most members whose strings are looked up to find missing members
 
 
 class Joined(NamedTuple):
-    """A rendezvous that all have joined.
+    """A rendezvous that all members have joined.
 
     Attributes:
         attempt: number of the attempt, from 0.
-        texts: what the members brought, in their order; empty if they brought nothing.
+        texts: strings that the members contributed, in the order of the ranks; empty if they
+            contributed none.
     """
 
     attempt: int
@@ -57,12 +58,12 @@ class Joined(NamedTuple):
 
 
 class Rendezvous(WorldState):
-    """The rendezvous of this rank with others in one world."""
+    """All rendezvous of this rank in one world, and the way to join one."""
 
     def __init__(self) -> None:
-        self._next_attempts: dict[str, int] = {}  # by name
-        self._joined_first: dict[str, list[str]] = {}  # keys of attempts, by name
-        self._is_main_thread_only = True  # no other thread has waited so far
+        self._next_attempts: dict[str, int] = {}  # number of the next attempt, by name
+        self._joined_first: dict[str, list[str]] = {}  # keys of attempts to remove, by name
+        self._is_main_thread_only = True  # no other thread has joined so far
 
     def join(
         self,
@@ -75,22 +76,23 @@ class Rendezvous(WorldState):
         check: Callable[[], None] | None = None,
         text: str | None = None,
     ) -> Joined:
-        """Wait until all members have joined.
+        """Join a rendezvous, and wait until all members have joined.
 
-        It takes two operations of the store, and more while this rank waits or brings a text.
+        Two store operations; more if this rank waits or contributes a string.
 
         Args:
-            world: with a store; this rank is a member.
-            name: the same on all members, and of nothing else.
-            label: the group that is to be made, for messages.
+            world: world of the members, one of which is this rank. It must have a store.
+            name: name of the rendezvous: the same on all members, and used for no other one.
+            label: description of the group that the members create, for messages.
             ranks: global ranks of the members, in the same order on all of them.
-            timeout: how long to wait; None for as long as it takes.
-            check: called about once a second; it raises if there is no use in waiting.
-            text: of this rank, where all members bring one.
+            timeout: longest time to wait; None for no limit.
+            check: function that is called about once a second; it raises if waiting is pointless.
+            text: string that this rank contributes. All members must pass one, or none.
 
         Raises:
-            RuntimeError: members wait for each other in a deadlock, some did not join in time, or
-                one left. All who had joined get the same text.
+            RuntimeError: the members are in a deadlock, some did not join in time, or one left. All
+                members that waited get the same message.
+            Whatever `check` raises; the other members get a RuntimeError that quotes it.
         """
         store = world.run_store
         assert store is not None
@@ -102,9 +104,9 @@ class Rendezvous(WorldState):
             number = self._next_attempts.get(name, 0)
             attempt = _Attempt(self, store, world, f"rendezvous/{name}/{number}", label, ranks)
             try:
-                outcome, is_late = attempt.hold(timeout, check, text)
+                outcome, is_late = attempt.join_and_wait(timeout, check, text)
             finally:
-                if attempt.is_first:
+                if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
                 self._next_attempts[name] = number + 1
             if outcome.startswith(_ALL_JOINED):
@@ -118,11 +120,14 @@ class Rendezvous(WorldState):
         self._joined_first.clear()
 
     def may_note(self) -> bool:
-        """Return whether this rank may note where it waits: if it can join nothing else then."""
+        """Return whether this rank may write a note that it waits; see `deadlock`.
+
+        Only if a rank that waits cannot join another rendezvous in another thread.
+        """
         return self._is_main_thread_only
 
     def remove_from_store(self, store: RunStore, name: str) -> None:
-        """Remove what the rendezvous of a name have left in the store; no member waits any more."""
+        """Remove the keys of a name's attempts that this rank joined first. No member may wait."""
         self._next_attempts.pop(name, None)
         for key in self._joined_first.pop(name, ()):
             store.remove(f"{key}/outcome")
@@ -130,7 +135,7 @@ class Rendezvous(WorldState):
 
 
 def _packed(texts: list[str]) -> str:
-    """Return texts as a short one, which all ranks read: each different text stands there once."""
+    """Return one short string that contains these, each different one once: all ranks read it."""
     numbers: dict[str, int] = {}
     of_rank = [numbers.setdefault(text, len(numbers)) for text in texts]
     packed = zlib.compress(json.dumps([list(numbers), of_rank]).encode())
@@ -145,11 +150,11 @@ def _unpacked(packed: str) -> list[str]:
 
 
 class _OverError(Exception):
-    """The outcome came while this rank was reading something else."""
+    """Signal that the attempt has an outcome, so that other keys need not be read any more."""
 
 
 class _Attempt:
-    """One attempt of a rank to wait for the other members. Arguments as of `Rendezvous.join`."""
+    """One attempt of this rank at a rendezvous. Arguments as for `Rendezvous.join`."""
 
     def __init__(
         self,
@@ -163,35 +168,36 @@ class _Attempt:
         self._own, self._store, self._world = own, store, world
         self._rank, self._ranks = world.rank, ranks
         self.key, self._label = key, label
-        self.is_first = False
+        self.joined_first = False
         self._is_noted = self._has_texts = False
 
-    def hold(
+    def join_and_wait(
         self, timeout: timedelta | None, check: Callable[[], None] | None, text: str | None
     ) -> tuple[str, bool]:
-        """Join, wait for the other members, and leave.
+        """Join, and wait for the other members.
 
         Returns:
-            The outcome, and whether it was there before this rank joined.
+            The outcome, and whether this rank got it without waiting. If that is a failure, other
+            members failed before this rank joined.
         """
         try:
             if text is not None:
                 self._has_texts = True
                 self._store.write(f"{self.key}/{self._rank}", text)
-            place = self._store.count(f"{self.key}/joined")
-            self.is_first = place == 1
-            if place == len(self._ranks):
+            n_joined = self._store.count(f"{self.key}/joined")
+            self.joined_first = n_joined == 1
+            if n_joined == len(self._ranks):
                 return self._decide(_ALL_JOINED + self._take_texts(text)), True
             if outcome := self._outcome():
                 return outcome, True
             return self._wait(timeout, check), False
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # of the store
+            with contextlib.suppress(RuntimeError):  # the store failed; `error` is raised
                 self._decide(self._left(error))
             raise
         finally:
             if self._is_noted:
-                with contextlib.suppress(RuntimeError):  # of the store, whose failure was raised
+                with contextlib.suppress(RuntimeError):  # the store failed and has raised already
                     self._store.remove(note_key(self._rank))
 
     def _left(self, error: BaseException) -> str:
@@ -208,7 +214,7 @@ class _Attempt:
         return _packed(texts)
 
     def _decide(self, outcome: str) -> str:
-        """Return the outcome of this attempt: this one, unless it is decided already."""
+        """Write the outcome, unless the attempt has one; return the one that it has then."""
         return self._store.put_first(f"{self.key}/outcome", outcome)
 
     def _outcome(self) -> str:
@@ -219,14 +225,15 @@ class _Attempt:
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         has_warned = False
         while True:
-            # The pause delays a rank by at most a quarter of the time it has waited already.
+            # A quarter of the time waited so far, within the two limits: so a rank learns the
+            # outcome little later, relative to its wait. `pause` takes longer with many ranks.
             wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
             self._store.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
             if outcome := self._outcome():
                 return outcome
             waited = time.monotonic() - start
             if self._world.is_over:
-                _ = self._world.default_group  # which raises: another thread has ended the world
+                _ = self._world.default_group  # raises: another thread has ended the world
             with contextlib.suppress(_OverError):
                 if timeout is not None and waited > timeout.total_seconds():
                     return self._decide(f"rank {self._rank} waited {timeout}: {self._missing()}")
@@ -236,8 +243,8 @@ class _Attempt:
                     try:
                         check()
                     except RuntimeError as error:
-                        # If all have joined meanwhile, the others act on that: so does this rank,
-                        # and its next call raises.
+                        # If all have joined meanwhile, the others go on to create the group. So
+                        # does this rank, and its next compared call raises.
                         outcome = self._decide(self._left(error))
                         if not outcome.startswith(_ALL_JOINED):
                             raise
@@ -246,23 +253,23 @@ class _Attempt:
                     look = min(2 * look, _LONGEST_LOOK_SECONDS)
                     next_look = waited + look
                     self._look_for_deadlock()
-                if waited > _WARNING_SECONDS and self.is_first and not has_warned:
+                if waited > _WARNING_SECONDS and self.joined_first and not has_warned:
                     has_warned = True  # one line for all members
                     _log.warning(
-                        "Rank %d has waited %g s to make %s with ranks [%s]: %s",
+                        "Rank %d has waited %g s to create %s with ranks [%s]: %s",
                         *(self._rank, _WARNING_SECONDS, self._label, rank_list(self._ranks)),
                         self._missing(),
                     )
 
     def _read(self, key: str) -> str:
-        """Read a text that is not urgent: the outcome is read before it."""
+        """Return the value of a key, "" if it has none; raise _OverError if there is an outcome."""
         self._store.pause()
         if self._outcome():
             raise _OverError
         self._store.pause()
         return self._store.read(key)
 
-    # --- where the others are -------------------------------------------------------------------
+    # --- where other members wait ---------------------------------------------------------------
 
     def _look_for_deadlock(self) -> None:
         if not self._is_noted and self._own.may_note():
@@ -270,20 +277,19 @@ class _Attempt:
             self._store.pause()
             note = Wait(self._rank, self.key, self._label, program_line(), self._ranks)
             self._store.write(note_key(self._rank), note.to_text())
-        waits = find_deadlock(self.key, self._ranks, self._read) if self.is_first else []
+        waits = find_deadlock(self.key, self._ranks, self._read) if self.joined_first else []
         if not waits or any(self._read(f"{wait.rendezvous}/outcome") for wait in waits):
             return
-        text = (
-            f"ranks wait for one another, which is a deadlock: {'; '.join(map(str, waits))} (found "
-            f"by rank {self._rank}). All ranks of a mesh must make it, over the same ranks, and "
-            "make and first use meshes in the same order; mesh.universe.warm_up() makes lazy "
-            "groups ahead of time."
+        failure = (
+            f"deadlock: {'; '.join(map(str, waits))} (found by rank {self._rank}). All ranks of a "
+            "mesh must make it over the same ranks, and make and first use meshes in the same "
+            "order. mesh.universe.warm_up() creates lazy groups ahead of time."
         )
         for wait in waits:
-            self._store.put_first(f"{wait.rendezvous}/outcome", text)
+            self._store.put_first(f"{wait.rendezvous}/outcome", failure)
 
     def _missing(self) -> str:
-        """Say who has not joined, and where they are as far as they noted it."""
+        """Describe which members have not joined, and where those with a note wait instead."""
         self._store.pause()
         joined = self._store.count(f"{self.key}/joined", 0)
         missing: dict[int, Wait | None] = {}
@@ -303,9 +309,9 @@ class _Attempt:
         return (
             f"{joined} of {len(self._ranks)} members joined; not seen were "
             f"{f'ranks {list(missing)}' if missing else 'others'}{elsewhere}. Those that did not "
-            "join have died, or are building other meshes: all ranks of a mesh must make it, over "
-            "the same ranks, and use its lazy groups, and all ranks of a job must run with "
-            "meshverse.install() or none."
+            "join may be slow, dead, or building other meshes. All ranks of a mesh must make it "
+            "over the same ranks and use its lazy groups; either all ranks of a job run with "
+            "meshverse.install(), or none."
             + (
                 f" The attempt before failed: {before}"
                 if before and not before.startswith(_ALL_JOINED)
@@ -314,7 +320,7 @@ class _Attempt:
         )
 
     def _whom(self, wait: Wait) -> str:
-        """Say for which ranks another one waits elsewhere; "" where none is missing."""
+        """Describe for which ranks a rank waits elsewhere; "" if none of them is missing there."""
         absent = []
         for rank in wait.ranks[:_NAMED]:
             note = read_wait(rank, self._read)

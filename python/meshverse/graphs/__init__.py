@@ -1,1 +1,1 @@
-"""Meshes in graphs of torch.compile: numbers of every rank, found by arithmetic."""
+"""Meshes in graphs of torch.compile that every rank can run: coordinates by arithmetic."""

@@ -1,8 +1,9 @@
-"""The coordinate of a rank in a graph that one rank compiles for all.
+"""Coordinates of ranks in a graph that one rank compiles for all ranks.
 
-Such a graph contains the arithmetic of a mesh, but no rank. The rank that runs it gets its
-coordinate from the operator `torch.ops.meshverse.coordinate`. Importing Meshverse registers it, so
-a process that only runs such a graph must import Meshverse too.
+Such a graph contains the arithmetic of a mesh, but no rank. The operator
+`torch.ops.meshverse.coordinate` computes the coordinate of the rank that runs the graph. Importing
+Meshverse registers the operator, so a process that only runs such a graph must import Meshverse
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
 
-# Kept in a global: when the library object goes, the operator goes too.
+# A global, because torch removes the operator when the library object is freed.
 _library: Any = torch.library.Library("meshverse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "coordinate(int[] axis, int[] ranks, int first) -> SymInt", tags=torch.Tag.pt2_compliant_tag
@@ -26,18 +27,19 @@ _library.define(
 
 
 def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: int) -> int:
-    """Compute the coordinate of a global rank along an axis. O(digits).
+    """Compute the coordinate of a global rank along an axis. O(number of digits).
 
     Args:
-        rank: the global rank.
-        axis: how the axis steps through positions: size and stride of each digit in turn, the
-            rightmost fastest.
-        ranks: the global ranks at the positions 0, 1, ..., less `first`, as digits like those of
-            `axis`. Sorted by stride, each stride is a multiple of the one before times its size.
-        first: the global rank at position 0.
+        rank: global rank.
+        axis: positions of the axis, as pairs (size, stride), flat: [size, stride, size, ...]. Each
+            pair is one digit of the coordinate, the last one varying fastest.
+        ranks: the global ranks at positions 0, 1, ..., minus `first`, as pairs like those of
+            `axis`. Sorted by stride, each stride is a multiple of the previous stride times the
+            previous size.
+        first: global rank at position 0.
 
     Raises:
-        AssertionError: the rank is not among these, as stock's.
+        AssertionError: the rank is not one of these ranks. (torch raises this type too.)
 
     Example:
         >>> coordinate_of(13, axis=[4, 2], ranks=[8, 1], first=8)  # 8..15 as (4, 2): 13 is (2, 1)
@@ -52,8 +54,8 @@ def coordinate_of(rank: int, axis: Sequence[int], ranks: Sequence[int], first: i
     if rest:
         raise AssertionError(
             f"Rank {rank} runs a graph that needs its coordinate along an axis of a mesh, but is "
-            f"not in that mesh. Its ranks are {first} and (size, stride) "
-            f"{', '.join(map(str, _pairs(ranks)))} from there. Run the graph on ranks of the mesh."
+            f"not in that mesh. The ranks of the mesh begin at {first} and have (size, stride) "
+            f"{', '.join(map(str, _pairs(ranks)))}. Run the graph only on ranks of the mesh."
         )
     index = 0
     for size, stride in _pairs(axis):
@@ -86,7 +88,7 @@ coordinate = torch.ops.meshverse.coordinate.default
 
 
 class RankDigits(NamedTuple):
-    """A rank map as arithmetic: the global rank at a position is `first + layout(position)`."""
+    """Arithmetic of a rank map: the global rank at a position is `first + layout(position)`."""
 
     first: int
     layout: AxisLayout
@@ -101,14 +103,15 @@ class CoordinateArguments(NamedTuple):
 
 
 def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt | None:
-    """Return my coordinate along an axis, as a number that is computed when the graph runs.
+    """Return this rank's coordinate along an axis, as a number that the running graph computes.
 
     Args:
-        axis: over positions of the rank map.
-        rank_map: of the axis's universe.
+        axis: layout of the axis, over positions of the rank map.
+        rank_map: rank map of the axis's universe.
 
     Returns:
-        None if the ranks follow no arithmetic, so that a graph needs a table of them.
+        The coordinate; None if the rank map has no arithmetic (see `rank_digits`), so that a graph
+        would need a table of the ranks.
     """
     arguments = coordinate_arguments(axis, rank_map)
     if arguments is None:
@@ -117,7 +120,7 @@ def traced_coordinate(axis: AxisLayout, rank_map: RankMap) -> int | torch.SymInt
 
 
 def coordinate_arguments(axis: AxisLayout, rank_map: RankMap) -> CoordinateArguments | None:
-    """Return the operator's arguments for an axis: a few numbers, however many ranks there are."""
+    """Return the operator's arguments for an axis, a few numbers; None without arithmetic."""
     digits = rank_digits(rank_map)
     if digits is None:
         return None
@@ -132,10 +135,10 @@ _known: weakref.WeakKeyDictionary[RankMap, RankDigits | None] = weakref.WeakKeyD
 
 
 def rank_digits(rank_map: RankMap) -> RankDigits | None:
-    """Return the arithmetic of a rank map, or None. O(ranks), once; O(1) for ranks 0, 1, 2, ...
+    """Return the arithmetic of a rank map; None if its ranks cannot be computed from positions.
 
-    It has one if the ranks are an `arange(...)` that was sliced, reshaped and permuted. Each digit
-    of the position is a digit of the rank then.
+    They can if the ranks are an `arange(...)` that was sliced, reshaped and permuted: then each
+    digit of a position is a digit of the rank. O(number of ranks), once; O(1) for 0, 1, 2, ...
 
     Example: of ranks 4, 6, 5, 7, the one at position `2 * i + j` is `4 + i + 2 * j`. So `first` is
     4, and the layout has sizes (2, 2) and strides (1, 2).

@@ -1,9 +1,11 @@
-"""Process groups: what is requested, how one is made, the states it is in, and where it is found.
+"""Process groups: requests for them, ways to create them, their states, and their registry.
 
-- `request`: `GroupRequest`, the process groups that one axis needs; `RequestBuilder` makes them.
-- `group`: `Group`, a process group in this process with its states; `GroupUse`, a universe's use.
-- `registry`: `GroupRegistry`, which has all groups of a world.
-- `creation`: which of torch's ways makes a group, and making it in that way.
+- `request`: `GroupRequest`, the request of one mesh axis; `RequestBuilder`, which builds requests.
+- `group`: `Group`, a process group with its state in this process; `GroupUse`, its use by one
+  universe.
+- `registry`: `GroupRegistry`, all groups of a world. (A world is the lifetime of one default
+  process group, from `init_process_group` to its end.)
+- `creation`: the choice between torch's ways to create a group, and the creation itself.
 
-Nothing here decides whether a group is needed: that is the universe's.
+This room does not decide whether a group is needed: the `universe` room does.
 """

@@ -1,9 +1,11 @@
-"""Creation of one process group, in one of four ways.
+"""Creation of the process groups of one axis. The first of these cases that applies decides how.
 
-- The axis is over all ranks, with default options: it uses the default group, as in torch.
-- The default group is bound to a device, and the backend is the same: the group is split off it.
-- c10d needs all ranks (see `why_all_ranks`): all ranks loop over all groups, as in torch.
-- Otherwise: its members alone make it, at once or when it is first used.
+1. The axis is over all ranks, with default options: nothing is created, the axis uses the default
+   group, as in torch. (Not if torch itself would create a group; see `needs_own_world_group`.)
+2. The default group can be split for this backend (it is bound to a device; see `can_split`), and
+   the ranks of each group ascend: all ranks take part in one split of the default group.
+3. c10d needs all ranks (see `why_all_ranks`): all ranks loop over all groups, as in torch.
+4. Otherwise: the members alone create the group, at once or when it is first used.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from .request import GroupRequest
 
 
 def needs_all_ranks(request: GroupRequest, world: World) -> bool:
-    """Return whether all ranks of the default group must take part in making an axis's groups."""
+    """Return whether all ranks of the default group must take part in creating an axis's groups."""
     return how(request, world)[0] in (Origin.SPLIT, Origin.BY_ALL)
 
 
 def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
-    """Return how the groups of an axis are made, and why by all ranks, where that is BY_ALL."""
+    """Return how an axis's groups are created, and with BY_ALL the reason why by all ranks."""
     options = request.options
     if (
         request.axis.size == world.size
@@ -50,25 +52,28 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
 def create_by_all(
     request: GroupRequest, world: World, origin: Origin, name: str | None = None
 ) -> compat.ProcessGroup | None:
-    """Create the groups of an axis with all ranks of the default group, which call this together.
+    """Create the groups of an axis. All ranks of the default group must call this together.
 
     Args:
-        request: of the axis.
-        world: in which they are made.
-        origin: that `how` returned.
-        name: of a group that is split again; by default a new one.
+        request: request of the axis.
+        world: world of the groups.
+        origin: what `how` returned: SPLIT or BY_ALL.
+        name: name of a group that is split off again; by default a new name.
 
     Returns:
-        My group, or None outside of the rank map.
+        This rank's group, or None if this rank is outside the rank map.
     """
     return _split(request, world, name) if origin is Origin.SPLIT else _make_by_all(request, world)
 
 
 def _split(request: GroupRequest, world: World, name: str | None) -> compat.ProcessGroup | None:
-    # A rank outside the mesh takes part in the split too; it passes the ranks of the first group.
+    # Every rank of the default group must take part in a split, and pass the ranks of one group. A
+    # rank outside the mesh has no group of its own: it passes the ranks of the first group, which
+    # does not contain it, and gets None.
     groups = RankGroups(request.axis, request.rank_map)
     if request.position is not None and name is None:
-        # Used up even if the split fails: the next one must not find the keys that this one wrote.
+        # The name is used up even if the split fails, which may leave keys in the store: the next
+        # split must not find them.
         name = _new_name(request, world)
     return compat.create_by_split(
         request.ordered(groups.ranks_of(request.position or 0)),
@@ -101,8 +106,8 @@ def _make_by_all_in_order(
     if callable(getattr(world.default_group, "new_group", None)):
         raise ValueError(
             f"The order of the ranks of axis {request.axis_name!r} cannot be kept: torch before "
-            "2.13 sorts the ranks of groups that this default group makes itself. Pass ranks that "
-            "ascend along each axis, or preserve_rank_order=False, or update torch."
+            "2.13 sorts the ranks of groups that this default group creates itself. Pass ranks "
+            "that ascend along each axis, or preserve_rank_order=False, or update torch."
         )
     name = "" if request.position is None else _new_name(request, world)
     mine = None
@@ -129,23 +134,24 @@ def _new_name(request: GroupRequest, world: World) -> str:
 def create_by_members(
     group: Group, world: World, ranks: list[int] | None = None
 ) -> compat.ProcessGroup | None:
-    """Create a planned group. Its other members call this too.
+    """Create a planned group. All its members must call this.
 
     Args:
-        group: of which this rank is a member.
-        world: in which it is made.
-        ranks: its global ranks in group-rank order, if the caller knows them.
+        group: group to create; this rank is a member.
+        world: world of the group.
+        ranks: global ranks of the group in group-rank order, if the caller has computed them.
 
     Raises:
-        RanksDifferError: the ranks are building different meshes.
-        RuntimeError: other members did not join, or are in a deadlock with this one; or c10d's own.
+        RanksDifferError: ranks are building different meshes.
+        RuntimeError: other members did not join, or are in a deadlock with this rank; or c10d
+            could not create the group.
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
     attempt = _join(group, ranks, world)
     create = compat.create_by_members
     if attempt is not None:
-        # After the others have the group, a Ctrl-C must not make this rank lose it.
+        # Once the other members have the group, a Ctrl-C must not make this rank lose it.
         create = _delay_interrupt()(create)
     default_group, backend_options = world.default_group, options.new_backend_options()
     try:
@@ -161,29 +167,31 @@ def create_by_members(
             description=f"mesh_{request.axis_name}",
         )
     except RuntimeError as error:
-        text = _could_not_make(request, ranks, world, error)
+        message = _could_not_create(request, ranks, world, error)
         if len(ranks) > 1 and compat.is_of_other_ranks(error):
-            text += (
+            message += (
                 "\nAnother of these ranks may have died or been interrupted, or may have destroyed "
-                "the group already. All its ranks must have made a group before one destroys it."
+                "the group already. No rank may destroy a group before all its ranks have "
+                "created it."
             )
-        raise type(error)(text) from error
+        raise type(error)(message) from error
 
 
-def _could_not_make(
+def _could_not_create(
     request: GroupRequest, ranks: list[int], world: World, error: RuntimeError
 ) -> str:
     return (
-        f"Rank {world.rank} could not make the process group of axis {request.axis_name!r} with "
+        f"Rank {world.rank} could not create the process group of axis {request.axis_name!r} with "
         f"ranks [{rank_list(ranks)}]: {error}"
     )
 
 
 def _join(group: Group, ranks: list[int], world: World) -> int | None:
-    """Wait for the other members, if creating the group would wait for them without a message.
+    """Join the rendezvous of the group's members, if c10d would wait for them without a message.
 
     Returns:
-        The number of the attempt to create it, from 0; None if creating it does not wait.
+        Number of the attempt to create the group, from 0; None if there was no rendezvous: c10d
+        does not wait, or the world's store does not allow one.
     """
     options = group.request.options
     if len(ranks) == 1 or not world.creation_blocks(options.backend):
@@ -192,7 +200,8 @@ def _join(group: Group, ranks: list[int], world: World) -> int | None:
     if store is None:
         return None
     world.run.add_user(group.name)
-    calls, label = world.state(ComparedCalls), f"axis {group.request.axis_name!r}"
+    calls = world.state(ComparedCalls)
+    label = f"the process group of axis {group.request.axis_name!r}"
     try:
         return (
             world.state(Rendezvous)
@@ -204,17 +213,17 @@ def _join(group: Group, ranks: list[int], world: World) -> int | None:
     except RanksDifferError:
         raise
     except RuntimeError as error:
-        with contextlib.suppress(dist.DistError):  # of the store; the error itself says more
-            calls.check(store)  # which says why the others did not come
-        raise type(error)(_could_not_make(group.request, ranks, world, error)) from None
+        with contextlib.suppress(dist.DistError):  # the store failed; `error` says more
+            calls.check(store)  # if ranks disagree, that is why the others did not join
+        raise type(error)(_could_not_create(group.request, ranks, world, error)) from None
 
 
 @contextlib.contextmanager
 def _delay_interrupt() -> Iterator[None]:
-    """Delay a Ctrl-C that comes inside this block to its end. A second one is handled at once.
+    """Delay a Ctrl-C inside this block until the block ends. A second one is handled at once.
 
-    Python handles a signal as soon as c10d's C++ code returns. By then all members may have the
-    group, but this rank has not yet stored it.
+    Reason: Python handles a signal as soon as c10d's C++ code returns. By then all members may have
+    the group, but this rank has not stored it yet.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):

@@ -1,16 +1,20 @@
 """A process group in this process, its states, and how universes use it.
 
-| state | meaning | make | suspend | resume | destroyed by others | end | revive |
+| state | meaning | make | suspend | resume | destroy | end | revive |
 | --- | --- | --- | --- | --- | --- | --- | --- |
-| planned | named; made by its members at first use | live | error | error | | ended | |
-| being made | by one thread; others wait for it | live | error | error | | ended, once made | |
+| planned | has a name; its members create it at first use | live | error | error | | ended | |
+| being made | one thread is creating it | live | error | error | | ended, once created | |
 | live | usable | live | suspended | live | destroyed | ended | |
 | suspended | its backend has freed device memory | error | suspended | live | destroyed | ended | |
-| destroyed | by somebody's `destroy_process_group` | error | error | error | | ended | |
-| ended | with its universes, or its world | error | error | error | | ended | planned |
+| destroyed | `destroy_process_group` was called for it | error | error | error | | ended | |
+| ended | its universes or its world have ended | error | error | error | | ended | planned |
 
-Columns are events; an empty cell means that nothing happens. If making a group fails, it is planned
-again. A destroyed group stays destroyed: its use raises, and a new mesh has a new group.
+The last six columns are events. A cell gives the next state, "error" (the call raises), or nothing
+(the event is ignored). `make`, `suspend`, `resume`, `end` and `revive` are methods of `Group`;
+"destroy" is a call of `destroy_process_group` for the group. While one thread creates a group,
+`make` and `end` in other threads wait. If the creation fails, the group is planned again. The use
+of a destroyed or ended group raises, and a new mesh gets a new group. Only a group that ended with
+its world can be revived, once the world goes on.
 """
 
 from __future__ import annotations
@@ -45,34 +49,37 @@ class State(enum.Enum):
 class Origin(enum.Enum):
     """Origin of a process group, as seen by the universe that lists it."""
 
-    DEFAULT_GROUP = enum.auto()  # it is the default group itself
+    DEFAULT_GROUP = enum.auto()  # the default group itself
     SPLIT = enum.auto()  # split off the default group
-    BY_MEMBERS = enum.auto()  # made by its members
-    BY_ALL = enum.auto()  # made by all ranks
-    NOT_YET = enum.auto()  # planned: made when it is first used
-    AT_FIRST_USE = enum.auto()  # planned, then made when this universe was the first to use it
-    SHARED = enum.auto()  # another universe made it
-    GIVEN = enum.auto()  # the user made it
-    OTHER_UNIVERSE = enum.auto()  # of a mesh that was combined with one of this universe
+    BY_MEMBERS = enum.auto()  # created by its members
+    BY_ALL = enum.auto()  # created by all ranks
+    NOT_YET = enum.auto()  # planned: to be created at its first use
+    AT_FIRST_USE = enum.auto()  # was planned; this universe used it first, and so created it
+    SHARED = enum.auto()  # created by another universe, or by a part of the same one
+    GIVEN = enum.auto()  # created by the user
+    OTHER_UNIVERSE = enum.auto()  # of another universe's mesh, combined with a mesh of this one
 
 
 class Group:
     """A process group in this process. The module's docstring has its states and events.
 
     Args:
-        name: c10d's, the same on all members.
-        request: of the axis that requested it first.
-        registry: that finds it by its name.
-        handle: c10d's group, if it is made already.
-        content: scope, ranks and options by which the registry finds it; None if it does not.
-        borrowed: whether it is not Meshverse's: the default group, or one that the user made.
+        name: c10d name, the same on all members.
+        request: request of the axis that requested the group first.
+        registry: registry that finds the group by its name.
+        handle: c10d's group, if it exists already.
+        content: scope, ranks and options by which the registry also finds the group; None if it
+            finds the group by name only.
+        borrowed: whether Meshverse does not own the group: the default group, or one that the user
+            created.
 
     Attributes:
-        state: the state it is in.
-        handle: c10d's group while it is live.
+        state: current state.
+        handle: c10d's group while the state is live, else None.
         was_live: whether it has been live, in this life of its world or an earlier one.
-        uses: those of live universes. The ones that are not borrowed are its references: when the
-            last is released, the group ends.
+        uses: uses by universes that have not released the group. Those whose `borrowed` equals the
+            group's are its references. With the last reference, the registry ends the group; that
+            destroys it only if it is not borrowed.
     """
 
     def __init__(
@@ -92,24 +99,26 @@ class Group:
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
         self.handle: compat.ProcessGroup | None = None
         self.was_live = False
-        self._last: weakref.ref[compat.ProcessGroup] | None = None  # its handle, also afterwards
-        self._making = threading.RLock()  # held by the thread that makes or ends it
+        self._last: weakref.ref[compat.ProcessGroup] | None = None  # to the last handle
+        self._making = threading.RLock()  # held by the thread that creates or ends the group
         if handle is not None:
             self._live(handle)
 
     # --- transitions ----------------------------------------------------------------------------
 
     def make(self, create: Callable[[Group], compat.ProcessGroup | None]) -> bool:
-        """Make the group, if it is planned: of several threads, one does, and the others wait.
+        """Create the group if it is planned. Of several threads, one does, and the others wait.
 
         Args:
-            create: creates it with the other members.
+            create: function that creates the group with the other members.
 
         Returns:
-            Whether it was made here and now.
+            Whether this call created the group.
 
         Raises:
-            RuntimeError: it is suspended, destroyed or ended; or whatever `create` raises.
+            RuntimeError: the group is suspended, destroyed or ended, or this thread is creating it
+                already.
+            Whatever `create` raises.
         """
         with self._making:
             if self.state is State.LIVE:
@@ -121,10 +130,11 @@ class Group:
             try:
                 handle = create(self)
             finally:
-                # c10d may have it although this rank was interrupted, as the other members do.
+                # If this rank was interrupted, c10d may have the group all the same, and the other
+                # members too.
                 if handle is None:
                     handle = compat.find_interrupted(self.name, self.request.my_ranks())
-                if self.state is not State.BEING_MADE:  # a signal handler, or the world, ended it
+                if self.state is not State.BEING_MADE:  # ended by a signal handler or the world
                     compat.end_group(self.name, abort=False)
                 elif handle is None:
                     self.state = State.PLANNED
@@ -138,13 +148,14 @@ class Group:
         """Suspend the group, which frees device memory; return False if it was suspended already.
 
         Raises:
-            RuntimeError: it is not live nor suspended; or whatever the backend raises.
+            RuntimeError: the group is neither live nor suspended.
+            Whatever the backend raises; the group stays live then.
         """
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
-        self.state = State.SUSPENDED  # at once, so that no other thread begins to use it
-        self._let_go()
+        self.state = State.SUSPENDED  # before the backend acts, so that no thread begins to use it
+        self._drop_handle()
         try:
             compat.suspend(handle)
         except BaseException:
@@ -156,7 +167,8 @@ class Group:
         """Resume a suspended group; return False if it was live already.
 
         Raises:
-            RuntimeError: it is not live nor suspended; or whatever the backend raises.
+            RuntimeError: the group is neither live nor suspended.
+            Whatever the backend raises; the group stays suspended then.
         """
         if self.state is not State.SUSPENDED:
             self.live_handle()
@@ -167,13 +179,13 @@ class Group:
         return True
 
     def note_destroyed(self) -> None:
-        """Note that somebody destroyed the group. c10d may call this in any thread, at any time."""
+        """Mark the group as destroyed by somebody. May run in any thread, at any time."""
         if self.state in (State.LIVE, State.SUSPENDED):
             self.state = State.DESTROYED
-            self._let_go()
+            self._drop_handle()
 
     def end(self, *, abort: bool) -> None:
-        """Destroy the group, if it is Meshverse's and still there.
+        """End the group. c10d's group is destroyed too, unless it is borrowed or gone already.
 
         Args:
             abort: abort its collectives, if the backend can, instead of waiting for them.
@@ -181,16 +193,16 @@ class Group:
         Raises:
             Whatever c10d raises; then a second call tries again.
         """
-        with self._making:  # after the thread that is making it, if there is one
+        with self._making:  # waits for a thread that is creating the group
             if self.state in (State.LIVE, State.SUSPENDED) and not self.borrowed:
-                self._let_go()
+                self._drop_handle()
                 compat.end_group(self.name, abort=abort)
             self.note_ended()
 
     def note_ended(self) -> None:
-        """Note that the group is gone with its world, or in a fork."""
+        """Mark the group as ended and drop c10d's group, without destroying it."""
         self.state = State.ENDED
-        self._let_go()
+        self._drop_handle()
 
     def revive(self) -> None:
         """Plan the group again, if it ended with its world, which goes on."""
@@ -202,12 +214,12 @@ class Group:
         self._live(handle)
 
     def leave_to_parent(self) -> None:
-        """Give up the parent's group, in a forked process."""
-        self._making = threading.RLock()
+        """Drop the parent's group without destroying it, in a forked process."""
+        self._making = threading.RLock()  # a thread of the parent may hold the old one
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED
         elif self.state is not State.PLANNED:
-            # Ending a parent's group would wait for threads that are not in this process.
+            # Its destructor would wait for threads that do not exist in this process.
             _of_parents.append(self.handle)
             self.note_ended()
 
@@ -216,12 +228,12 @@ class Group:
         self.state, self.handle, self._last = State.LIVE, handle, weakref.ref(handle)
         for use in self.uses.alive():
             use.process_groups[self.name] = handle
-            if use.how is Origin.NOT_YET or was_live:  # else no mesh has asked for it yet
+            if use.how is Origin.NOT_YET or was_live:  # else no mesh has the group yet
                 use.notify(is_live=True)
         compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
-    def _let_go(self) -> None:
-        # An ended group that is still held would keep its threads, descriptors and memory.
+    def _drop_handle(self) -> None:
+        # A reference to a destroyed group would keep its threads, file descriptors and memory.
         self.handle = None
         for use in self.uses.alive():
             use.process_groups.pop(self.name, None)
@@ -235,14 +247,14 @@ class Group:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the group was destroyed, or has ended."""
+        """Whether the group is destroyed or ended."""
         return self.state in (State.DESTROYED, State.ENDED)
 
     def live_handle(self) -> compat.ProcessGroup:
         """Return c10d's group.
 
         Raises:
-            RuntimeError: it is not live.
+            RuntimeError: the group is not live.
         """
         handle = self.handle
         if handle is None:
@@ -250,7 +262,7 @@ class Group:
         return handle
 
     def in_words(self) -> str:
-        """Return the group's axes and ranks, for messages. O(group)."""
+        """Return the group's axes and ranks, for messages. O(group size)."""
         names = dict.fromkeys(name for use in self.uses.alive() for name in use.requests)
         axes = " or ".join(map(repr, names)) or repr(self.request.axis_name)
         ranks = f"[{rank_list(self.request.my_ranks())}]"
@@ -259,9 +271,9 @@ class Group:
     def _why_unusable(self) -> str:
         what = self.in_words()
         if self.state is State.PLANNED:
-            return f"The {what} is not made yet: it is lazy."
+            return f"The {what} is not created yet: it is lazy. Its first use creates it."
         if self.state is State.BEING_MADE:
-            return f"The {what} is being made by this thread, and cannot be used yet."
+            return f"The {what} is being created by this thread, and cannot be used yet."
         if self.state is State.SUSPENDED:
             return (
                 f"The {what} is suspended, by universe.suspend(). All its ranks must call "
@@ -271,14 +283,14 @@ class Group:
         if shrunk is not None:
             left = f"[{rank_list(dist.get_process_group_ranks(shrunk))}]"
             return (
-                f"The {what} was shrunk by shrink_group() to ranks {left}, in a new group, where "
-                "ranks may have other numbers. Make a mesh of the ranks that are left: "
+                f"The {what} was shrunk by shrink_group() to ranks {left}, in a new group, in "
+                "which their group ranks may differ. Make a mesh of the ranks that are left: "
                 "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
             )
         if self.state is State.ENDED or self.borrowed:
             return (
                 f"The {what} was destroyed, by destroy_process_group(group) or with the universe "
-                "that made it. Make the mesh again, on groups that are there."
+                "that made it. Make the mesh again, with groups that exist."
             )
         shared = ""
         if sum(sum(use.requests.values()) for use in self.uses.alive()) > 1:
@@ -290,7 +302,7 @@ class Group:
         )
 
 
-_of_parents: list[object] = []  # groups of parent processes, kept until this process ends
+_of_parents: list[object] = []  # a parent process's groups, kept until this process ends
 
 
 def _note_destroyed(name: str, registry: weakref.ref[Any]) -> None:
@@ -304,17 +316,19 @@ class GroupUse:
     """A universe's use of a process group, with the requests of its axes.
 
     Attributes:
-        request: of the axis that requested it first, in this universe.
-        process_groups: of the universe: its live groups, by name.
-        group: the group; None on a rank that is in no group of the axis.
-        name: c10d's name of my group, or None.
-        how: its origin, when it was requested.
-        created: whether a group was made for it here.
+        request: first request for the group in this universe.
+        process_groups: the universe's live groups by c10d name, kept up to date by `Group`.
+        group: the group; None if this rank is in no group of the axis.
+        name: c10d name of the group; None if this rank is in no group of the axis.
+        how: origin of the group as it was when this universe requested it; `origin` is the current
+            one.
+        created: whether this universe created the group, at the request or at the first use.
         borrowed: whether the universe does not own the group: it is the default group, or one that
-            the user or another universe made.
-        reason: why all ranks make the group, where the origin is BY_ALL; else None.
-        requests: how often it was requested, by axis name.
-        owner: the universe's groups, which are notified of changes.
+            the user created, or one of a mesh of another universe that was combined with its own.
+        reason: why all ranks create the group together, if `how` is BY_ALL; else None.
+        requests: number of requests for the group, by axis name.
+        owner: the universe's `UniverseGroups`, which is notified when the group becomes live or
+            is no longer live.
     """
 
     request: GroupRequest
@@ -329,23 +343,23 @@ class GroupUse:
     requests: dict[str, int] = field(default_factory=dict)
 
     def notify(self, *, is_live: bool) -> None:
-        """Notify the universe that the group has become live, or is so no more."""
+        """Notify the universe that the group has become live, or is no longer live."""
         owner = self.owner()
         if owner is not None:
             owner.note_change(is_live=is_live)
 
     def count_request(self, axis_name: str) -> None:
-        """Note that an axis of this name requested the group."""
+        """Count a request for the group by an axis of this name."""
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
     @property
     def origin(self) -> Origin:
-        """Origin of the group, as known now: that of a planned group changes when it is made."""
+        """Current origin of the group: that of a planned group changes when it is created."""
         if self.how is not Origin.NOT_YET or self.state in (State.PLANNED, State.BEING_MADE):
             return self.how
         return Origin.AT_FIRST_USE if self.created else Origin.SHARED
 
     @property
     def state(self) -> State | None:
-        """The state of the group; None if this rank is in none."""
+        """State of the group; None if this rank is in no group of the axis."""
         return None if self.group is None else self.group.state

@@ -1,4 +1,4 @@
-"""The registry of the process groups of one world."""
+"""Registry of the process groups of one world."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .request import GroupRequest
 
 
 class GroupRegistry(WorldState):
-    """The process groups of one world that universes use, found by what they are.
+    """The process groups of one world that universes use, found by content or by name.
 
-    A group is found by its scope, its ranks in order, and its options. The scope is what shares
-    groups: a universe with its parts, or all universes of the world. Ranks, and not a layout, are
-    in the key because they mean the same in every universe: so the mesh over ranks 4 to 7 finds a
-    group that one over ranks 0 to 7 has made.
+    The content of a group is its scope, its ranks in order, and its options. The scope says which
+    universes share groups: a universe with its parts, or all universes of the world. The content
+    has ranks, not a layout, because ranks mean the same in every universe: so a mesh over ranks 4
+    to 7 finds a group that a mesh over ranks 0 to 7 has created.
 
-    A name has a digest of ranks and options, and how many such groups were made before. All members
-    of the group know the same number, whatever other groups each of them made. (torch counts all
-    groups of a process: ranks that made other groups before would give the next one different
-    names, and wait for ever.)
+    A name consists of a digest of ranks and options, and the number of earlier groups with the same
+    digest. All members of a group compute the same number, whatever other groups each of them has
+    created. (torch's names count all groups of a process instead. Ranks that had created other
+    groups before would give the next group different names, and wait until their timeout.)
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class GroupRegistry(WorldState):
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
         self._lock = threading.RLock()  # protects the three above and the uses of groups
-        self.reference = weakref.ref(self)  # for its groups
+        self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
         """Iterate over the groups, in the order in which they were added."""
@@ -44,7 +44,7 @@ class GroupRegistry(WorldState):
         return self._by_name.get(name)
 
     def duplicates(self) -> set[str]:
-        """Return the names of the groups that were made more than once, under different scopes."""
+        """Return the names of groups that exist several times: equal, but in different scopes."""
         with self._lock:
             found = [(group.content, group.name) for group in self._by_content.values()]
         names: dict[Hashable, list[str]] = {}
@@ -53,11 +53,11 @@ class GroupRegistry(WorldState):
         return {name for equal in names.values() if len(equal) > 1 for name in equal}
 
     def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
-        """Give a use its group, the existing one or a new planned one; return the group's ranks.
+        """Attach the group that a use requests; return its ranks. A missing group is planned first.
 
         Args:
-            scope: what shares groups; see the class.
-            use: on a rank that is a member of the group.
+            scope: scope of the group; see the class.
+            use: use to attach the group to. This rank must be a member of the group.
         """
         request = use.request
         ranks, identity = request.my_ranks_and_identity()
@@ -71,7 +71,7 @@ class GroupRegistry(WorldState):
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
-        """Return a name for a new group that all ranks make, which `acquire` does not find."""
+        """Return a name for a group that all ranks create together. `acquire` does not find it."""
         with self._lock:
             return self._new_name(request.my_ranks_and_identity()[1])
 
@@ -81,7 +81,7 @@ class GroupRegistry(WorldState):
         return f"meshverse-{identity}-{times}"
 
     def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
-        """Give a use a group that exists already, and that only its name finds."""
+        """Attach an existing c10d group to a use. The registry then finds it by its name only."""
         with self._lock:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
@@ -91,7 +91,7 @@ class GroupRegistry(WorldState):
             self._add_use(group, use)
 
     def note_destroyed(self, name: str) -> None:
-        """Note that somebody destroyed the group of this c10d name. Called in any thread."""
+        """Mark the group of this c10d name as destroyed by somebody. May run in any thread."""
         group = self._by_name.get(name)
         if compat.current_default_group() is None:
             return  # they all end with the world: see `end`
@@ -101,7 +101,7 @@ class GroupRegistry(WorldState):
                 self._by_name.pop(name, None)
 
     def share(self, group: Group, use: GroupUse) -> None:
-        """Give a use a group that another universe has."""
+        """Attach a group that another universe has to a use."""
         with self._lock:
             self._add_use(group, use)
 
@@ -113,11 +113,11 @@ class GroupRegistry(WorldState):
             use.process_groups[group.name] = group.live_handle()
 
     def release(self, use: GroupUse, *, abort: bool = False) -> None:
-        """Take back a use. The last reference to a group ends it.
+        """Detach the group of a use. With its last reference, the group ends.
 
         Args:
-            use: to which `acquire`, `add` or `share` gave a group.
-            abort: see `Group.end`.
+            use: use to which `acquire`, `add` or `share` attached a group.
+            abort: as for `Group.end`.
 
         Raises:
             Whatever c10d raises when it ends the group; then a second call tries again.
@@ -139,10 +139,10 @@ class GroupRegistry(WorldState):
         group.end(abort=abort)
 
     def withdraw(self, use: GroupUse) -> None:
-        """Release a use whose call failed here, and may be repeated: then names are the same again.
+        """Release a use whose call failed on this rank. A new call then gets the same name.
 
-        Not so in `release`: another member may have created the group that is planned here, where
-        its backend does not wait for the others.
+        `release` does not free the name: if the backend does not wait for all members, another
+        member may have created the group that is still planned on this rank.
         """
         group = use.group
         with self._lock:
@@ -155,13 +155,13 @@ class GroupRegistry(WorldState):
     # --- the end of the world -------------------------------------------------------------------
 
     def end(self) -> None:
-        """Note that all groups are gone with their world."""
+        """Mark all groups as ended: their world has ended."""
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
 
     def leave_to_parent(self) -> None:
-        """Let go of the parent's groups, which live on, in a forked process."""
-        self._lock = threading.RLock()  # which a thread of the parent may have held
+        """Drop the parent's groups without destroying them, in a forked process."""
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         for group in self:
             group.leave_to_parent()

@@ -1,4 +1,4 @@
-"""Requests for process groups: one for each axis of a mesh, with its options filled in."""
+"""Requests for process groups: one per axis of a mesh, with its options filled in."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class GroupRequest(NamedTuple):
     """One axis's request for process groups.
 
     Attributes:
-        axis: its layout over positions. Unless `keeps_order`, positions in a group ascend.
+        axis: layout of the axis over positions. Unless `keeps_order`, positions in a group ascend.
         rank_map: position -> global rank.
-        position: mine, or None if this rank is outside the rank map.
-        options: of the groups.
-        axis_name: of the axis that requested it first. It is in descriptions, and in no name.
-        keeps_order: whether ranks in a group have the order of the axis, not ascending order.
+        position: this rank's position, or None if this rank is outside the rank map.
+        options: options of the groups.
+        axis_name: name of the axis, for messages and c10d's descriptions. The c10d names of this
+            rank's groups do not contain it, so axes of other names can share them.
+        keeps_order: whether group ranks follow the order of the axis, instead of ascending ranks.
     """
 
     axis: AxisLayout
@@ -39,21 +40,24 @@ class GroupRequest(NamedTuple):
     keeps_order: bool = False
 
     def my_ranks(self) -> list[int]:
-        """Return the global ranks of my group, in group-rank order; [] without one. O(group)."""
+        """Return the global ranks of this rank's group, in group-rank order. O(group size).
+
+        [] if this rank is outside the rank map.
+        """
         if self.position is None:
             return []
         return self.ordered(RankGroups(self.axis, self.rank_map).ranks_of(self.position))
 
     def ordered(self, ranks: list[int]) -> list[int]:
-        """Return the ranks of a group, given in the order of the axis, in group-rank order."""
+        """Return ranks of a group in group-rank order, given in axis order. May sort in place."""
         if not self.keeps_order:
             ranks.sort()
         return ranks
 
     def my_rank(self) -> int:
-        """Return this rank's rank in its group. O(1) where the mesh's ranks ascend, else O(group).
+        """Return this rank's group rank. This rank must be in the rank map.
 
-        This rank must be in the rank map.
+        O(1) if the rank map ascends or `keeps_order`, else O(group size).
         """
         assert self.position is not None
         groups = RankGroups(self.axis, self.rank_map)
@@ -63,10 +67,11 @@ class GroupRequest(NamedTuple):
         return sum(rank < mine for rank in groups.ranks_of(self.position))
 
     def my_ranks_and_identity(self) -> tuple[list[int], str]:
-        """Return `my_ranks`, and a text that identifies them in order and the options. O(group).
+        """Return `my_ranks`, and a digest of them, in order, and of the options. O(group size).
 
-        All members have the same text, and no other group has it. A timeout that comes from the
-        default group is left out of it, as each rank may have set its own.
+        All members get the same digest; groups with other ranks, another order or other options get
+        another one. Groups of other scopes, and groups that differ only in their timeout, get the
+        same digest. The timeout is left out because each rank may have set its own.
         """
         assert self.position is not None
         salt = self.options.name_digest
@@ -78,16 +83,14 @@ class GroupRequest(NamedTuple):
 def ranks_and_identity(
     axis: AxisLayout, rank_map: RankMap, position: int, salt: str, *, keeps_order: bool = False
 ) -> tuple[list[int], str]:
-    """Return the ranks of a position's group, and a text that identifies them and the salt.
-
-    O(group).
+    """Return the ranks of a position's group, and a digest of them and the salt. O(group size).
 
     Args:
-        axis: of the group, over positions.
+        axis: layout of the axis, over positions.
         rank_map: position -> global rank.
-        position: of a member.
+        position: position of a member.
         salt: digest of the options.
-        keeps_order: whether ranks in a group have the order of the axis, not ascending order.
+        keeps_order: whether group ranks follow the order of the axis, instead of ascending ranks.
     """
     ranks, identity = rank_group(axis, rank_map, position, salt)
     if not (keeps_order or rank_map.is_sorted()):
@@ -99,17 +102,17 @@ def ranks_and_identity(
 
 
 class RequestBuilder:
-    """Builds the requests of axes, with the defaults of one universe filled in.
+    """Builder of the requests of axes, which fills in the defaults of one universe.
 
     Args:
         rank_map: position -> global rank.
-        position: this rank's, or None if it is outside.
-        world: its default group has the options that nothing else sets; None if there will be no
-            request.
-        defaults: options of axes without options of their own.
+        position: this rank's position, or None if this rank is outside the rank map.
+        world: world whose default group has the options that nothing else sets; None if no request
+            will be built.
+        defaults: the universe's options, for axes without options of their own.
 
     Attributes:
-        usual_key: of the options of axes without their own; None before the first request.
+        usual_key: options key of axes without options of their own; None before the first request.
     """
 
     def __init__(
@@ -133,15 +136,16 @@ class RequestBuilder:
         """Return one request per axis.
 
         Args:
-            layout: of a mesh, over positions.
-            axis_names: of these axes of the mesh, for `explain()` and c10d's descriptions.
-            overrides: one per axis; empty if no axis has one.
-            tags: isolation tags, one per axis, "" for none; empty if no axis has one.
+            layout: layout of a mesh, over positions.
+            axis_names: names of consecutive axes of the mesh, for `explain()` and c10d's
+                descriptions.
+            overrides: one override per axis; empty if no axis has one.
+            tags: one isolation tag per axis, "" for none; empty if no axis has one.
             preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
-            first: index of the first of the axes.
+            first: index of the first of these axes in the layout.
 
         Raises:
-            ValueError: an options key cannot be made.
+            TypeError: a field of an options object cannot be read or compared.
         """
         axes = layout.axes if preserve_rank_order else layout.ascending
         axes = axes[first : first + len(axis_names)]
@@ -170,13 +174,13 @@ class RequestBuilder:
         """Return the request for one group of all ranks of the universe.
 
         Args:
-            name: for `explain()` and c10d's descriptions.
+            name: name of the request, for `explain()` and c10d's descriptions.
             override: backend and options object of the group.
-            timeout: of its operations; None for that of the universe.
+            timeout: timeout of the group's operations; None for the universe's timeout.
             tag: isolation tag; "" for none.
 
         Raises:
-            ValueError: an options key cannot be made.
+            TypeError: a field of the options object cannot be read or compared.
         """
         assert self._world is not None
         defaults = self._defaults if timeout is None else replace(self._defaults, timeout=timeout)
@@ -213,9 +217,10 @@ class RequestBuilder:
         return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
 
     def ascends(self, axis: AxisLayout) -> bool:
-        """Return whether the ranks of every group of an axis ascend. O(ranks) once, if at all.
+        """Return whether the ranks ascend in every group of an axis.
 
-        Every group, and not only mine: all members of the mesh must find the same options key.
+        Not only in this rank's group: all ranks of the mesh must compute the same options key. Up
+        to O(number of ranks), once per axis; O(1) if the rank map ascends.
         """
         if self._rank_map.is_sorted():
             return axis.is_sorted()

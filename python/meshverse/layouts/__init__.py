@@ -1,9 +1,9 @@
-"""Meshes as users give them, and derived meshes: arithmetic, without side effects.
+"""Descriptions of meshes, from user input and by derivation: arithmetic, without side effects.
 
-- `user_input`: ranks, shapes and names as users give them, checked.
-- `derivation`: `MeshDescription`, which says what a mesh is, and those of derived meshes.
-- `rank_views`: the tensor and the tuple of all ranks, made when torch first reads them.
+- `user_input`: reads and checks the ranks, shapes and names that users pass.
+- `derivation`: `MeshDescription`, a mesh without process groups; descriptions of derived meshes.
+- `rank_views`: the tensor and the tuple of all ranks, created when torch first reads them.
 - `computed`: attributes that are computed when they are first read.
 
-Nothing here knows process groups or universes.
+This room creates no process groups, and does not import the rooms `groups` and `universe`.
 """

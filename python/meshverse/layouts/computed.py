@@ -1,4 +1,4 @@
-"""Attributes that are computed when they are first read."""
+"""Decorator for attributes that are computed when they are first read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _T = TypeVar("_T")
 
 
 class computed(Generic[_T]):  # noqa: N801  # used as a decorator
-    """A method that runs when the attribute is first read. Its result is kept as the attribute.
+    """Attribute that a method computes when it is first read. The result is kept.
 
-    As `functools.cached_property`, which writes to the object's `__dict__`. Once somebody has asked
-    for an object's `__dict__`, CPython reads all its attributes more slowly: by 30 ns, twice as
-    long. This one uses `setattr`.
+    Like `functools.cached_property`, but the result is stored with `setattr`, not in the object's
+    `__dict__`. Once a program has accessed an object's `__dict__`, CPython takes twice as long to
+    read any attribute of the object, 30 ns more.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

@@ -1,8 +1,8 @@
-"""Descriptions of meshes, and of those that slicing, unflattening and concatenating give.
+"""Descriptions of meshes, and of the meshes derived by slicing, unflattening and concatenating.
 
-Layouts are over positions of one universe. Nothing here has side effects. The checks, their
-exception types and the words they begin with are stock's: programs and torch's own tests match
-them.
+Layouts are over positions of one universe. The functions have no side effects. Most checks are
+torch's, with its exception types and the first words of its messages, because programs and torch's
+own tests match them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class MeshDescription(NamedTuple):
 
     Attributes:
         device_type: "cpu", "cuda", ... without an index.
-        layout: the axis layouts, over positions of the universe's rank map.
-        axis_names: one an axis, or None.
-        preserve_rank_order: whether group ranks follow the axes' order, not ascending ranks.
-        flattened: whether it was made by flattening, on a torch where that makes it unequal to
-            meshes made otherwise (before 2.13).
-        tags: isolation tags, one an axis, "" for none; empty where no axis has one.
+        layout: layouts of the axes, over positions of the universe's rank map.
+        axis_names: one name per axis, or None.
+        preserve_rank_order: whether group ranks follow the axes' order, instead of ascending ranks.
+        flattened: whether the mesh was created by flattening. Set only with a torch before 2.13,
+            where such a mesh does not equal meshes that are created otherwise.
+        tags: one isolation tag per axis, "" for none; empty if no axis has one.
     """
 
     device_type: str
@@ -40,34 +40,45 @@ class MeshDescription(NamedTuple):
 
     @property
     def axis_tags(self) -> tuple[str, ...]:
-        """Isolation tags, one an axis."""
+        """One isolation tag per axis; "" for none."""
         return self.tags or ("",) * len(self.layout)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the axes in messages: their own, or numbers where they have none."""
+        """Names of the axes in messages: their own, or "dim_0", "dim_1", ... without names."""
         return self.axis_names or tuple(f"dim_{index}" for index in range(len(self.layout)))
 
     def with_tags(self, tags: Sequence[str]) -> MeshDescription:
-        """Return the same under other isolation tags, one an axis."""
+        """Return a copy with other isolation tags, one per axis."""
         return self._replace(tags=tuple(tags) if any(tags) else ())
 
 
 def check_has_names(mesh: MeshDescription, action: str, error: type[Exception]) -> AxisNames:
-    """Return the names of a mesh's axes; raise `error`, which depends on the action, for none."""
+    """Return the names of a mesh's axes; raise `error` if it has none.
+
+    Args:
+        mesh: mesh to check.
+        action: verb phrase for the message: what the user wants to do with the mesh.
+        error: type of the exception.
+    """
     if mesh.axis_names is None:
         raise error(
             f"Cannot {action} a DeviceMesh without mesh_dim_names! Its layout is {mesh.layout}. "
-            "Give its axes names when making it."
+            "Pass mesh_dim_names= when you make it."
         )
     return mesh.axis_names
 
 
 def check_known_axes(mesh: MeshDescription, names: AxisNames, flattened: Iterable[str]) -> None:
-    """Check that a mesh has the axes it is sliced by, or may use flattened ones of these names.
+    """Check that the names of a slice are axes of the mesh, or flattened axes.
+
+    Args:
+        mesh: mesh to slice.
+        names: names to check.
+        flattened: names of the flattened axes that the slice may use.
 
     Raises:
-        KeyError: an unknown name.
+        KeyError: a name is neither.
     """
     valid = [*(mesh.axis_names or ()), *flattened]
     if not all(name in valid for name in names):
@@ -88,15 +99,15 @@ def slice_axes(
     """Describe the submesh of some axes of a mesh.
 
     Args:
-        mesh: the mesh that is sliced.
-        names: the requested axes.
-        layout: that has these axes.
-        indices: of these axes in the layout.
-        tags: isolation tags of these axes; empty where none of the mesh has one.
+        mesh: mesh to slice.
+        names: names of the requested axes.
+        layout: layout that contains these axes.
+        indices: indices of these axes in the layout.
+        tags: one isolation tag per requested axis; empty if no axis of the mesh has one.
 
     Raises:
-        KeyError: names in another order than in the mesh.
-        RuntimeError: axes that overlap.
+        KeyError: the names are in another order than the axes of the mesh.
+        RuntimeError: the axes overlap.
     """
     part = layout.slice(indices)
     if part is None:
@@ -119,14 +130,14 @@ def check_flattened_name(
     """Check the name of a flattened axis.
 
     Args:
-        name: of the flattened axis.
-        axis: its layout.
-        root_names: axes of the root mesh.
-        known: the axis flattened under this name before, if any.
-        root: the root mesh, for messages.
+        name: name of the flattened axis.
+        axis: layout of the flattened axis.
+        root_names: names of the root mesh's axes.
+        known: layout of an axis that was flattened under this name before; None without one.
+        root: root mesh, for messages.
 
     Raises:
-        ValueError: the root has an axis of this name, or another flattened axis has it.
+        ValueError: an axis of the root mesh, or another flattened axis, has this name.
     """
     if name in root_names:
         raise ValueError(
@@ -143,19 +154,20 @@ def check_flattened_name(
 def check_names_at_root(
     name: str, axis: AxisLayout, known: AxisLayout | None, known_as: str, root: object
 ) -> None:
-    """Check a name of a root mesh or a flattened axis against another root mesh of its universe.
+    """Check that an axis name is not taken in a universe with several root meshes.
 
-    torch looks names up at the first root mesh: its flattened axes come before the mesh's own axes.
+    It is the name of an axis of a root mesh, or of a flattened axis. torch looks up a name at the
+    first root mesh: its flattened axes take precedence over the axes of the mesh itself.
 
     Args:
-        name: of an axis.
-        axis: its layout.
-        known: the axis that has this name already, if any.
-        known_as: what that one is, for the message.
-        root: the first root mesh, for the message.
+        name: name of the axis.
+        axis: layout of the axis.
+        known: layout of an axis of another root mesh that has this name; None without one.
+        known_as: description of that axis, for the message.
+        root: first root mesh of the universe, for the message.
 
     Raises:
-        ValueError: the two axes differ.
+        ValueError: the two axes have different layouts.
     """
     if known is not None and known != axis:
         raise ValueError(
@@ -169,14 +181,14 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
     """Return the index of an axis given by index or name.
 
     Args:
-        mesh: the mesh.
-        ndim: its number of axes.
-        dim: the index or name that the user gives.
+        mesh: mesh with the axis.
+        ndim: number of axes of the mesh.
+        dim: index or name that the user passed.
 
     Raises:
-        ValueError: no axis of this name or index.
-        IndexError: an index from the end, or of a type of numpy's, that is no axis.
-        TypeError: neither index nor name, or a name where the mesh has none.
+        ValueError: no axis has this name, or this int >= 0 as its index.
+        IndexError: no axis has this negative index, or this index of another integer type.
+        TypeError: `dim` is neither index nor name, or it is a name and the mesh has no names.
     """
     if isinstance(dim, str):
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
@@ -187,9 +199,11 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
     try:
         index = operator.index(dim)
     except TypeError:
-        raise TypeError(f"dim {dim!r} specified in `_unflatten` is no index and no name.") from None
+        raise TypeError(
+            f"dim {dim!r} specified in `_unflatten` is neither an index nor a name."
+        ) from None
     if not -ndim <= index < ndim:
-        error = ValueError if isinstance(dim, int) and index >= 0 else IndexError  # as stock
+        error = ValueError if isinstance(dim, int) and index >= 0 else IndexError  # as in torch
         raise error(f"dim {index} specified in `_unflatten` is out of range {ndim}")
     return index % ndim
 
@@ -197,18 +211,18 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
 def unflatten_axis(
     mesh: MeshDescription, index: int, sizes: Sequence[int], names: Sequence[str]
 ) -> MeshDescription:
-    """Describe the mesh with one axis split into several, the rightmost fastest, under its tag.
+    """Describe a mesh with one axis split into several, in row-major order. They keep its tag.
 
     Args:
-        mesh: the mesh to change.
-        index: of the axis to split.
-        sizes: of the new axes.
-        names: of the new axes.
+        mesh: mesh with the axis.
+        index: index of the axis to split.
+        sizes: sizes of the new axes.
+        names: names of the new axes.
 
     Raises:
-        ValueError: sizes that do not multiply out to the axis.
-        RuntimeError: another number of names than sizes, or a name that is taken.
-        TypeError: a mesh without names.
+        ValueError: the product of the sizes is not the size of the axis.
+        RuntimeError: there are not as many names as sizes, or a name is taken.
+        TypeError: the mesh has no names.
     """
     if len(sizes) != len(names):
         raise RuntimeError(
@@ -239,15 +253,15 @@ def unflatten_axis(
 
 
 def concatenate(meshes: Sequence[MeshDescription], given: Sequence[object]) -> MeshDescription:
-    """Describe one mesh with the axes of several, in the order given.
+    """Describe one mesh with the axes of several meshes, in the order given.
 
     Args:
-        meshes: the descriptions of the meshes.
-        given: the meshes, for messages.
+        meshes: descriptions of the meshes.
+        given: the meshes themselves, for messages.
 
     Raises:
-        RuntimeError: they overlap.
-        TypeError: one has no names.
+        RuntimeError: the meshes overlap.
+        TypeError: a mesh has no names.
     """
     layout = Layout([])
     names: AxisNames = ()

@@ -1,4 +1,4 @@
-"""The world-sized forms of a rank map that torch reads: built when first asked for, then shared."""
+"""The O(world size) forms of a rank map that torch reads: built at first read, then shared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .computed import computed
 
 
 class RankTuple(tuple[int, ...]):
-    """A tuple of ranks that is hashed once, and compared with itself at once.
+    """A tuple of ranks that keeps its hash, and equals itself in O(1).
 
     torch hashes and compares such tuples inside training steps. Equal rank maps share one object
-    (see `rank_views`), so both are O(1) here after the first hash, with the results of tuple's.
+    (see `rank_views`), so hashing, after the first time, and comparing are O(1). Their results are
+    those of a plain tuple.
     """
 
     _hash: int | None = None
@@ -35,14 +36,14 @@ class RankTuple(tuple[int, ...]):
         return self._hash
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankTuple:
-        return self  # as for any tuple of integers; torch.compile's guards compare with this copy
+        return self  # as with any tuple of integers; torch.compile's guards compare with this copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
 
 
 class HashedRanks:
-    """The hash of a tuple of ranks, without the tuple, for tuples that are only hashed."""
+    """The hash of a tuple of ranks without the tuple, for a key that is only hashed."""
 
     def __init__(self, rank_map: RankMap) -> None:
         same = _CORE_HASHES_AS_PYTHON
@@ -52,46 +53,46 @@ class HashedRanks:
         return self._hash
 
 
-# Another Python may hash tuples in another way.
+# Whether the core's hash of a tuple is that of this Python: another version may hash differently.
 _CORE_HASHES_AS_PYTHON = RankMap.from_ranks([5, 2, 8]).tuple_hash() == hash((5, 2, 8))
 
 
 class RankViews:
-    """A rank map as the tensor and the tuple that torch's own code asks of a mesh.
+    """The forms of a rank map that torch's own code reads from a mesh: tensor, tuple and hash.
 
-    Shared by every mesh and universe with the same ranks; O(world) each, once.
+    Every mesh and universe with the same ranks shares them. Each costs O(world size), once.
     """
 
     def __init__(self, rank_map: RankMap) -> None:
-        # Weakly: the views of a rank map are kept for as long as the rank map lives.
+        # A weak reference: `_views` keeps this object for as long as the rank map lives.
         self._rank_map = weakref.ref(rank_map)
 
     def _ranks(self) -> RankArray:
         rank_map = self._rank_map()
-        assert rank_map is not None, "whoever asks for a view has the rank map"
+        assert rank_map is not None, "whoever reads a view has the rank map"
         return rank_map.ranks()
 
     @computed
     def tensor(self) -> torch.Tensor:
-        """Return the global rank at every position: int32 CPU tensor of shape (n,)."""
+        """Return the global rank at every position: an int32 CPU tensor of shape (n,)."""
         with compat.untraced():
             return torch.frombuffer(self._ranks(), dtype=torch.int32)
 
     @computed
     def hashed(self) -> HashedRanks:
-        """Return an object with the hash of the tuple."""
+        """Return an object that has the same hash as `tuple`."""
         rank_map = self._rank_map()
         assert rank_map is not None
         return HashedRanks(rank_map)
 
     @computed
     def tuple(self) -> RankTuple:
-        """Return the global rank at every position."""
+        """Return the global rank at every position, as a tuple."""
         return RankTuple(self._ranks().tolist())
 
 
 _views: weakref.WeakKeyDictionary[RankMap, RankViews] = weakref.WeakKeyDictionary()
-_views_lock = threading.Lock()  # protects _views; building a view is cheap, its fields are lazy
+_views_lock = threading.Lock()  # protects _views; held briefly, as the views' fields are lazy
 
 
 def rank_views(rank_map: RankMap) -> RankViews:
@@ -105,7 +106,7 @@ def rank_views(rank_map: RankMap) -> RankViews:
 
 @compat.untraced()
 def ascends(groups: RankGroups) -> bool:
-    """Whether the ranks of each group ascend. O(ranks)."""
+    """Return whether the ranks ascend within each group. O(number of ranks)."""
     within, between = groups.axis, groups.offsets
     ranks = rank_views(groups.rank_map).tensor.as_strided(
         (*between.sizes, *within.sizes), (*between.strides, *within.strides)

@@ -1,6 +1,6 @@
-"""Ranks, shapes and names of a mesh as users give them: read and checked, without side effects.
+"""Ranks, shapes and names of a mesh as users pass them: read and checked, without side effects.
 
-The global ranks come in any kind of tensor, array or list.
+Users pass global ranks in any kind of tensor, array or list.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from meshverse._core import Layout, RankMap
 AxisNames: TypeAlias = "tuple[str, ...]"
 
 ArrayLike: TypeAlias = Any
-"""Whatever `torch.tensor` takes: nested sequences of integers, a numpy array."""
+"""Anything that `torch.tensor` accepts: nested sequences of integers, a numpy array."""
 
-LARGEST_RANK = 2**31 - 1  # torch holds the ranks of a mesh as int32
+LARGEST_RANK = 2**31 - 1  # torch stores the ranks of a mesh as int32
 
 
-# Errors of tensors that have no one array of values to give.
+# Errors that tensors raise if they do not stand for one array of values.
 _REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
-    """Return the ranks as a dense int64 CPU tensor of the same shape. O(world).
+    """Return the ranks as a dense int64 CPU tensor of the same shape. O(number of ranks).
 
     Raises:
-        ValueError: no ranks, or values that are no integers from 0 to `LARGEST_RANK`.
-        RuntimeError: a tensor without values (fake, meta), or one whose values torch does not list
+        ValueError: there are no ranks, or a value is not an integer from 0 to `LARGEST_RANK`.
+        RuntimeError: a tensor has no values (fake, meta), or torch does not list its values
             (sparse, quantized, DTensor, most wrapper subclasses).
-        TypeError: `torch.tensor` does not take it.
+        TypeError: `torch.tensor` does not accept the argument.
     """
     values = _values_of(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
     with compat.untraced():
         ranks = values.to(torch.int64).contiguous()
         if ranks.numel() == 0:
             raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
-        # All integer types fit int64 but uint64, whose large values come out negative.
+        # int64 can hold all integer types except uint64, whose large values become negative.
         may_have_fractions = values.is_floating_point() or values.is_complex()
         are_whole = not may_have_fractions or torch.equal(ranks.to(values.dtype), values)
         smallest, largest = torch.aminmax(ranks)
@@ -54,7 +54,7 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
 def _values_of(given: torch.Tensor) -> torch.Tensor:
     if given.is_meta or compat.has_no_values(given):
         kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
-        raise error(  # as stock
+        raise error(  # torch's types
             f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
             "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
         )
@@ -64,9 +64,9 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
     try:
         if compat.lacks_memory(given):
             raise RuntimeError("its memory was taken away")
-        # First a copy: that waits for asynchronous results and computes lazy ones, and may then lie
-        # in memory. Every other tensor gives a list. Tensors that stand for something else
-        # than one array of values refuse that.
+        # Copy first: that waits for asynchronous results, computes lazy ones, and may give a tensor
+        # in memory. All others are converted to a list, which tensors refuse that do not stand for
+        # one array of values.
         copied = given.detach().clone()
         with compat.untraced():
             if compat.lies_in_memory(copied):
@@ -85,8 +85,8 @@ def _tensor_of(values: ArrayLike) -> torch.Tensor:
         try:
             read = torch.tensor(values, device="cpu")
         except (IndexError, RuntimeError):
-            # It could not tell the type of the values. Stock says that they are integers, and
-            # gives the better error.
+            # torch could not infer the type of the values. torch's DeviceMesh says that they are
+            # integers, which gives a better error.
             return torch.tensor(values, device="cpu", dtype=torch.int64)
         if not read.is_floating_point():
             return read
@@ -107,37 +107,38 @@ def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
 
 
 def rank_map_of(plain: torch.Tensor) -> RankMap:
-    """Return the rank map of what `plain_ranks` gave, in row-major order.
+    """Return the rank map of a tensor that `plain_ranks` returned, in row-major order.
 
     Raises:
-        ValueError: a rank that repeats.
+        ValueError: a rank repeats.
     """
-    # Its memory as a buffer, without numpy. ctypes spells the format "<q", the cast makes it "q".
+    # The tensor's memory as a buffer, without numpy. ctypes writes the format as "<q"; the casts
+    # change that to "q", which the core reads.
     memory = (ctypes.c_int64 * plain.numel()).from_address(plain.data_ptr())
     return RankMap.from_ranks(memoryview(memory).cast("B").cast("q"))
 
 
-# --- what a mesh is made of ---------------------------------------------------------------------
+# --- arguments of meshes and universes ----------------------------------------------------------
 
 
 def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
-    """Return the layout and rank map of a tensor or array of global ranks. O(world).
+    """Return the layout and rank map of a tensor or array of global ranks. O(number of ranks).
 
     Raises:
-        ValueError: no ranks, repeated or negative ranks, or values that are no integers.
-        RuntimeError: a tensor whose values cannot be read.
+        ValueError: there are no ranks, a rank repeats or is negative, or a value is not an integer.
+        RuntimeError: the values of a tensor cannot be read.
     """
     ranks = plain_ranks(mesh)
     return Layout.from_shape(tuple(ranks.shape)), rank_map_of(ranks)
 
 
 def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
-    """Return the rank map of n ranks 0, 1, ..., or of a list of global ranks, in its order.
+    """Return the rank map of a number n (ranks 0 to n-1), or of a list of global ranks in order.
 
     Raises:
-        ValueError: no ranks, repeated or negative ranks, or values that are no integers.
-        RuntimeError: a tensor whose values cannot be read.
-        TypeError: a bool, a number that is no integer, or nothing that lists integers.
+        ValueError: there are no ranks, a rank repeats or is negative, or a value is not an integer.
+        RuntimeError: the values of a tensor cannot be read.
+        TypeError: the argument is neither an integer nor a list, tensor or array; or it is a bool.
     """
     is_bool = isinstance(ranks, bool)
     if isinstance(ranks, numbers.Integral) and not is_bool:
@@ -158,12 +159,12 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
     """Return the rank map of a 1-D tensor of global ranks.
 
     Raises:
-        ValueError: repeated or negative ranks, or a tensor of another dimension.
-        RuntimeError: a tensor whose values cannot be read.
+        ValueError: a rank repeats or is negative, or the tensor is not 1-D.
+        RuntimeError: the values of the tensor cannot be read.
     """
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
-    if compat.has_no_values(ranks):  # torch's init_device_mesh made it: always 0, 1, 2, ...
+    if compat.has_no_values(ranks):  # from torch's init_device_mesh, so it stands for 0, 1, 2, ...
         return RankMap.identity(ranks.numel())
     return rank_map_of(plain_ranks(ranks))
 
@@ -176,9 +177,9 @@ def read_groups(
     """Return the groups of a mesh's axes and its global ranks, from the arguments of `from_group`.
 
     Raises:
-        ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
-            `names` is missing, or `mesh` has another number of axes than groups; or its values
-            are no ranks.
+        ValueError: with one group, `mesh` is not the list of its ranks. Or with several groups,
+            `mesh` or `names` is missing, `mesh` has not as many axes as there are groups, or its
+            values are not ranks.
         RuntimeError: `mesh` is a tensor whose values cannot be read.
     """
     if isinstance(group, dist.ProcessGroup):
@@ -209,7 +210,7 @@ def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
         return False
     except (RuntimeError, TypeError):
         if isinstance(mesh, torch.Tensor):
-            raise  # it cannot be read: who knows what ranks it has
+            raise  # its values cannot be read, so they cannot be compared
         return False
 
 
@@ -223,17 +224,19 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None:
-    """Return the names of a mesh's axes, or None if it has none. One string names an axis a letter.
+    """Return the names of a mesh's axes as a tuple, or None if it has none.
+
+    As in torch, one string gives one name per character.
 
     Raises:
-        TypeError: names that are no strings.
-        RuntimeError: a repeated name, or another number of names than axes.
+        TypeError: a name is not a string.
+        RuntimeError: a name repeats, or there are not as many names as axes.
     """
     if names is None:
         return None
     names = tuple(names)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"mesh_dim_names must be a tuple of strings, one an axis; got {names!r}.")
+        raise TypeError(f"mesh_dim_names must be a tuple of strings, one per axis; got {names!r}.")
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise RuntimeError(
@@ -249,11 +252,12 @@ def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None
 
 
 def check_layout(layout: Layout, rank_map: RankMap) -> None:
-    """Check that a layout is a mesh over a rank map.
+    """Check that a layout describes a mesh over a rank map.
 
     Raises:
-        AssertionError: axes that overlap, or a layout larger than the rank map (as stock).
-        ValueError: a layout whose copies do not cover the ranks.
+        AssertionError: axes overlap, or the layout has positions outside the rank map (torch's
+            type).
+        ValueError: shifted copies of the layout cannot cover all ranks.
     """
     if not layout.is_orthogonal():
         raise AssertionError(

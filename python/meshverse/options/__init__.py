@@ -1,11 +1,11 @@
-"""The settings of one process group: its backend, options, timeout and isolation tag.
+"""The settings of a process group: backend, backend options, timeout and isolation tag.
 
-- `isolation`: the tag of the `isolate` blocks around this code, and how tags add up.
-- `group_options`: what a user gives for single axes and universes, with every default filled in;
-  the key that says which groups are the same; copies of options objects for c10d.
+- `isolation`: the tag of the `isolate` blocks around the running code, and how tags combine.
+- `group_options`: `GroupOptions`, a user's settings for an axis or a universe with every default
+  filled in; the key that decides which settings are equal; copies of options objects for c10d.
 - `by_axis`: values of single axes, given by name or index.
 
-Example: `backend_override={"tp": "nccl"}`. `normalize_overrides` makes `("nccl", None)` of that for
-axis `tp`, which is a backend and no options. `GroupOptions.resolve` fills in the timeout, and makes
-the key.
+Example: `backend_override={"tp": "nccl"}`. For axis `tp`, `normalize_overrides` returns the pair
+`("nccl", None)`: a backend without options. `GroupOptions.resolve` fills in the timeout, and
+computes the key.
 """

@@ -1,4 +1,4 @@
-"""Values of single axes, given by axis index or name, as one value per axis."""
+"""Conversion of values by axis index or name to one value per axis."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshverse.wording import did_you_mean
 def by_axis(
     values: Mapping[int | str, Any], axis_names: Sequence[str] | None, ndim: int, *, argument: str
 ) -> list[Any]:
-    """Return one value per axis; None if the mapping has none for it.
+    """Return one value per axis; None for an axis that the mapping does not have.
 
     Args:
-        values: by axis index or name.
+        values: values by axis index or name.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
-        argument: that the user gave them as, for errors, which have stock's words.
+        argument: name of the user's argument, for errors. These begin with torch's words.
 
     Raises:
-        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
+        RuntimeError: a key is not an axis, or an axis has two keys, its index and its name.
     """
     names = tuple(axis_names or ())
     invalid = [key for key in values if key not in names and key not in range(ndim)]

@@ -1,9 +1,11 @@
-"""Options of one process group, from what a user gives to what c10d gets.
+"""Options of one process group, from the user's arguments to c10d's.
 
-1. `normalize_overrides` makes one (backend, backend options) pair an axis of `backend_override=`.
-2. `GroupOptions.resolve` fills in what the pair and the universe (`Defaults`) leave out. It makes
-   the key that says which groups are the same, and keeps a copy of the backend options.
-3. `GroupOptions.new_backend_options` makes another copy, for c10d, which writes to it.
+1. `normalize_overrides` turns `backend_override=` into one pair per axis: (backend, backend
+   options).
+2. `GroupOptions.resolve` fills in what the pair leaves out, from the universe's options
+   (`Defaults`) and the default group's. It computes the key, which groups must have in common to be
+   shared, and keeps a copy of the backend options.
+3. `GroupOptions.new_backend_options` returns another copy, for c10d, which writes to it.
 
 Backend options are a backend's own options object, such as `ProcessGroupNCCL.Options`.
 """
@@ -25,10 +27,10 @@ from meshverse._core import OptionsKey, data_in
 
 from .by_axis import by_axis
 
-# --- what a user gives ---------------------------------------------------------------------------
+# --- a user's arguments --------------------------------------------------------------------------
 
 Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
-"""One axis's override: backend name and backend options, None where the default is meant."""
+"""One axis's override: backend name and backend options; None stands for the default."""
 
 SingleOverride: TypeAlias = "str | compat.BackendOptions | Override"
 """The override of one axis: a backend name, an options object, or both as a pair."""
@@ -46,7 +48,7 @@ def normalize_override(value: Any) -> Override:
         value: a backend name, an options object, a pair of the two, or None.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the value is something else.
         ValueError: the backend is unknown.
     """
     if value is None:
@@ -75,17 +77,15 @@ def normalize_overrides(
 ) -> tuple[Override, ...]:
     """Return the override of every axis, in axis order; empty for None.
 
-    The caller's mapping is left as it is.
-
     Args:
-        overrides: by axis index or name; or one pair per axis; or None.
+        overrides: overrides by axis index or name, or one pair per axis, or None.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
 
     Raises:
-        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
-        ValueError: a sequence of the wrong length, or an unknown backend.
-        TypeError: a value of a wrong type.
+        RuntimeError: a key is not an axis, or an axis has two keys, its index and its name.
+        ValueError: a sequence has the wrong length, or a backend is unknown.
+        TypeError: a value has a wrong type.
     """
     if overrides is None:
         return ()
@@ -103,11 +103,12 @@ def normalize_overrides(
 
 @dataclass(frozen=True)
 class Defaults:
-    """Options that a universe's groups inherit where an axis has none of its own.
+    """Options of a universe, for axes without options of their own.
 
     Attributes:
-        timeout: of the groups' operations; None for that of the default group.
-        backend_options: for the groups of the default group's backend; None for its defaults.
+        timeout: timeout of the groups' operations; None for the default group's timeout.
+        backend_options: options object for groups of the default group's backend; None for that
+            backend's defaults.
     """
 
     timeout: timedelta | None = None
@@ -117,12 +118,12 @@ class Defaults:
     def of(
         cls, timeout: timedelta | None, backend_options: compat.BackendOptions | None
     ) -> Defaults:
-        """Return a snapshot of what a user gives: later changes of the options do not reach it.
+        """Return a user's options, copied so that later changes of the object have no effect.
 
-        `NO_DEFAULTS` if that is nothing: groups are as the default group.
+        `NO_DEFAULTS` if both are None: then groups have the default group's options.
 
         Raises:
-            TypeError: the timeout is no timedelta, or the options are no options object.
+            TypeError: the timeout is not a timedelta, or the options are not an options object.
             ValueError: the timeout is not positive.
         """
         if timeout is None and backend_options is None:
@@ -137,7 +138,7 @@ class Defaults:
         return cls(timeout, _copy(backend_options))
 
     def or_else(self, others: Defaults) -> Defaults:
-        """Return these, and where they say nothing, others."""
+        """Return these options; each that is None is taken from `others`."""
         if self is NO_DEFAULTS:
             return others
         return Defaults(
@@ -150,17 +151,17 @@ NO_DEFAULTS = Defaults()
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Raise TypeError for what is no timedelta, ValueError for one that is not positive."""
+    """Raise TypeError if a timeout is not a timedelta, ValueError if it is not positive."""
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"timeout={timeout!r} of type {type(timeout).__name__}: give a datetime.timedelta, "
             "such as timedelta(minutes=5)."
         )
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout={timeout}: a timeout is longer than zero.")
+        raise ValueError(f"timeout={timeout}: a timeout must be longer than zero.")
 
 
-# --- what a group shall be -----------------------------------------------------------------------
+# --- the options of a group ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,12 +170,12 @@ class GroupOptions:
 
     Attributes:
         backend: backend string of the group.
-        backend_options: a copy of the options object, or None for the backend's defaults.
-        timeout: of the group's operations; None where unknown.
-        key: equal for equal backend, options, timeout and tag.
-        says_timeout: whether the timeout was given, and not taken from the default group.
-        tag: the isolation tag it is shared under; "" for none.
-        keeps_order: whether the ranks follow the order of the mesh, not ascending.
+        backend_options: copy of the options object; None for the backend's defaults.
+        timeout: timeout of the group's operations; None if unknown.
+        key: options key: equal for equal backend, options, timeout, tag and `keeps_order`.
+        says_timeout: whether the user set the timeout; otherwise it is the default group's.
+        tag: isolation tag under which the group is shared; "" for none.
+        keeps_order: whether group ranks follow the order of the mesh, instead of ascending ranks.
     """
 
     backend: str
@@ -192,9 +193,9 @@ class GroupOptions:
 
     @cached_property
     def name_digest(self) -> str:
-        """Digest of the key without the timeout, which c10d lets every rank choose by itself.
+        """Digest of the key without the timeout, for the group's name.
 
-        So the timeout cannot be in the name that all members have to agree on.
+        All members must compute the same name, but c10d lets each rank choose its own timeout.
         """
         return self.key.without_timeout().digest
 
@@ -207,9 +208,9 @@ class GroupOptions:
     ) -> GroupOptions:
         """Fill in what is not overridden: backend, backend options and timeout.
 
-        The backend is the default group's. The universe's options are for groups of that backend.
-        The timeout is that of the axis's own options, if they say one; else the universe's; else
-        that of its options; else the default group's.
+        The default backend is the default group's. The universe's options apply only to groups of
+        that backend. The timeout is the first of these that is set: in the axis's own options, the
+        universe's timeout, in the universe's options, the default group's timeout.
         """
         wanted_backend, backend_options = override
         usual_backend = compat.canonical_backend(compat.default_backend(default_group))
@@ -220,7 +221,7 @@ class GroupOptions:
             backend_options = defaults.backend_options
             said_timeout = said_timeout or compat.said_timeout(backend_options)
         timeout = said_timeout or compat.default_timeout(backend, default_group)
-        # A split of the default group inherits its options where none are given.
+        # A split without options inherits the default group's, so these belong into the key.
         in_force = backend_options
         if in_force is None and compat.can_split(default_group, backend):
             in_force = compat.split_options(default_group)
@@ -231,16 +232,16 @@ class GroupOptions:
 
     @classmethod
     def given(cls, group: compat.ProcessGroup) -> GroupOptions:
-        """Return what is known of a group that the user made: its backend."""
+        """Return the options of a group that the user created: only the backend is known."""
         backend = compat.default_backend(group)
         return cls(backend, None, None, OptionsKey.of(backend))
 
     def in_words(self) -> str:
-        """Return all of it for messages: "'gloo', timeout=1800s"."""
+        """Return all options as a string for messages, such as "'gloo', timeout=1800s"."""
         return str(self.key).removeprefix("OptionsKey(").removesuffix(")")
 
     def with_tag(self, tag: str) -> GroupOptions:
-        """Return these options for a group that is shared only under a tag; "" for none."""
+        """Return these options with another tag, under which alone the group is shared."""
         return self if tag == self.tag else self._separate(tag, self.keeps_order)
 
     def in_mesh_order(self) -> GroupOptions:
@@ -248,15 +249,14 @@ class GroupOptions:
         return self._separate(self.tag, keeps_order=True)
 
     def _separate(self, tag: str, keeps_order: bool) -> GroupOptions:
-        # Beside the options, one text in the key separates groups.
+        # The key has one string that separates groups of equal options: the tag, and the order.
         text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
         return replace(self, key=self.key.with_tag(text), tag=tag, keeps_order=keeps_order)
 
     def new_backend_options(self) -> compat.BackendOptions | None:
         """Return a copy of the backend options for c10d, which keeps the object and writes to it.
 
-        c10d takes the timeout as an argument too, and warns if the object has another one. So the
-        copy gets this timeout.
+        The copy gets `timeout`: c10d gets that as an argument too, and warns if the two differ.
         """
         mine = _copy(self.backend_options)
         if mine is not self.backend_options and self.timeout is not None:
@@ -268,8 +268,8 @@ class GroupOptions:
     ) -> compat.BackendOptions | None:
         """Return backend options for a split of the default group.
 
-        Without options, c10d takes the default group's own object and writes to it. So a split gets
-        a copy of that object then.
+        Without options of its own, a split gets a copy of the default group's options object: c10d
+        would use that object itself and write to it.
         """
         mine = self.new_backend_options()
         return _copy(compat.split_options(default_group)) if mine is None else mine
@@ -279,14 +279,13 @@ class GroupOptions:
 
 
 def _copy(backend_options: compat.BackendOptions | None) -> compat.BackendOptions | None:
-    """Return a copy that does not change with the original, nor the original with it.
+    """Return a copy that shares no plain data with the original.
 
-    What an options key looks into is copied. The rest are handles (locks, devices, connections, and
-    objects that hold one), which the copy has in common with the original.
+    Everything that an options key compares by content is copied. All other values are handles
+    (locks, devices, connections, and objects that hold one); copy and original share them.
 
-    Options that cannot be copied are returned themselves: those of which no second object can be
-    made (a C++ type whose constructor needs arguments), and those that do something at their end
-    (`__del__`), which must not happen twice.
+    An object that cannot be copied is returned itself: no second one can be created (a C++ type
+    whose constructor needs arguments), or it has a `__del__`, which must not run twice.
     """
     if backend_options is None:
         return None
@@ -304,7 +303,7 @@ def _copy(backend_options: compat.BackendOptions | None) -> compat.BackendOption
 
 
 def _copy_data(value: Any, copied: Callable[[Any], Any]) -> Any:
-    """Return a copy of a container or an object; `copied` gives those of its parts."""
+    """Return a copy of a container or an object. `copied` returns the copies of its parts."""
     if isinstance(value, tuple):
         return tuple.__new__(type(value), map(copied, value))
     if isinstance(value, (list, dict, set, frozenset)):
@@ -326,20 +325,20 @@ def _copy_data(value: Any, copied: Callable[[Any], Any]) -> Any:
 
 
 def _empty_like(value: Any) -> Any | None:
-    """Return an object of the same type, to be filled with the fields; None if none can be had."""
+    """Return an object of the same type, to be filled with the fields; None if that fails."""
     kind = type(value)
     if hasattr(kind, "__copy__") or hasattr(kind, "__setstate__"):
         with contextlib.suppress(TypeError, RuntimeError, copy.Error, pickle.PicklingError):
             mine = copy.copy(value)
-            if mine is value:  # the type allows no second object
+            if mine is value:  # the type does not allow a second object
                 return None
-            if type(mine) is kind:  # a C++ base class may copy only its own part
+            if type(mine) is kind:  # else a C++ base class has copied only its own part
                 return mine
     return compat.new_like(value)
 
 
 def _fields(kind: type) -> Iterator[Any]:
-    """Yield what sets the fields of an object that are not in its `__dict__`: slots, C++ fields."""
+    """Yield the descriptors of fields that are not in an object's `__dict__`: slots, C++ fields."""
     for base in kind.__mro__:
         for name, member in vars(base).items():
             is_slot = isinstance(member, MemberDescriptorType)
@@ -353,6 +352,6 @@ def _copy_field(field: Any, original: Any, mine: Any, copied: Callable[[Any], An
         value = field.__get__(original)
     except AttributeError:  # a slot that was never set
         return
-    # Some C++ fields give None and do not take it.
+    # Some C++ fields return None, but do not accept it.
     if isinstance(field, MemberDescriptorType) or value is not field.__get__(mine):
         field.__set__(mine, copied(value))

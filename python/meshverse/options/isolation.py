@@ -1,7 +1,8 @@
-"""Process groups of one's own: a tag that keeps groups from being shared.
+"""Isolation tags, which keep process groups from being shared.
 
-Two users of one communicator queue behind each other. `with isolate(tag):` around any mesh
-operation gives what is made inside groups that are shared only under the same tag.
+Collectives on one communicator run one after the other. Meshes that are created inside
+`with isolate(tag):` share process groups only with meshes under the same tag, so that their
+collectives can overlap with those of meshes under other tags.
 """
 
 from __future__ import annotations
@@ -13,38 +14,39 @@ from contextvars import ContextVar
 from .by_axis import by_axis
 
 # Each thread and asynchronous task has its own value. A new thread starts without a tag. (From
-# Python 3.14 on, a program can ask for threads that start with their maker's context.)
+# Python 3.14 on, a program can choose that threads inherit the context of the thread that starts
+# them.)
 _tag: ContextVar[str] = ContextVar("meshverse_isolation_tag", default="")
 
-# The tag of the `isolate` blocks around this code, outermost first; "" outside of any. It is the C
-# method itself, and not a Python function that calls it, because every slice of a mesh calls it.
+# Returns the tags of the `isolate` blocks around this code, joined, outermost first; "" outside of
+# any block. Not wrapped in a Python function, which would slow down every slice of a mesh.
 current_tag = _tag.get
 
 
 @contextlib.contextmanager
 def isolate(tag: str) -> Iterator[None]:
-    """Create separate process groups for the mesh operations inside the block.
+    """Give the meshes of this block process groups that are shared only under the same tag.
 
-    Meshes made inside (created, sliced, flattened, unflattened or concatenated) are on groups that
-    are shared under the same tag only; `explain()` shows the tag. The tag is part of what a mesh
-    is: it equals no mesh under another tag or none, so that DTensor, torch.compile and whatever
-    else keeps meshes by value never take one for the other. What derives from such a mesh stays
-    under its tag, also outside of the block.
+    This holds for each mesh that is created, sliced, flattened, unflattened or concatenated in the
+    block; `explain()` shows the tag. A mesh never equals a mesh under another tag or none, so
+    DTensor, torch.compile and other code that compares meshes by value keep them separate. Meshes
+    derived from a tagged mesh keep its tag, also outside of the block.
 
-    In force for this thread or asynchronous task. Nested blocks add up: `isolate("a")` around
-    `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use the same tags. Code that
-    torch.compile traces is not isolated: make the meshes before. A block around the `yield` of a
-    generator is in force for the generator's caller too, until the generator goes on.
+    The block applies to its own thread or asynchronous task. The tags of nested blocks are joined:
+    `isolate("a")` around `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use the
+    same tags. Code that torch.compile traces is not isolated: make the meshes before. If a
+    generator yields inside the block, the block also applies to the generator's caller until the
+    generator resumes.
 
     Args:
-        tag: any text of printable characters without "; ".
+        tag: nonempty string of printable characters without "; ".
 
     Raises:
-        TypeError: the tag is no string.
-        ValueError: it is empty or has characters it may not have.
+        TypeError: the tag is not a string.
+        ValueError: the tag is empty, or has other characters.
 
     Example:
-        >>> with isolate("reduce_scatter"):  # doctest: +SKIP
+        >>> with isolate("overlap"):  # doctest: +SKIP
         ...     own = mesh["dp"]
         >>> own.get_group() is mesh.get_group("dp"), own == mesh["dp"]  # doctest: +SKIP
         (False, False)
@@ -57,16 +59,16 @@ def isolate(tag: str) -> Iterator[None]:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag, if it is one.
+    """Return a tag after checking it.
 
     Raises:
-        TypeError: it is no string.
-        ValueError: it is empty or has characters it may not have.
+        TypeError: the tag is not a string.
+        ValueError: the tag is empty, has characters that are not printable, or contains "; ".
     """
     if not isinstance(tag, str):
         raise TypeError(
             f"Isolation tag {tag!r} of type {type(tag).__name__}: a tag is a string, such as "
-            "'reduce_scatter'."
+            "'overlap'."
         )
     if not tag or not tag.isprintable() or "; " in tag:
         raise ValueError(
@@ -84,18 +86,19 @@ def normalize_tags(
 ) -> tuple[str, ...]:
     """Return the isolation tag of every axis, in axis order; empty if no axis has one.
 
-    A tag is made of up to three parts: that of the axis it is derived from, that of the `isolate`
-    blocks around the call, and what the call gives as `isolate=`.
+    A tag can consist of three parts: the tag of the axis that this one is derived from, that of the
+    `isolate` blocks around the call, and that of the call's `isolate=`.
 
     Args:
-        isolate: one tag for all axes, or tags by axis index or name, or None.
+        isolate: `isolate=` of the call: one tag for all axes, tags by axis index or name, or None.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
-        inside: the tags of the axes they are derived from, one per new axis; empty for none.
+        inside: tags of the axes that the new ones are derived from, one per new axis; empty if they
+            have none.
 
     Raises:
-        RuntimeError: a key is no axis, or an axis is named twice, by index and by name.
-        TypeError, ValueError: a value is no tag.
+        RuntimeError: a key is not an axis, or an axis has two keys, its index and its name.
+        TypeError, ValueError: a value is not a tag.
     """
     block = current_tag()
     if isolate is None and not block:
@@ -118,13 +121,13 @@ def normalize_tags(
 
 
 def tag_inside(block: str, tag: str) -> str:
-    """Return the tag that an axis gets inside an `isolate` block.
+    """Return the tag that a mesh's axis gets in an `isolate` block.
 
-    The block's tag goes in front of the axis's tag, unless it is there already.
+    The block's tag is put before the axis's tag, unless that begins with it already.
 
     Args:
-        block: the block's tag; "" outside of any.
-        tag: the axis's tag before; "" for none.
+        block: tag of the block; "" outside of any.
+        tag: tag that the axis has without the block; "" for none.
 
     >>> tag_inside("a", "a/b"), tag_inside("a", "b"), tag_inside("a", ""), tag_inside("", "b")
     ('a/b', 'a/b', 'a', 'b')
@@ -138,14 +141,14 @@ def tag_inside(block: str, tag: str) -> str:
 
 
 def own_tag(tag: str, block: str, own: str) -> str:
-    """Return the tag of an axis that is derived with `isolate=own`, maybe in an `isolate` block.
+    """Return the tag of an axis that is derived with `isolate=own`, possibly in an `isolate` block.
 
-    The new tag is added to the axis's tag inside the block, unless the axis has it already.
+    `own` is put after the tag that the axis gets in the block, unless the axis has it already.
 
     Args:
-        tag: of the axis it is derived from; "" for none.
-        block: the block's tag; "" outside of any.
-        own: what the call gives as `isolate=`.
+        tag: tag of the axis that it is derived from; "" for none.
+        block: tag of the block; "" outside of any.
+        own: `isolate=` of the call.
 
     >>> own_tag("a", "", "b"), own_tag("", "a", "b"), own_tag("a/b", "", "b")
     ('a/b', 'a/b', 'a/b')
@@ -161,16 +164,16 @@ def own_tag(tag: str, block: str, own: str) -> str:
 
 
 def join_tags(outer: str, inner: str) -> str:
-    """Return the tag of a block inside a block; "" stands for no tag."""
+    """Return the joined tag of two nested blocks; "" stands for no tag."""
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
-# Between the tags that a flattened axis has from several axes. No tag of a user has a "; ".
+# Separates the tags that a flattened axis has from several axes. A user's tag never contains "; ".
 _AND = "; and "
 
 
 def merge_tags(tags: Iterable[str]) -> str:
-    """Return the tag of an axis that is made of axes with these tags: each tag once, sorted.
+    """Return the tag of an axis that combines axes with these tags: each tag once, sorted.
 
     >>> merge_tags(["b", "", "a", "b"]), merge_tags(["", ""])
     ('a; and b', '')
@@ -179,7 +182,7 @@ def merge_tags(tags: Iterable[str]) -> str:
 
 
 def tag_parts(tag: str) -> list[str]:
-    """Return the tags that were merged into one.
+    """Return the tags that `merge_tags` merged into one.
 
     >>> tag_parts("a; and b"), tag_parts("")
     (['a', 'b'], [''])

@@ -531,7 +531,7 @@ class UniverseGroups:
         try:
             self._calls.compare(
                 *(store, ranks, self._describe(call, requests), self._keys_written),
-                is_first=first_rank == self._world.rank,
+                warns=first_rank == self._world.rank,
             )
         except BaseException as error:
             if not isinstance(error, RanksDifferError):  # other ranks may count this call

@@ -1,11 +1,12 @@
-"""The default group's store, as one run of the default process group uses it.
+"""The default group's store, with keys that belong to one run of the default process group.
 
-A store can outlive the group: torchrun keeps one for all restarts of a job, and a program can hand
-the same store to `init_process_group` twice. So every key begins with the number of the run, on
-which all ranks of the run agree without waiting for each other.
+A run is what all ranks do between `init_process_group` and the end of that default group. A store
+can outlive it: torchrun keeps one store for all restarts of a job, and a program can pass the same
+store to `init_process_group` twice. So every key begins with the number of the run. All ranks of a
+run compute the same number, without waiting for each other.
 
-Example: a job of 4 ranks crashes and torchrun starts it again. What the first attempt left in the
-store is under "meshverse/4/1/...". The ranks of the second attempt use "meshverse/4/2/...".
+Example: a job of 4 ranks crashes and torchrun starts it again. What the first run left in the store
+is under "meshverse/4/1/...". The ranks of the second run use "meshverse/4/2/...".
 """
 
 from __future__ import annotations
@@ -17,43 +18,48 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# What all waiting ranks of a job ask of the store together, on average. In the busiest second it is
-# half as much again, so at most 20,000. A TCPStore answers some 40,000 a second on two cores
+# Limit for all waiting ranks of a job together, on average. The busiest second has up to half as
+# much again, at most 20,000. A TCPStore serves some 40,000 operations a second on two cores
 # (benchmarks/results/store.md).
 _OPERATIONS_A_SECOND = 13_000
 
-# Of its own: Python's global one is the user's, and how often a rank pauses differs between ranks.
+# Not Python's global generator, which belongs to the user: pauses would advance it differently on
+# each rank.
 _random = random.Random()
 
-# No key ever has this text. `compare_set` with it changes nothing and gives the text that the key
-# has: a read in one operation that does not wait. (`get` waits until the key is there; `check`
-# before it would be a second operation.)
+# No key ever has this value. `compare_set` with it changes nothing and returns the key's value: a
+# read in one operation that does not wait. (`get` waits until the key exists; `check` before it
+# would be a second operation.)
 _NEVER_WRITTEN = "?"
 
 
 class Run:
-    """The number of this run of the default process group, among those on the same store.
+    """A run of the default process group, with its number among the runs on the same store.
 
-    Every rank counts the runs it has seen on the store. A rank may have missed some: it crashed
-    before it came here. So each rank writes its count if it is higher than the one stored, and uses
-    the higher of the two. A rank that has missed a run and comes first would still use a number
-    that is too low; torchrun's own count of restarts keeps it from that.
+    Every rank counts the runs that it has taken part in. A rank's count can be too low: in an
+    earlier run, it may have crashed before it counted. So the store has the highest count of all
+    ranks; each rank raises it to its own if that is higher, and uses the result. One case is left:
+    a rank whose count is too low is the first of its run. torchrun's count of restarts, if there is
+    one, makes its count high enough.
 
     Attributes:
-        rank: this rank, in the default group.
-        world_size: number of ranks. Runs of another size are counted separately.
+        rank: this process's global rank.
+        world_size: number of ranks. Runs with another number of ranks are counted separately.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._mark = os.urandom(8).hex()  # tells this run's own count from that of an earlier run
+        self._mark = os.urandom(8).hex()  # distinguishes this run's count from an earlier run's
         self._number: int | None = None
-        self._users: set[object] = set()  # who may have texts in the store
+        self._users: set[object] = set()  # those that may have keys in the store
         self._lock = threading.RLock()  # protects the two above; a signal handler may make meshes
 
     def number(self, store: Any) -> int:
-        """Return the number, from 1; two operations of a new store the first time, then none."""
+        """Return the number of the run, from 1.
+
+        The first call makes two operations on a new store, more on a used one; later calls none.
+        """
         with self._lock:
             if self._number is None:
                 self._number = self._agree(store)
@@ -68,7 +74,7 @@ class Run:
         return highest
 
     def _count(self, store: Any) -> int:
-        # `add` would count a run twice, if this rank is interrupted and tries again.
+        # Not `add`: it would count a run twice if this rank is interrupted and tries again.
         found = store.compare_set(self._own_key, "", f"1 {self._mark}").decode()
         number, mark = found.split(" ")
         if mark == self._mark:
@@ -78,17 +84,17 @@ class Run:
         return mine
 
     def add_user(self, user: object) -> None:
-        """Note who is about to write texts, such as a universe."""
+        """Register a user of the store, such as a universe, before it writes keys."""
         with self._lock:
             self._users.add(user)
 
     def remove_user(self, user: object, store: Any) -> None:
-        """Note that a user has removed its texts. The last one removes the counts of runs too.
+        """Unregister a user that has removed its keys. With the last one, the counts are removed.
 
-        Nothing is done for one that has written none.
+        Does nothing for a user that is not registered.
 
-        The counts stay if an earlier run may have left texts in this store. Without the counts, a
-        later run would begin at 1 again and find those texts.
+        The counts of runs stay if an earlier run may have left keys in this store: otherwise a
+        later run would begin at 1 again and find those keys.
         """
         with self._lock:
             if user not in self._users:
@@ -114,20 +120,20 @@ def _is_kept_by_launcher() -> bool:
 
 
 def _restarts_on_this_store() -> int:
-    # Other launchers give every restart a new store. Nodes can have different counts.
+    # Other launchers give every restart a new store. The count can differ between nodes.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(restarts) if _is_kept_by_launcher() and restarts.isdecimal() else 0
 
 
 class RunStore:
-    """Texts by key, of one run. One operation of the store each, unless said otherwise.
+    """The keys of one run, with strings as values. Each read or write is one store operation.
 
-    Make one when it is needed, and do not keep it. It holds the store, and a TCPStore that somebody
-    holds keeps its port open.
+    Create one when it is needed, and do not keep it: it references the store, and a TCPStore keeps
+    its port open as long as it is referenced.
 
     Args:
-        store: the default group's.
-        run: of the default group.
+        store: store of the default group.
+        run: current run of the default group.
     """
 
     def __init__(self, store: Any, run: Run) -> None:
@@ -136,48 +142,48 @@ class RunStore:
         self._prefix = f"meshverse/{run.world_size}/{run.number(store)}"
 
     def read(self, key: str) -> str:
-        """Return the text of a key; "" if there is none. Does not wait for one."""
+        """Return the value of a key, "" if it has none. Does not wait for a value."""
         found: bytes = self._store.compare_set(self._key(key), _NEVER_WRITTEN, _NEVER_WRITTEN)
         text = found.decode()
         return "" if text == _NEVER_WRITTEN else text
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts of keys that are there; it waits for one that is not."""
+        """Return the values of some keys. Waits until each of them has one."""
         return [text.decode() for text in self._store.multi_get([self._key(key) for key in keys])]
 
     def put_first(self, key: str, text: str) -> str:
-        """Write a text if the key has none; return the text that the key has then."""
+        """Write a value if the key has none; return the value that the key has then."""
         found: bytes = self._store.compare_set(self._key(key), "", text)
         return found.decode()
 
     def write(self, key: str, text: str) -> None:
-        """Write a text, whatever the key has."""
+        """Write a value, whether or not the key has one."""
         self._store.set(self._key(key), text)
 
     def count(self, key: str, amount: int = 1) -> int:
-        """Add to the number of a key, 0 at first; return the sum."""
+        """Add to the number of a key, which is 0 at first; return the sum."""
         total: int = self._store.add(self._key(key), amount)
         return total
 
     def append(self, key: str, text: str) -> None:
-        """Add to the end of the text of a key, "" at first."""
+        """Append to the value of a key, which is "" at first."""
         self._store.append(self._key(key), text)
 
     def remove(self, key: str) -> None:
-        """Take a key out of the store, if it is there."""
+        """Remove a key, if it exists."""
         self._store.delete_key(self._key(key))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
     def pause(self, at_least_seconds: float = 0.0) -> None:
-        """Sleep before an operation of a rank that waits.
+        """Sleep before a store operation of a rank that waits.
 
-        If all ranks of the job wait, they ask the store at most 20,000 times a second together,
-        however many they are. Pauses are random, so that ranks do not ask at the same moment.
+        Pauses are so long that all ranks of the job together make at most 20,000 operations a
+        second, even if all of them wait. They are random, so that ranks spread their operations.
 
         Args:
-            at_least_seconds: a longer pause, where the caller wants one.
+            at_least_seconds: shortest pause that the caller wants.
         """
         fair_share = self._run.world_size / _OPERATIONS_A_SECOND
         time.sleep(max(at_least_seconds, fair_share * _random.uniform(0.5, 1.5)))

@@ -1,4 +1,4 @@
-"""A world: one default process group, from `init_process_group` to its end."""
+"""A world: the lifetime of one default process group, from `init_process_group` to its end."""
 
 from __future__ import annotations
 
@@ -17,44 +17,48 @@ from .run_store import Run, RunStore
 
 
 class WorldState:
-    """State that a room keeps for each world: a subclass, which `World.state` makes.
+    """Base class of the state that a room keeps for each world; `World.state` creates it.
 
     Example: the process groups of a world are `world.state(GroupRegistry)`.
     """
 
     def end(self) -> None:
-        """Drop all references to process groups: the world has ended."""
+        """Drop all references to process groups. Called when the world has ended."""
 
     def begin_again(self) -> None:
         """Forget what the store of the ended world has: the world was revived, with another one."""
 
     def leave_to_parent(self) -> None:
-        """Drop process groups without ending them: this process is a fork."""
+        """Drop the parent's process groups without ending them. Called in a forked process."""
 
 
 _State = TypeVar("_State", bound=WorldState)
 
 
 class World:
-    """The default process group, from `init_process_group` to its end, as this rank sees it.
+    """The lifetime of one default process group, from `init_process_group` to its end.
 
-    It holds the default group weakly: when torch drops it, the world is over. If ranks are threads,
-    each has a default group and so a world of its own. After a fork, the child's copies are over.
-    A world that is over can be revived: then it goes on with the next default group.
+    A world references the default group weakly; it is over when torch drops the group. If ranks are
+    threads, each has a default group and so a world of its own. In a forked process, the parent's
+    worlds are over. A world that is over can be revived: then it goes on with the default group of
+    now.
 
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
-        thread_id: of the thread that is this rank, under torch's threaded test backend; else None.
-        life: number of worlds that this process had before. It may differ between ranks.
-        may_change: whether the default group can be reconfigured, which each use then checks.
-        run: number of this default group among those that used the same store.
+        thread_id: id of the thread that is this rank, under torch's threaded test backend; else
+            None.
+        life: number of earlier worlds of this process (of this thread, if ranks are threads). It
+            may differ between ranks.
+        may_change: whether the default group can be reconfigured. Then each use of the world checks
+            whether its rank and size have changed.
+        run: the run of the default group, which has a number among the runs on the same store.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
         self._states: dict[type[WorldState], Any] = {}
         self._process_id = os.getpid()
-        self.is_of_parent = False  # after a fork
+        self.is_of_parent = False  # whether this is a copy in a forked process
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = compat.thread_id()
@@ -69,7 +73,7 @@ class World:
         end.atexit = False
         self.may_change = compat.can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
-        self._clones = threading.local()  # of the store, one a thread
+        self._clones = threading.local()  # further connections to the store, one per thread
         self._can_split: dict[str, bool] = {}
         self._why_all_ranks: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
@@ -106,18 +110,21 @@ class World:
         return world
 
     def state(self, kind: type[_State]) -> _State:
-        """Return this world's object of a class, made at its first use."""
+        """Return this world's state of a class, which is created at its first use."""
         state: _State | None = self._states.get(kind)
         return self._states.setdefault(kind, kind()) if state is None else state
 
     @property
     def label(self) -> tuple[int | None, int]:
-        """Label of this world, unique in this process: the thread that is its rank, and `life`."""
+        """Label of this world, unique in this process: `thread_id` and `life`."""
         return self.thread_id, self.life
 
     @property
     def is_over(self) -> bool:
-        """Whether this world's process groups have ended, with the default group or by a fork."""
+        """Whether this world's process groups cannot be used any more.
+
+        The default group has ended or was reconfigured, or this process is a fork.
+        """
         group = self._default_group()
         return (
             group is None
@@ -131,7 +138,7 @@ class World:
 
     @property
     def default_group(self) -> compat.ProcessGroup:
-        """The default process group; RuntimeError if it is not this world's any more."""
+        """The default process group; RuntimeError if this world is over."""
         group = self._default_group()
         if group is None or self.is_over:
             raise RuntimeError(self._why_over())
@@ -157,7 +164,7 @@ class World:
                 f"The default process group was reconfigured: this mesh was made by rank "
                 f"{self.rank} of {self.size}, which is rank {current.rank()} of "
                 f"{current.size()} now. Call destroy_process_group() and init_process_group() on "
-                "all ranks, and make the mesh again."
+                "all ranks, then make the mesh again."
             )
         state = "there is none" if current is None else "there is another one"
         if current is not None and compat.is_shrunk_default(current):
@@ -170,17 +177,21 @@ class World:
 
     @property
     def store(self) -> Any | None:
-        """The default group's store, or None where it allows no rendezvous."""
+        """This thread's connection to the default group's store.
+
+        None if ranks cannot have a rendezvous in that store; see `store_allows_rendezvous`.
+        """
         if self._store_allows_rendezvous is None:
             self._store_allows_rendezvous = compat.store_allows_rendezvous(self.default_group)
         return self.connection if self._store_allows_rendezvous else None
 
     @property
     def connection(self) -> Any:
-        """This thread's connection to the store: in the main thread the default group's own.
+        """This thread's connection to the store: in the main thread, the default group's own.
 
-        While c10d waits in the store for other ranks, it keeps the connection. Two threads that
-        share one, and wait for two threads of another rank that share one, may wait for ever.
+        A connection is blocked while c10d waits in the store for other ranks. If two threads of a
+        rank shared one, and so did two threads of another rank, they could wait for each other in
+        a deadlock.
         """
         return self.connection_of(self.default_group)
 
@@ -201,35 +212,35 @@ class World:
 
     @property
     def run_store(self) -> RunStore | None:
-        """The store, as this run uses it; None if it allows no rendezvous."""
+        """The store, with the keys of this run; None if it allows no rendezvous."""
         store = self.store
         return None if store is None else RunStore(store, self.run)
 
     @cached_property
     def default_options(self) -> GroupOptions:
-        """Options of a group when nothing is overridden."""
+        """Options of a group for which nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
     def can_split(self, backend: str) -> bool:
-        """Return whether groups of this backend are split off the default group. Decided once."""
+        """Return whether groups of this backend are split off the default group. Computed once."""
         if backend not in self._can_split:
             self._can_split[backend] = compat.can_split(self.default_group, backend)
         return self._can_split[backend]
 
     def why_all_ranks(self, backend: str) -> str | None:
-        """Return why all ranks must make a group of this backend, or None. Decided once."""
+        """Return why all ranks must create a group of this backend, or None. Computed once."""
         if backend not in self._why_all_ranks:
             self._why_all_ranks[backend] = compat.why_all_ranks(self.default_group, backend)
         return self._why_all_ranks[backend]
 
     def creation_blocks(self, backend: str) -> bool:
-        """Return whether creating a group of this backend waits for its members. Decided once."""
+        """Return whether creating a group of this backend waits for its members. Computed once."""
         if backend not in self._blocks:
             self._blocks[backend] = compat.creation_blocks(backend)
         return self._blocks[backend]
 
     def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
-        """Choose this rank's device as stock does, once for each device type."""
+        """Choose this rank's device as torch does, once per device type."""
         if device_type not in self._device_types_set_up:
             compat.set_up_device(mesh)
             self._device_types_set_up.add(device_type)
@@ -250,8 +261,8 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 on_new_world: list[Callable[[], object]] = []
-"""Called when this process first sees a world, and when a world is revived."""
+"""Functions that are called when this process first sees a world, or revives one."""
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _worlds_lock = threading.RLock()  # protects _worlds
-_lives: Counter[int | None] = Counter()  # by the thread that is the rank, if ranks are threads
+_lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`
