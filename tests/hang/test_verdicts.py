@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshverse.hang.records import Call, GroupSeen, RankRecord
-from meshverse.hang.report import Words
+from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, Stuck, find_stuck
 
 _NOW = 100.0
@@ -33,7 +33,7 @@ def _records(
 
 
 def _verdict(found: Sequence[Stuck], index: int = 0) -> str:
-    return Words().verdict(found[index], {one.group: one for one in found})
+    return ReportFormatter().verdict(found[index], {one.group: one for one in found})
 
 
 def test_ranks_that_are_past_a_call_are_no_longer_waited_for() -> None:
@@ -207,7 +207,7 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
         assert set(one.waiting) == {rank for rank, group in waits.items() if group == name}
         assert {missing.rank for missing in one.missing} == set(_GROUPS[name]) - set(one.waiting)
         follows[name] = {waits[rank] for rank in _GROUPS[name] if waits.get(rank, name) != name}
-        assert set(one.follows) == follows[name]
+        assert set(one.waits_on) == follows[name]
 
     def reaches(name: str, goal: str) -> bool:
         seen: set[str] = set()
@@ -234,4 +234,4 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
     causes = [one.cause for one in find_stuck(records)]
     assert causes == sorted(causes, key=[*Cause].index)
     assert not causes or causes[0] in (Cause.DEADLOCK, Cause.MISSING)
-    assert Words().text([*found.values()]).count("Stuck: ") == len(found)
+    assert ReportFormatter().text([*found.values()]).count("Stuck: ") == len(found)
