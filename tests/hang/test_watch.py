@@ -164,7 +164,7 @@ def test_a_recorder_that_is_off_is_said_once(crew: Crew) -> None:
     first, _ = crew.run(_with_recorder_off, world_size=2)
     (line,) = first
     assert line.startswith(
-        "Meshverse watches nothing: torch's flight recorder is off: set TORCH_FR"
+        "Meshverse's watch cannot find stuck collectives: torch's flight recorder is off: set"
     )
 
 
@@ -194,7 +194,7 @@ def _stuck_twice() -> list[str]:
         assert work is not None
         work.wait()
         if rank == 0:
-            wait_until(lambda begun=begun: any("gone on" in t for t in lines.texts[begun:]))
+            wait_until(lambda begun=begun: any("no longer stuck" in t for t in lines.texts[begun:]))
         dist.barrier()
     meshverse.watch(None)
     return lines.texts
@@ -203,7 +203,7 @@ def _stuck_twice() -> list[str]:
 @pytest.mark.long
 def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> None:
     lines, others = crew.run(_stuck_twice, world_size=2)
-    assert [line.partition("\n")[0] for line in lines if "gone on" not in line] == [
+    assert [line.partition("\n")[0] for line in lines if "no longer stuck" not in line] == [
         "A collective is stuck.",
         "on_stuck= of meshverse.watch() failed",
     ] * 2

@@ -136,7 +136,7 @@ def watch(
     Args:
         seconds: time after which a collective, send or receive counts as stuck, from 1 s to 7 days;
             None ends the watch.
-        on_stuck: function that is called with a `Hang`, on each rank that waits in a stuck group, in
+        on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
             the thread of the watch: for example to abort, or to page somebody. Its errors are
             logged.
 
@@ -228,7 +228,7 @@ class _WatchedWorld:
         self._seconds, self._on_stuck = seconds, on_stuck
         self._next_alarm: int | None = None  # None until the first look
         self._unchanged: dict[str, tuple[object, float]] = {}  # status of each group, since when
-        self._settled: dict[str, object] = {}  # status of each group at a look without pending calls
+        self._settled: dict[str, object] = {}  # status of groups when no collective was pending
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
         # Reported calls: when each was called, and whether this rank is the reporter.
         self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
@@ -329,7 +329,7 @@ class _WatchedWorld:
             }
 
     def _remove_old_keys(self, store: RunStore) -> None:
-        """Remove the keys that this rank wrote at earlier alarms, which all ranks have read."""
+        """Remove the keys that this rank wrote at alarms more than `_SECONDS_TO_KEEP` ago."""
         oldest = time.monotonic() - _SECONDS_TO_KEEP
         for since, key in self._own_keys:
             if since < oldest:

@@ -136,7 +136,7 @@ class UniverseGroups:
         if self.ended is not None:
             raise RuntimeError(
                 f"The universe of {self._rank_map} was {self.ended}, and its process groups with "
-                "it. Create the mesh again: init_device_mesh() without universe= creates a new "
+                "it. Make the mesh again: init_device_mesh() without universe= creates a new "
                 "universe."
             )
         _ = world.default_group  # raises if the world has ended
@@ -411,7 +411,7 @@ class UniverseGroups:
                 raise RuntimeError(
                     f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
                     "All ranks must create groups of this kind together, and ranks that still have "
-                    "theirs would not take part. Create the mesh without universe=, on all ranks."
+                    "theirs would not take part. Make the mesh without universe=, on all ranks."
                 )
             self._by_axis.remove(axis, key)  # a new mesh has a new group
             self._release(known)
@@ -489,7 +489,7 @@ class UniverseGroups:
                 return
             raise RuntimeError(
                 f"The process group {self._of_axes(name)} was destroyed, by "
-                "destroy_process_group(group) or with another universe that created it. Create the "
+                "destroy_process_group(group) or with another universe that created it. Make the "
                 "mesh again, on groups that exist."
             )
         if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
