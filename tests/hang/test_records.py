@@ -201,8 +201,8 @@ class _Object:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rank_0", pickle.dumps(_Object()), "it has an object, "),
-        ("rank_0", b"{}", "it has no version and entries"),
+        ("rank_0", pickle.dumps(_Object()), "it contains "),
+        ("rank_0", b"{}", "no version or entries"),
         ("rank_0", b'{"version": "2.10", "entries": [{}]}', "an entry is not as torch writes it"),
         ("rank_0", pickle.dumps([1]), "it is not a dump of torch's flight recorder"),
         ("rank_0", pickle.dumps(_dump())[:40], "cannot be read"),

@@ -60,7 +60,7 @@ def test_of_a_group_whose_ranks_are_not_known_nobody_is_said_to_have_come() -> N
     records = _records({"dp": range(2)}, {0: [_call("dp", 3)]})
     records[0].groups["dp"] = GroupSeen("axis dp", None)
     (found,) = find_stuck(records)
-    assert "give --mesh FILE" in _verdict([found])
+    assert "pass --mesh FILE" in _verdict([found])
 
 
 @pytest.mark.parametrize(

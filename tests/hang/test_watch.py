@@ -63,19 +63,19 @@ def test_it_ends_with_its_block() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, 0.5, float("nan"), float("inf"), 10**9])
 def test_seconds_that_cannot_be(seconds: float) -> None:
     meshverse.watch(9)
-    with pytest.raises(ValueError, match=r"seconds=.*: give 1 to 604,800\."):
+    with pytest.raises(ValueError, match=r"seconds=.*: pass 1 to 604,800\."):
         meshverse.watch(seconds)
     assert len(_threads()) == 1  # the watch before goes on
 
 
 @pytest.mark.parametrize("seconds", ["60", True, timedelta(seconds=60)])
 def test_seconds_that_are_no_number(seconds) -> None:
-    with pytest.raises(TypeError, match="give a number, or None to end the watch"):
+    with pytest.raises(TypeError, match="pass a number, or None to end the watch"):
         meshverse.watch(seconds)
 
 
 def test_a_callback_that_cannot_be_called() -> None:
-    with pytest.raises(TypeError, match="give a function of a Hang"):
+    with pytest.raises(TypeError, match="pass a function of a Hang"):
         meshverse.watch(60, on_stuck="abort")  # type: ignore[arg-type]
 
 

@@ -548,9 +548,10 @@ class Universe:
         outside = ranks_outside(ranks, self.rank_map)
         if outside:
             raise ValueError(
-                f"The universe of {self.rank_map} has no ranks {outside}, which are among {ranks}: "
-                "its meshes, groups and parts are over all its ranks or some of them. Use a "
-                "universe over all ranks that are needed, or create the mesh without universe=."
+                f"A mesh or group over {ranks} cannot be in a universe of {self.rank_map}, which "
+                f"has no ranks {outside}: all its meshes, groups and parts are over some or all of "
+                "its ranks. Use a universe over all ranks that are needed, or create the mesh "
+                "without universe=."
             )
 
     def __dir__(self) -> list[str]:
