@@ -21,7 +21,7 @@ import meshverse
 from crews import in_crew
 from harness import OURS, Check, Outcome, Run
 from meshverse.hang.records import read_dumps
-from meshverse.hang.report import Words
+from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.hang.watch import _WatchedWorld
 from meshverse.world.world import World
@@ -136,7 +136,7 @@ def _read(size: int, repetitions: int) -> Iterator[tuple[float, int]]:
             before, start = _resident_bytes(), time.perf_counter()
             records = read_dumps([folder])
             found = find_stuck(records)
-            text = Words().text(found)
+            text = ReportFormatter().text(found)
             seconds = time.perf_counter() - start
             held = _resident_bytes() - before
             assert found[0].cause is Cause.MISSING

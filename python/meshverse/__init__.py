@@ -1,10 +1,10 @@
-"""Meshverse: a drop-in `DeviceMesh` whose cost does not grow with the job.
+"""Meshverse: a drop-in `DeviceMesh` whose cost does not grow with the world size.
 
     from meshverse import init_device_mesh
 
-builds meshes that torch's DTensor, FSDP2 and tensor parallelism take as their own, with mesh
-operations that do no work proportional to the world and one process group per distinct set of
-ranks and options. `mesh.universe.explain()` shows what was shared.
+This function builds meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
+own. Operations on these meshes do no work proportional to the world size. Meshes share one process
+group per distinct list of ranks and options; `mesh.universe.explain()` shows what was shared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ try:
     from . import _core
 except ImportError as error:
     raise ImportError(
-        "meshverse's compiled core is missing: this looks like its source tree. Install it with "
-        "`pip install .` from the top of the source tree, or use `make test`, and import it from "
-        f"there. ({error})"
+        "meshverse's compiled core is missing, perhaps because this is the source tree. Run "
+        "`pip install .` at the top of the source tree, and import meshverse from another folder. "
+        f"({error})"
     ) from error
 
 from .agreement import RanksDifferError

@@ -1,4 +1,4 @@
-"""`python -m meshverse`: the same as the command `meshverse`."""
+"""`python -m meshverse`: the command `meshverse`."""
 
 from __future__ import annotations
 

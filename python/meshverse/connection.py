@@ -1,14 +1,14 @@
-"""Process groups across worlds: between jobs that have a default process group each.
+"""Process groups across worlds, such as two jobs that each have a default process group.
 
-Example: a trainer of 4 ranks and an engine of 2, each started by a command of its own, connect as
-ranks 0 to 3 and 4 to 5. `Reshard(..., group=connection)` then moves weights from one to the other.
-Neither default group is touched.
+Example: a trainer of 4 ranks and an engine of 2 ranks, each started by its own command, connect as
+ranks 0 to 3 and ranks 4 to 5. `Reshard(..., group=connection)` then transfers weights from one to
+the other. The default groups stay as they are.
 
-All processes have their rendezvous in a store, in rounds. A rank joins the current round under its
-number and counts itself. When all are counted, the round is complete, and c10d makes the group. A
-rank that gives up, or finds its number taken by an earlier attempt of its own, ends the round;
-those that wait in it join the next one. So a side that comes late, or again, finds everybody in the
-same round.
+The processes have their rendezvous in a store, in rounds. A process claims its rank in the current
+round and increments a count. When the count is the number of processes, the round is complete, and
+c10d creates the group. A process ends the round if it times out or finds its rank claimed, perhaps
+by an earlier attempt of its own; the processes that wait in this round then join the next one. So a
+side that joins late or restarts finds all the others in the same round.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
 from meshverse.world.world import World
 
-_SHOWN = 8  # missing ranks that an error looks for
-_LOOKS_A_SECOND = 10_000  # that all waiting processes together ask of the store
-_random = random.Random()  # of its own: Python's global one is the user's
+_SHOWN = 8  # missing ranks that an error names at most
+_LOOKS_A_SECOND = 10_000  # most looks into the store of all waiting processes together
+_random = random.Random()  # not Python's global generator, whose state belongs to the program
 
 
 def connect(
@@ -49,25 +49,27 @@ def connect(
 ) -> Connection:
     """Create a process group of processes that may have different default groups, or none.
 
-    All `size` processes call this with the same arguments but for `rank`, in any order.
+    All `size` processes must call this, in any order, with the same arguments except `rank`.
 
     Args:
-        name: of the connection. Connections that share a store have different names.
-        store: that all of them reach; or "host:port", where rank 0 then starts one, which lasts as
-            long as its process.
-        rank: of this process in the connection: 0, 1, ... in any order of the jobs.
-        size: number of processes.
-        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; by default the last one where there are
-            CUDA devices, else gloo.
+        name: name of the connection. Connections that share a store have different names.
+        store: store that all of the processes reach; or "host:port", where rank 0 then starts a
+            store, which lasts as long as the process of rank 0.
+        rank: rank of this process in the connection, from 0. The jobs may be in any order.
+        size: number of processes in the connection.
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; by default "cpu:gloo,cuda:nccl" if there
+            are CUDA devices and NCCL, else "gloo".
         options: options object for the backend.
-        timeout: how long to wait for the others here, and in every operation of the group.
+        timeout: longest wait for the other processes, and timeout of the group's operations.
 
     Raises:
-        ValueError: arguments that cannot be, that differ from those of other processes, or a rank
-            that another live process has; a connection of this name is open here.
-        TypeError: no store or address, no timedelta, no options object.
-        RuntimeError: processes did not come in time, named by their ranks; the store is out of
-            reach; or c10d could not connect them.
+        ValueError: an argument is not valid, the size or backend differs from that of another
+            process, another live process has this rank, or this process has an open connection of
+            this name.
+        TypeError: `store` is neither a store nor an address, the timeout is not a timedelta, or
+            `options` is not an options object.
+        RuntimeError: some processes did not join in time (the error names their ranks), the store
+            cannot be reached, or c10d could not connect the processes.
 
     Example:
         >>> trainer = meshverse.connect(
@@ -77,11 +79,11 @@ def connect(
     if not 0 <= rank < size:
         raise ValueError(f"connect(rank={rank}, size={size}): ranks run from 0 to size - 1.")
     if not name:
-        raise ValueError(f"connect({name!r}): give a name, the same in all processes.")
+        raise ValueError(f"connect({name!r}): pass a name, the same in all processes.")
     check_timeout(timeout)
     if options is not None and not compat.is_backend_options(options):
         raise TypeError(
-            f"options={options!r} of type {type(options).__name__}: give an options object of the "
+            f"options={options!r} of type {type(options).__name__}: pass an options object of the "
             "backend, such as ProcessGroupNCCL.Options()."
         )
     if backend is None:
@@ -91,8 +93,8 @@ def connect(
     with _lock:
         if name in _open:
             raise ValueError(
-                f"A connection {name!r} is open in this process. close() it first, or give this "
-                "one another name."
+                f"A connection {name!r} is open in this process. close() it first, or pass another "
+                "name."
             )
         _open.add(name)
     try:
@@ -105,7 +107,8 @@ def connect(
         raise
 
 
-# By address, kept until the process ends: when rank 0 gives up, others still read why.
+# Stores that this process started, by address. They last until it ends: after rank 0 has raised an
+# error, other ranks still read the reason.
 _hosted: dict[str, dist.Store] = {}
 _open: set[str] = set()  # names of the connections of this process
 _lock = threading.Lock()
@@ -116,12 +119,12 @@ def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta)
         return store
     if not isinstance(store, str):
         raise TypeError(
-            f"connect(store={store!r:.80} of type {type(store).__name__}): give a store of "
+            f"connect(store={store!r:.80} of type {type(store).__name__}): pass a store of "
             'torch.distributed, or "host:port".'
         )
     host, colon, port = store.removeprefix("tcp://").rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ValueError(f"connect(store={store!r}): give an address as host:port, with a number.")
+        raise ValueError(f"connect(store={store!r}): pass an address as host:port, with a number.")
     try:
         found = dist.TCPStore(
             *(host.strip("[]"), int(port), size, rank == 0, timeout),
@@ -139,22 +142,25 @@ def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta)
 
 
 class _Rounds:
-    """Rounds in which the processes of one connection have their rendezvous."""
+    """Rounds of the rendezvous of one connection; see the module's docstring."""
 
     def __init__(
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
         self._name, self._rank, self._size, self._timeout = name, rank, size, timeout
         self.store = dist.PrefixStore(f"meshverse connection {name}", store)
-        # Of this attempt, and of this process.
+        # Identify this call of `connect`, and this process.
         self._attempt, self._process = os.urandom(8).hex(), f"{socket.gethostname()}:{os.getpid()}"
 
     def join(self, settings: str) -> int:
-        """Return the number of a round that all processes have joined.
+        """Join rounds until one is complete; return its number.
+
+        Args:
+            settings: settings that must be equal in all processes, in words.
 
         Raises:
             ValueError: other processes have other settings, or another live one has this rank.
-            RuntimeError: some processes did not come in time, or the store is out of reach.
+            RuntimeError: some processes did not join in time, or the store cannot be reached.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         taken_by = ""
@@ -165,24 +171,24 @@ class _Rounds:
                 if found != settings:
                     self._refuse(
                         number,
-                        f"rank {self._rank} has {settings}, and others have {found}. Give the same "
+                        f"rank {self._rank} has {settings}, and others have {found}. Pass the same "
                         "in all processes.",
                     )
                 holder = self._write(f"{number} {self._rank}", f"{self._attempt} {self._process}")
                 if not holder.startswith(self._attempt):
                     who = holder.partition(" ")[2]
-                    if who == taken_by != self._process:
+                    if who == taken_by != self._process:  # twice, so that process is alive
                         self._refuse(
                             number,
                             f"processes {who} and {self._process} (as host:pid) both have rank "
-                            f"{self._rank}. Give each a rank of its own.",
+                            f"{self._rank}. Pass a different rank in each.",
                         )
                     taken_by = who
                     self._end(number)
                     continue
                 self.store.add(f"{number} count", 1)
                 if self._wait(number, deadline):
-                    self._end(number)  # the next call is for the next round
+                    self._end(number)  # a later `connect` uses the next round
                     return number
         except dist.DistError as error:
             raise RuntimeError(
@@ -191,7 +197,7 @@ class _Rounds:
             ) from error
 
     def _refuse(self, number: int, why: str) -> NoReturn:
-        """Raise ValueError here, and in all that wait in this round."""
+        """Raise ValueError in this process and in all that wait in this round."""
         self._write(f"{number} error", why)
         self.store.set("refused", f"{number} {why}")
         self._end(number)
@@ -205,7 +211,7 @@ class _Rounds:
         if not self.store.check(["refused"]):
             return ""
         refused, _, why = self.store.get("refused").decode().partition(" ")
-        # Each process of an attempt ends one round at most.
+        # Each process ends one round at most, so an older refusal is of an earlier attempt.
         return why if int(refused) + self._size >= number else ""
 
     def _current(self) -> int:
@@ -215,16 +221,16 @@ class _Rounds:
         self.store.compare_set("round", str(number), str(number + 1))
 
     def _write(self, key: str, text: str) -> str:
-        """Write the text of a key, unless it has one; return the one it has."""
+        """Write the value of a key, unless it has one; return the value that it has then."""
         found: bytes = self.store.compare_set(key, "", text)
         return found.decode()
 
     def _wait(self, number: int, deadline: float) -> bool:
-        """Wait until a round is complete; return False if it has ended before.
+        """Wait until a round is complete; return False if it has ended before that.
 
         Raises:
-            ValueError: processes in it disagree.
-            RuntimeError: it was not complete in time.
+            ValueError: processes in this round disagree.
+            RuntimeError: the round was not complete in time.
         """
         pause = max(self._size / _LOOKS_A_SECOND, 0.01)
         while self.store.add(f"{number} count", 0) < self._size:
@@ -234,19 +240,19 @@ class _Rounds:
                 return self.store.add(f"{number} count", 0) >= self._size
             if time.monotonic() > deadline:
                 missing, refused = self._missing(number), self._lately_refused(number)
-                self._end(number)  # nobody shall count on this rank
+                self._end(number)  # the others must not wait with this rank counted
                 raise RuntimeError(
                     f"connect({self._name!r}): rank {self._rank} waited {self._timeout} for "
                     f"{missing} of {self._size}. Start all processes with the same name, store "
-                    "and size, each with a rank of its own."
-                    + (f" Before, one was refused: {refused}" if refused else "")
+                    "and size, and each with a different rank."
+                    + (f" An earlier error of one of them: {refused}" if refused else "")
                 )
             time.sleep(pause * _random.uniform(0.5, 1.5))
             pause = min(pause * 1.5, max(self._size / _LOOKS_A_SECOND, 0.25))
         return True
 
     def _missing(self, number: int) -> str:
-        """Return the ranks that are not in a round, in words."""
+        """Return the ranks that have not joined a round, in words."""
         missing, blocks = list[int](), [range(self._size)]
         while blocks and len(missing) <= _SHOWN:
             block = blocks.pop()
@@ -262,13 +268,13 @@ class _Rounds:
 
 
 class Connection:
-    """A process group of processes that may have different default groups; made by `connect`.
+    """A process group of processes that may have different default groups; see `connect`.
 
     Attributes:
-        name: of the connection.
-        rank: of this process in it.
-        size: number of processes.
-        nodes: for each rank of the connection, a number of the host that it is on.
+        name: name of the connection.
+        rank: rank of this process in the connection.
+        size: number of processes in the connection.
+        nodes: number of the host, from 0, of each rank of the connection.
     """
 
     def __init__(
@@ -295,21 +301,21 @@ class Connection:
                     name=f"meshverse-connection-{name}-{number}",
                     description=f"connection {name}",
                 )
-                self._meet()
+                self._exchange_places()
         except RuntimeError as error:
             self._end()
             raise RuntimeError(
-                f"connect({name!r}): rank {rank} could not be connected with the others, of which "
-                f"one may have ended meanwhile: {error}"
+                f"connect({name!r}): rank {rank} could not be connected with the others. One of "
+                f"them may have ended meanwhile: {error}"
             ) from error
         except BaseException:
             self._end()
             raise
 
-    def _meet(self) -> None:
-        """Exchange where each process is, and which of them are of this world."""
+    def _exchange_places(self) -> None:
+        """Find out each process's host, and which processes are ranks of this process's world."""
         world = World.current()
-        own = os.urandom(8).hex(), 0  # of a process without a world
+        own = os.urandom(8).hex(), 0  # this key is unique, for a process without a world
         if world is not None:
             run_store = world.run_store
             key = "unknown" if run_store is None else run_store.put_first("connections", own[0])
@@ -326,13 +332,13 @@ class Connection:
 
     @property
     def group(self) -> compat.ProcessGroup:
-        """The process group, for collectives of torch.distributed.
+        """Process group of the connection, for collectives of torch.distributed.
 
-        Its ranks are those of the connection, also as `src=` and `dst=`. But
-        `torch.distributed.get_rank(group)` goes by the default group: use `rank`.
+        `src=` and `dst=` are ranks of the connection. For this process's rank use `rank`:
+        `torch.distributed.get_rank(group)` looks the process up by its rank in the default group.
 
         Raises:
-            RuntimeError: it was closed, or ended with the default group.
+            RuntimeError: the connection was closed, or ended with the default group.
         """
         if not self.is_open or self._group is None:
             raise RuntimeError(
@@ -343,31 +349,31 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the group can be used."""
+        """Whether the process group can be used."""
         group = self._group
         return group is not None and compat.find_group(group.group_name) is group
 
     def rank_of(self, world_rank: int) -> int:
-        """Return the rank that a rank of this process's own world has here.
+        """Return the connection's rank for a global rank of this process's world.
 
         Raises:
-            ValueError: it is not connected.
+            ValueError: that rank is not in the connection.
         """
         rank = self._by_world_rank.get(world_rank)
         if rank is None:
             raise ValueError(
                 f"Rank {world_rank} of this world is not in the connection {self.name!r}, which "
-                f"has ranks {rank_ranges(sorted(self._by_world_rank))} of it."
+                f"contains ranks {rank_ranges(sorted(self._by_world_rank))} of this world."
             )
         return rank
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the connection alone; RuntimeError if another thread does."""
+        """Reserve the connection for one transfer; RuntimeError if another one is running."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
-                f"Another move is under way over the connection {self.name!r}. Wait for it, or "
-                "connect once more under another name, to have both at once."
+                f"Another transfer is running over the connection {self.name!r}. Wait for it; or, "
+                "to run both at once, connect again under another name."
             )
         try:
             yield
@@ -375,9 +381,9 @@ class Connection:
             self._in_use.release()
 
     def close(self) -> None:
-        """End the process group. Each process calls it, when it needs the others no more.
+        """End the process group in this process, which then needs the connection no more.
 
-        What the others have under way fails then. A second call does nothing.
+        Operations that others still run on it fail. A second call does nothing.
         """
         self._end()
 

@@ -148,7 +148,7 @@ def _logged(way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["thread", "failed call"])
 def test_the_log_says_once_that_calls_are_no_longer_compared(crew: Crew, way: str) -> None:
-    why = {"thread": "a thread beside the main one", "failed call": "one failed here with Runtime"}
+    why = {"thread": "a thread other than the main", "failed call": "one raised RuntimeError on"}
     for rank, lines in enumerate(crew.run(_logged, 4, way)):
         if rank > 0:  # where all ranks stop, the first one says so for all
             assert lines == []

@@ -163,7 +163,7 @@ def test_processes_that_disagree_get_an_error(
     answers = crew.run(_disagree, _ALL, str(tmp_path), address, how)
     texts = {
         "size": "processes, backend gloo, and others have",
-        "rank": "(as host:pid) both have rank 3. Give each",
+        "rank": "(as host:pid) both have rank 3. Pass a",
         "backend": "backend cpu:gloo",
     }
     assert all(texts[how] in answer for answer in answers), answers
@@ -203,7 +203,7 @@ def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, addres
     [
         ({"rank": 6}, ValueError, r"connect\(rank=6, size=6\): ranks run from 0"),
         ({"rank": -1}, ValueError, "ranks run from 0"),
-        ({"name": ""}, ValueError, "give a name"),
+        ({"name": ""}, ValueError, "pass a name"),
         ({"timeout": 3}, TypeError, "timedelta"),
         ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
         ({"store": 29500}, TypeError, "host:port"),

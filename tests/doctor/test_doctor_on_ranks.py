@@ -224,7 +224,7 @@ def _wait_for_note(rank: int, port: int, text: str) -> None:
     ("arguments", "said"),
     [
         (["dp=2"], "has 2 ranks, but the world has 3"),
-        (["dp=3", "--timeout", "0"], "--timeout 0.0: give a number above 0"),
+        (["dp=3", "--timeout", "0"], "--timeout 0.0: pass a number above 0"),
         (["dp=3", "tp=1"], "dp=3 tp=1: write the axes of a view without spaces, as dp=3,tp=1"),
     ],
 )

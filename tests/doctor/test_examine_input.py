@@ -78,7 +78,7 @@ def test_what_cannot_be_examined_raises(options, said: str) -> None:
 def test_a_number_that_no_job_can_have_ends_with_2(option: str, number: str, capsys) -> None:
     assert main(["doctor", "dp=1", option, number]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "give a number above 0, 1,000,000 at most" in line
+    assert "pass a number above 0, at most 1,000,000" in line
 
 
 def test_a_default_group_that_is_there_stays(world) -> None:

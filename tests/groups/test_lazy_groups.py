@@ -157,7 +157,7 @@ def test_warm_up_goes_in_one_order_on_all_ranks() -> None:
 
 def test_warm_up_of_an_unknown_axis_makes_nothing() -> None:
     mesh = _mesh()
-    with groups_created(0), pytest.raises(KeyError, match=r"'pp', but for 'cp', 'dp', 'tp'"):
+    with groups_created(0), pytest.raises(KeyError, match=r"'pp'\. Known axes: 'cp', 'dp', 'tp'"):
         mesh.universe.warm_up(["tp", "pp"])
 
 

@@ -188,7 +188,7 @@ def test_causes_are_printed_and_of_many_groups_that_follow_some(tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Stuck: barrier number 1 on axis dp, ranks 0-39, ")
     assert sum(line.startswith("Stuck: ") for line in lines) == 1 + 8
-    assert lines[-1] == "And 31 groups more that follow from these: --json."
+    assert lines[-1] == "And 31 more groups that follow from these: pass --json to see all."
     assert main(["hang", str(tmp_path), "--json"]) == 1
     groups = json.loads(capsys.readouterr().out)
     assert [one["cause"] for one in groups] == ["missing"] + ["follows"] * 39
@@ -201,10 +201,10 @@ class _Object:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rank_0", pickle.dumps(_Object()), "it has an object, "),
-        ("rank_0", b"{}", "it has no version and entries"),
+        ("rank_0", pickle.dumps(_Object()), "it contains "),
+        ("rank_0", b"{}", "no version or entries"),
         ("rank_0", b'{"version": "2.10", "entries": [{}]}', "an entry is not as torch writes it"),
-        ("rank_0", pickle.dumps([1]), "it is no dump of torch's flight recorder"),
+        ("rank_0", pickle.dumps([1]), "it is not a dump of torch's flight recorder"),
         ("rank_0", pickle.dumps(_dump())[:40], "cannot be read"),
         ("rank_0", b"", "cannot be read"),
         ("rank_0", b"{nothing", "cannot be read"),
@@ -239,7 +239,7 @@ def test_no_dumps(tmp_path, capsys) -> None:
 def test_nothing_is_pending(tmp_path, capsys) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps(_dump(_entry())))
     assert main(["hang", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "Nothing is pending in the dumps of 1 rank.\n"
+    assert capsys.readouterr().out == "No call is pending in the dumps of 1 rank.\n"
     assert main(["hang", str(tmp_path), "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshverse.hang.records import Call, GroupSeen, RankRecord
-from meshverse.hang.report import Words
+from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, Stuck, find_stuck
 
 _NOW = 100.0
@@ -33,7 +33,7 @@ def _records(
 
 
 def _verdict(found: Sequence[Stuck], index: int = 0) -> str:
-    return Words().verdict(found[index], {one.group: one for one in found})
+    return ReportFormatter().verdict(found[index], {one.group: one for one in found})
 
 
 def test_ranks_that_are_past_a_call_are_no_longer_waited_for() -> None:
@@ -53,14 +53,14 @@ def test_ranks_that_are_past_a_call_are_no_longer_waited_for() -> None:
 def test_all_have_come() -> None:
     (found,) = find_stuck(_records({"dp": range(2)}, {rank: [_call("dp", 3)] for rank in (0, 1)}))
     assert found.cause is Cause.BACKEND
-    assert "all ranks have come, with equal tensors" in _verdict([found])
+    assert "all ranks have made the call, and torch's records show no mismatch" in _verdict([found])
 
 
 def test_of_a_group_whose_ranks_are_not_known_nobody_is_said_to_have_come() -> None:
     records = _records({"dp": range(2)}, {0: [_call("dp", 3)]})
     records[0].groups["dp"] = GroupSeen("axis dp", None)
     (found,) = find_stuck(records)
-    assert "give --mesh FILE" in _verdict([found])
+    assert "pass --mesh FILE" in _verdict([found])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_dead_rank_is_a_cause_though_another_missing_rank_waits_elsewhere() ->
     calls = {0: [_call("dp", 1)], 1: [_call("tp", 1)]}
     found = find_stuck(_records({"dp": range(3), "tp": (1, 5)}, calls))
     assert {one.group: one.cause for one in found} == {"dp": Cause.MISSING, "tp": Cause.MISSING}
-    assert "nothing was recorded of rank 2" in _verdict([one for one in found if one.group == "dp"])
+    assert "there is no dump of rank 2" in _verdict([one for one in found if one.group == "dp"])
 
 
 def _p2p(operation: str, peer: int) -> Call:
@@ -207,7 +207,7 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
         assert set(one.waiting) == {rank for rank, group in waits.items() if group == name}
         assert {missing.rank for missing in one.missing} == set(_GROUPS[name]) - set(one.waiting)
         follows[name] = {waits[rank] for rank in _GROUPS[name] if waits.get(rank, name) != name}
-        assert set(one.follows) == follows[name]
+        assert set(one.waits_on) == follows[name]
 
     def reaches(name: str, goal: str) -> bool:
         seen: set[str] = set()
@@ -234,4 +234,4 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
     causes = [one.cause for one in find_stuck(records)]
     assert causes == sorted(causes, key=[*Cause].index)
     assert not causes or causes[0] in (Cause.DEADLOCK, Cause.MISSING)
-    assert Words().text([*found.values()]).count("Stuck: ") == len(found)
+    assert ReportFormatter().text([*found.values()]).count("Stuck: ") == len(found)

@@ -63,19 +63,19 @@ def test_it_ends_with_its_block() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, 0.5, float("nan"), float("inf"), 10**9])
 def test_seconds_that_cannot_be(seconds: float) -> None:
     meshverse.watch(9)
-    with pytest.raises(ValueError, match=r"seconds=.*: give 1 to 604,800\."):
+    with pytest.raises(ValueError, match=r"seconds=.*: pass 1 to 604,800\."):
         meshverse.watch(seconds)
     assert len(_threads()) == 1  # the watch before goes on
 
 
 @pytest.mark.parametrize("seconds", ["60", True, timedelta(seconds=60)])
 def test_seconds_that_are_no_number(seconds) -> None:
-    with pytest.raises(TypeError, match="give a number, or None to end the watch"):
+    with pytest.raises(TypeError, match="pass a number, or None to end the watch"):
         meshverse.watch(seconds)
 
 
 def test_a_callback_that_cannot_be_called() -> None:
-    with pytest.raises(TypeError, match="give a function of a Hang"):
+    with pytest.raises(TypeError, match="pass a function of a Hang"):
         meshverse.watch(60, on_stuck="abort")  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ def test_a_recorder_that_is_off_is_said_once(crew: Crew) -> None:
     first, _ = crew.run(_with_recorder_off, world_size=2)
     (line,) = first
     assert line.startswith(
-        "Meshverse watches nothing: torch's flight recorder is off: set TORCH_FR"
+        "Meshverse's watch cannot find stuck collectives: torch's flight recorder is off: set"
     )
 
 
@@ -194,7 +194,7 @@ def _stuck_twice() -> list[str]:
         assert work is not None
         work.wait()
         if rank == 0:
-            wait_until(lambda begun=begun: any("gone on" in t for t in lines.texts[begun:]))
+            wait_until(lambda begun=begun: any("no longer stuck" in t for t in lines.texts[begun:]))
         dist.barrier()
     meshverse.watch(None)
     return lines.texts
@@ -203,7 +203,7 @@ def _stuck_twice() -> list[str]:
 @pytest.mark.long
 def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> None:
     lines, others = crew.run(_stuck_twice, world_size=2)
-    assert [line.partition("\n")[0] for line in lines if "gone on" not in line] == [
+    assert [line.partition("\n")[0] for line in lines if "no longer stuck" not in line] == [
         "A collective is stuck.",
         "on_stuck= of meshverse.watch() failed",
     ] * 2

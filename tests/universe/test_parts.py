@@ -96,7 +96,7 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
     assert "timeout=88s" in str(own.universe.explain())
     with groups_created(0), pytest.raises(ValueError, match=r"timeout belong to a universe"):
         _part(job, [5, 6], timeout=timedelta(seconds=99))
-    with pytest.raises(ValueError, match="timeout cannot be set for a mesh over ranks 5, 6: these"):
+    with pytest.raises(ValueError, match="timeout cannot be set for ranks 5, 6: a universe"):
         job.universe.part([5, 6], timeout=timedelta(seconds=99))
 
 
@@ -300,7 +300,7 @@ def test_a_part_is_of_ranks_of_its_universe() -> None:
             lambda: DeviceMesh("cpu", [5, 6], universe=universe),
             lambda: universe.part([5, 6]),
         ):
-            with pytest.raises(ValueError, match=r"cannot join a universe of .* no ranks \[6\]"):
+            with pytest.raises(ValueError, match=r"cannot be in a universe of .* no ranks \[6\]"):
                 make()
         placed: dict[str, Any] = {"trainer": {"mesh_shape": (1,), "ranks": [2]}}
         placed["rollout"] = {"mesh_shape": (2,), "ranks": [6, 7]}

@@ -120,14 +120,14 @@ def test_sharing_ends_with_uninstall() -> None:
 
 
 def test_another_way_of_sharing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"install\(share='job'\): give 'mesh' or 'world'"):
+    with pytest.raises(ValueError, match=r"install\(share='job'\): pass 'mesh' or 'world'"):
         meshverse.install(share="job")  # type: ignore[arg-type]
     assert not isinstance(stock_init_device_mesh("cpu", (8,)), DeviceMesh)
 
 
 def test_a_universe_is_for_its_own_ranks() -> None:
     universe = init_device_mesh("cpu", (4,)).universe
-    with groups_created(0), pytest.raises(ValueError, match="cannot join a universe"):
+    with groups_created(0), pytest.raises(ValueError, match="cannot be in a universe"):
         DeviceMesh("cpu", torch.arange(8), universe=universe)
 
 

@@ -19,13 +19,13 @@ examples:
   torchrun --nproc-per-node 4 -m meshverse doctor dp=2,tp=2
   torchrun ... -m meshverse doctor dp=-1,tp=8 --view pp=8,dp=-1,tp=8 --timeout 120 --json
 
-srun sets other variables than torchrun. Pass them on, in a job with --ntasks-per-node:
+srun sets other variables than torchrun. Translate them, in a job with --ntasks-per-node:
   export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500
   srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID \\
     LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE python -m meshverse doctor dp=64,tp=8'
 
 One rank prints. The exit status is 0 if all is well, 1 if there is a problem or a rank does not
-answer, and 2 if the command cannot be done.
+answer, and 2 if the command cannot run.
 """
 
 
@@ -37,22 +37,21 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check a job's ranks, before the job",
-        description="Are all ranks there, equal, and do they reach each other? All ranks of a job "
-        "run this together. It compares versions and variables, measures the store and the clocks, "
-        "makes every process group of these views, and checks and times each by all-reduces.",
+        description="Checks that all ranks have joined, have equal environments and reach one "
+        "another. All ranks of a job must run this together. It compares versions and variables, "
+        "measures the store and the clocks, creates every process group of these views, and checks "
+        "and times each by all-reduces.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "mesh",
         nargs="*",
-        help="the world's axes in order, as of meshverse plan: dp=2,tp=2 (default: one of all "
+        help="the world's axes in order, as in meshverse plan: dp=2,tp=2 (default: one axis of all "
         "ranks)",
     )
     parser.add_argument("--view", action="append", default=[], help="another view of the world")
-    parser.add_argument(
-        "--backend", help="backend of all groups (default: nccl where there is CUDA)"
-    )
+    parser.add_argument("--backend", help="backend of all groups (default: nccl if there is CUDA)")
     parser.add_argument(
         "--timeout", type=float, default=60, help="seconds to wait for a rank (default: 60)"
     )
@@ -76,8 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in ("timeout", "megabytes"):
             if not 0 < getattr(arguments, name) <= _LARGEST:
                 raise ValueError(
-                    f"--{name} {getattr(arguments, name)}: give a number above 0, {_LARGEST:,} at "
-                    "most."
+                    f"--{name} {getattr(arguments, name)}: pass a number above 0, at most "
+                    f"{_LARGEST:,}."
                 )
         found = examine(
             [*one_view(arguments.mesh), *arguments.view],
@@ -86,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
             large_bytes=max(int(arguments.megabytes * 2**20), 1),
             report=report,
         )
-    except NotAllHereError:  # which one rank has reported
+    except NotAllHereError:  # one rank has reported it
         return 1
     except (OSError, ValueError) as error:
         report_once(error, report)

@@ -7,7 +7,7 @@ import json
 
 from meshverse.hang.named_groups import MeshNames
 from meshverse.hang.records import read_dumps
-from meshverse.hang.report import Words
+from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted
 
@@ -16,14 +16,14 @@ examples:
   meshverse hang /tmp/nccl_trace_rank_*
   meshverse hang dumps/ --mesh mesh.json --json
 
-torch writes a dump on each rank when NCCL's watchdog finds a timeout, to the file that
-TORCH_FR_DUMP_TEMP_FILE names (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE). mesh.json is what
-mesh.universe.explain().to_json() gives on any rank. The exit status is 0 if nothing is stuck, 1 if
-something is, and 2 if the dumps cannot be read.
+When NCCL's watchdog finds a timeout, torch writes a dump on each rank. The file's name is
+TORCH_FR_DUMP_TEMP_FILE (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) followed by the rank.
+mesh.json contains what mesh.universe.explain().to_json() returns on any rank. The exit status is 0
+if nothing is stuck, 1 if something is, and 2 if the dumps cannot be read.
 """
 
 
-_FOLLOWERS = 8  # groups that are printed, of those that follow from others
+_MOST_FOLLOWERS = 8  # groups that follow from others and are printed
 
 
 def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,8 +31,9 @@ def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "hang",
         help="why a job hangs, from dumps of torch's flight recorder",
-        description="Says of each stuck process group which call it is stuck in, who waits there, "
-        "who is missing and where that rank is instead, the cause first. Starts no process.",
+        description="Prints for each stuck process group which call it is stuck in, which ranks "
+        "wait there, which are missing, and where these are instead. Causes come first. Uses only "
+        "the dumps: the job need not exist any more.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,16 +53,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if names is not None:
         names.name(records)
     stuck = find_stuck(records)
-    words = Words() if names is None else Words(names.coordinates)
+    formatter = ReportFormatter() if names is None else ReportFormatter(names.coordinates)
     if arguments.json:
-        print(json.dumps(words.data(stuck)))  # noqa: T201  # that is the command
+        print(json.dumps(formatter.data(stuck)))  # noqa: T201  # the command's output
     elif stuck:
         followers = [one for one in stuck if one.cause is Cause.FOLLOWS]
-        left_out = followers[_FOLLOWERS:]
+        left_out = followers[_MOST_FOLLOWERS:]
         shown = stuck[: len(stuck) - len(left_out)]
-        print(words.text(stuck, shown))  # noqa: T201
+        print(formatter.text(stuck, shown))  # noqa: T201
         if left_out:
-            print(f"\nAnd {counted(len(left_out), 'group')} more that follow from these: --json.")  # noqa: T201
+            more = counted(len(left_out), "more group")
+            print(f"\nAnd {more} that follow from these: pass --json to see all.")  # noqa: T201
     else:
-        print(f"Nothing is pending in the dumps of {counted(len(records), 'rank')}.")  # noqa: T201
+        print(f"No call is pending in the dumps of {counted(len(records), 'rank')}.")  # noqa: T201
     return 1 if stuck else 0

@@ -1,4 +1,4 @@
-"""The choice of the command, and its exit status."""
+"""The command line `meshverse`: its commands and their exit status."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: by default those of the process.
+        arguments: arguments of the command line; by default those of the process.
 
     Returns:
-        The exit status: 0; 1 where a check failed; 2 where the command cannot be done.
+        The exit status: 0 for success, 1 if a check failed, 2 if the command could not run.
     """
     status: int | Callable[[], None] = 0
     try:
         try:
             status = _run(arguments)
         finally:
-            # Here, and not when the process ends: a closed pipe raises then.
-            if sys.stdout is not None:  # which it is where the shell has closed it
+            # Now, as a closed pipe must raise here, not when the process exits.
+            if sys.stdout is not None:  # None if the shell has closed it
                 sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, such as head
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         lines = "\n".join(map(printable, str(error).splitlines()))
         print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
         return 2
-    if callable(status):  # a program of the user's, whose errors are not ours
+    if callable(status):  # the user's program, whose errors pass through
         status()
         return 0
     return status
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
     parser = argparse.ArgumentParser(
         prog="meshverse",
-        description="Process meshes: see them before they run, check them where they run.",
+        description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
     )
     parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
     commands = parser.add_subparsers(metavar="command")
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
     add_hang(commands)
     add_run(commands)
     commands.add_parser(
-        "versions", help="what this environment is made of, for reports of defects"
+        "versions", help="print versions of this environment, for bug reports"
     ).set_defaults(run=_print_versions)
     given = parser.parse_args(arguments)
     if not hasattr(given, "run"):

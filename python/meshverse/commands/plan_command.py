@@ -1,4 +1,4 @@
-"""`meshverse plan`: the process groups of a job, before there is one."""
+"""`meshverse plan`: the process groups of a job, without running it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "plan",
-        help="which process groups a job makes, without the job",
-        description="Which process groups the views of a world make: how many, how large, what "
-        "they cross, and what torch would make instead. Starts no process and needs no GPU.",
+        help="list the process groups of a job, without running it",
+        description="Lists the process groups that a job with these views would create: how many, "
+        "how large, which nodes they cross, and how many torch would create. Starts no process and "
+        "needs no GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,11 +41,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "mesh",
         nargs="*",
         help="the world's axes in order, the last varying fastest: pp=8,dp=160,tp=8. "
-        "loss=pp*dp adds an axis that is flattened of others; dp=-1 is the rest of --world-size",
+        "loss=pp*dp adds an axis flattened from others; dp=-1 takes the rest of --world-size",
     )
     parser.add_argument("--view", action="append", default=[], help="another view of the world")
     parser.add_argument(
-        "--degrees", help=f"a trainer's degrees instead, of {', '.join(_DEGREES)}: tp=8,dp_shard=40"
+        "--degrees", help=f"a trainer's degrees ({', '.join(_DEGREES)}) as views: tp=8,dp_shard=40"
     )
     parser.add_argument("--world-size", type=int, help="ranks; by default those of the first view")
     parser.add_argument("--node-size", type=int, help="ranks on each node")
@@ -52,25 +53,25 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--topology",
         metavar="FILE",
-        help="where the ranks are: JSON that Topology.save() wrote, or Slurm's topology.conf with "
-        "--node-size",
+        help="hardware of the ranks: JSON that Topology.save() wrote, or Slurm's topology.conf "
+        "with --node-size",
     )
     parser.add_argument(
-        "--nodes", help="of a topology.conf, the job's nodes in the order of its ranks: tux[0-3,7]"
+        "--nodes", help="the job's nodes in a topology.conf, in the order of ranks: tux[0-3,7]"
     )
     parser.add_argument("--backend", default="nccl", help="backend of all groups (default: nccl)")
-    parser.add_argument("--rank", type=int, default=0, help="whose groups to list (default: 0)")
+    parser.add_argument("--rank", type=int, default=0, help="rank to list groups of (default: 0)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
-    parser.add_argument("--html", metavar="FILE", help="write a page that draws the views, too")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture, too")
+    parser.add_argument("--html", metavar="FILE", help="also write a page that draws the views")
+    parser.add_argument("--svg", metavar="FILE", help="also write a picture")
     parser.set_defaults(run=_run)
 
 
 def one_view(words: list[str]) -> list[str]:
-    """Return the world's axes as a command has them, as one view or none.
+    """Return the axes of the command line as a list of one view, or of none.
 
     Raises:
-        ValueError: axes that spaces separate.
+        ValueError: the axes are separated by spaces.
     """
     if len(words) > 1:
         view = ",".join(word.strip(",") for word in words)
@@ -87,9 +88,9 @@ def _run(arguments: argparse.Namespace) -> int:
         topology = Topology.from_file(
             arguments.topology, nodes=arguments.nodes, node_size=node_size
         )
-        node_size = None  # which the topology has taken
+        node_size = None  # the topology has it
     elif arguments.nodes is not None:
-        raise ValueError(f"--nodes {arguments.nodes} chooses from a --topology FILE: give one.")
+        raise ValueError(f"--nodes {arguments.nodes} needs a --topology FILE: pass one.")
     planned = plan(
         [*views, *arguments.view],
         world_size=arguments.world_size,
@@ -103,14 +104,14 @@ def _run(arguments: argparse.Namespace) -> int:
         _write(arguments.html, planned.to_html())
     if arguments.svg is not None:
         _write(arguments.svg, planned.to_svg())
-    # Last, because nobody may read it to its end.
-    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # that is the command
+    # Last, because the reader may close the pipe, which ends the command.
+    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # the command's output
     return 0
 
 
 def _write(name: str, text: str) -> None:
     Path(name).write_text(text, encoding="utf-8")
-    print(f"Wrote {name}", file=sys.stderr)  # noqa: T201  # beside the data, which others read
+    print(f"Wrote {name}", file=sys.stderr)  # noqa: T201  # stdout has the data
 
 
 def _views_of_degrees(text: str, world_size: int | None) -> list[View]:

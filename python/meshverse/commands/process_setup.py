@@ -1,4 +1,4 @@
-"""Meshverse, installed in this process and in those that `multiprocessing` starts from it."""
+"""Installation of Meshverse in this process and in those that `multiprocessing` starts from it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshverse.world.world import World, WorldState, on_new_world
 
 
 class Setup(NamedTuple):
-    """Set-up of each process of a job, before its program runs.
+    """Setup of each process of a job, before its program runs.
 
     Attributes:
-        share: of `install`.
+        share: argument of `install`.
         explains: whether rank 0 prints the tables of `explain()` at the end.
     """
 
@@ -27,11 +27,11 @@ class Setup(NamedTuple):
     explains: bool
 
     def begin(self) -> None:
-        """Install Meshverse here and in child processes, and have rank 0 report at the end."""
+        """Install Meshverse in this process and its children, and make rank 0 report at the end."""
         install(self.share)
         on_new_world.append(self._report_at_the_end)
-        # A forked process has all of this. Others are sent this dictionary first of all, and
-        # unpickle it before they import the program.
+        # A forked process inherits all of this. A spawned process first receives the dictionary
+        # that this function returns, and unpickles it before it imports the program.
         get = multiprocessing.spawn.get_preparation_data
 
         @functools.wraps(get)
@@ -45,12 +45,12 @@ class Setup(NamedTuple):
         if world is not None and world.rank == 0:
             report = world.state(_Report)
             report.begin(world, self)
-            # If the program does not end its world. Child processes call it too, unlike atexit's.
+            # For a program that does not end its world. Unlike `atexit`, this works in children.
             multiprocessing.util.Finalize(None, report.end, exitpriority=0)
 
 
 class _Begin:
-    """Begins where it is unpickled."""
+    """Object that calls `Setup.begin` in the process that unpickles it."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -64,7 +64,7 @@ def _begin(share: Literal["mesh", "world"], explains: bool) -> None:
 
 
 class _Report(WorldState):
-    """The report on a world, printed once: when it ends, or with the process."""
+    """The report on a world, printed once: when the world ends, or else when the process exits."""
 
     def __init__(self) -> None:
         self._universes: WorldUniverses | None = None
@@ -72,12 +72,12 @@ class _Report(WorldState):
         self._explains = False
 
     def begin(self, world: World, setup: Setup) -> None:
-        """Report on this world at its end."""
+        """Store what the report on this world needs."""
         self._universes, self._size = world.state(WorldUniverses), world.size
         self._explains = setup.explains
 
     def leave_to_parent(self) -> None:
-        """Report nothing: the parent does."""
+        """Print no report in a forked process: the parent prints it."""
         self._universes = None
 
     def end(self) -> None:
@@ -94,9 +94,9 @@ class _Report(WorldState):
             again = in_other_universes(n_duplicates)
             lines.append(f"{again} To share them, pass --share world, unless meshes must overlap.")
         if queues := what_queues(explanations):
-            lines += ["Axes on one process group, whose collectives queue behind each other:"]
+            lines += ["Axes that share a process group, whose collectives run one after the other:"]
             lines += [f"  {line}" for line in queues]
             lines += ["To let two of them overlap, give one an isolate tag."]
         if self._explains:
             lines += [str(explanation) for explanation in explanations]
-        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # that is the command
+        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-# What starts the ranks of a job as programs of their own, and how each starts them under Meshverse.
+# Launchers, which start each rank as another program, and how each of them starts Meshverse.
 _TORCHRUN = "torchrun ... -m meshverse run train.py"
 _LAUNCHERS = {
     "torch.distributed.run": _TORCHRUN,
@@ -31,20 +31,20 @@ class Program:
 
     Args:
         name: path of the script, folder or archive; or, with `is_module`, a module's name.
-        arguments: that follow it on the command line.
-        is_module: whether it is a module, as of `python -m`.
+        arguments: arguments that follow the name on the command line.
+        is_module: whether the program is a module, as for `python -m`.
 
     Raises:
-        ValueError: it is not there, or it starts the ranks of a job by itself.
-        OSError: it cannot be read.
+        ValueError: the program is a launcher, which starts each rank as another program.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:
         launcher = _LAUNCHERS.get(name if is_module else Path(name).name)
         if launcher is not None:
             raise ValueError(
-                f"{name} starts each rank as a program of its own, which would be without "
-                f"Meshverse. Have it start Meshverse: {launcher}"
+                f"{name} starts each rank as another program, which would run without Meshverse. "
+                f"Let it start Meshverse: {launcher}"
             )
         self._name, self._arguments = name, list(arguments)
         self._main = ModuleType("__main__")
@@ -64,14 +64,14 @@ class Program:
             self._find = self._load_script
 
     def load(self) -> None:
-        """Enter it as `__main__`, with its arguments and its folder first on the module path.
+        """Load the program as `__main__`, with its arguments, and its folder first on `sys.path`.
 
         Raises:
             ValueError: there is no such module, or it has no Python code.
-            SyntaxError: of the program.
+            SyntaxError: the program is not valid Python.
         """
         sys.argv[:] = [self._name, *self._arguments]
-        # Under -I, -P or PYTHONSAFEPATH, and only then, nothing of ours is at the first place.
+        # `sys.path` begins with the folder of `meshverse run`, except under -I, -P, PYTHONSAFEPATH.
         if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
             del sys.path[0]
             sys.path.insert(0, self._folder)
@@ -82,10 +82,10 @@ class Program:
             self._code = self._find()
 
     def run(self) -> None:
-        """Run it, once it is loaded.
+        """Run the loaded program.
 
         Raises:
-            Whatever the program does. If nothing handles it, Python shows the program's own frames.
+            Whatever the program raises. The traceback that Python prints has only its own frames.
         """
         assert self._code is not None
         with self._as_python_shows_it():

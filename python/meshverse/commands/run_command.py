@@ -1,4 +1,4 @@
-"""`meshverse run`: a program as it is, on Meshverse."""
+"""`meshverse run`: run an unchanged program on Meshverse."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ examples:
   accelerate launch -m meshverse run train.py
   deepspeed --module meshverse run train.py
 
-Options of Meshverse come before the program, the program's own after it. All ranks of a job run
-with it, or none.
+Write Meshverse's options before the program and the program's own options after it. Use
+`meshverse run` on all ranks of a job or on none.
 """
 
 
@@ -24,10 +24,10 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Add the command."""
     parser = commands.add_parser(
         "run",
-        help="run a program as it is, with every mesh ours",
+        help="run an unchanged program with Meshverse's meshes",
         description="Runs a program as Python would, after meshverse.install(): every DeviceMesh "
-        "that it or a library makes is ours, also in processes that multiprocessing starts. At "
-        "the end, rank 0 prints how many process groups were created and saved.",
+        "that it or a library creates is a Meshverse mesh, also in processes that multiprocessing "
+        "starts. At the end, rank 0 prints how many process groups were created and saved.",
         usage="meshverse run [--share {mesh,world}] [--explain] (SCRIPT | -m MODULE) ...",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,19 +36,19 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--share",
         choices=("mesh", "world"),
         default="mesh",
-        help="who shares process groups: a root mesh with what derives from it, or all of them "
-        "(default: mesh)",
+        help="which meshes share process groups: a root mesh with the meshes that derive from it, "
+        "or all meshes of the world (default: mesh)",
     )
     parser.add_argument(
-        "--explain", action="store_true", help="print the table of each universe at the end, too"
+        "--explain", action="store_true", help="also print the table of each universe at the end"
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="it is a module")
-    # One argument for all of this, or argparse would take the first "--" for itself.
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    # One argument for the program and its own: otherwise argparse would drop the first "--".
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT ...",
-        help="script, or module with -m; and its own arguments",
+        help="script, or module with -m, and its arguments",
     )
     parser.set_defaults(run=_run)
 
@@ -56,7 +56,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     given = arguments.program[arguments.program[:1] == ["--"] :]
     if not given:
-        raise ValueError("run: name the program to run, a script or -m and a module.")
+        raise ValueError("run: no program is named. Pass a script, or -m and a module.")
     program = Program(given[0], given[1:], is_module=arguments.is_module)
     Setup(arguments.share, arguments.explain).begin()
     program.load()

@@ -1,10 +1,11 @@
 """Why a job hangs: every stuck collective by axis, coordinate and line of code.
 
-- `records`: what each rank called, from dumps of torch's flight recorder.
+- `records`: the calls of each rank, from dumps of torch's flight recorder.
 - `verdicts`: which groups are stuck, and why.
-- `report`: verdicts in words and as data.
-- `named_groups`: group names in terms of meshes.
-- `live`, `watch`: the same while the job lives.
+- `report`: verdicts as text and as data.
+- `named_groups`: mesh axes and ranks of process groups, from c10d's names.
+- `live`: records of a running job, exchanged through the store.
+- `watch`: the thread on each rank that finds stuck calls in a running job.
 """
 
 from .records import write_dump

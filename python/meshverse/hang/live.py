@@ -1,4 +1,4 @@
-"""The record of this rank while its job lives, and its way through the store."""
+"""Records of the ranks of a running job, exchanged through the store."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .named_groups import name_live
 from .records import Call, GroupSeen, RankRecord, label_of, line_of, record_of
 
 FrameKey: TypeAlias = tuple[int, int, int]
-"""A thread, its frame, and the instruction that the frame is at."""
+"""A thread, the id of its frame, and the instruction that the frame is at."""
 
-_MOST_FOLLOWED = 64  # missing ranks whose records one rank reads, for each group
-_MOST_GROUPS = 32  # groups that one rank follows missing ranks to
+_MOST_MISSING = 64  # missing ranks of one group whose records a reporter reads
+_MOST_GROUPS = 32  # groups whose calls a reporter reads
 
 
 def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool) -> RankRecord:
-    """Return the record of this process: its recorder's, and the sends and receives it stands in.
+    """Return the record of this process: recorded calls, and the sends and receives it is in.
 
     Args:
-        rank: of this process.
-        waits: since when threads stand in sends and receives.
-        with_lines: with the lines of the program.
+        rank: global rank of this process.
+        waits: threads that are in a send or receive, and since when, in seconds since the epoch.
+        with_lines: whether to include lines of the program.
     """
     frames = sys._current_frames()
     dump = compat.read_flight_recorder(with_lines=with_lines)
@@ -39,7 +39,7 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
     }
-    record.calls = [call for call in record.calls if call.group in groups]  # not of ended ones
+    record.calls = [call for call in record.calls if call.group in groups]  # of live ones
     name_live(record)
     for thread, frame in frames.items():
         _add_wait(record, frame, waits.get((thread, id(frame), frame.f_lasti), record.time))
@@ -73,7 +73,7 @@ def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
 
 
 def waits_in_frames() -> Iterator[FrameKey]:
-    """Iterate over what identifies the sends and receives that threads stand in now."""
+    """Iterate over the threads that are in a send or receive now, with their frames."""
     for thread, frame in sys._current_frames().items():
         if compat.stands_in_p2p(frame):
             yield thread, id(frame), frame.f_lasti
@@ -83,29 +83,36 @@ def waits_in_frames() -> Iterator[FrameKey]:
 
 
 class Alarm(NamedTuple):
-    """An alarm of a rank that is stuck, at which all ranks say where they are.
+    """An alarm of a stuck rank, at which every rank writes its record to the store.
 
-    Each rank writes its record, and adds each of its pending calls to a list of the call's group.
-    So whoever looks for missing ranks reads one list, and the records of the missing ones only.
+    Each rank also appends its pending calls to a list for each call's group. So the rank that
+    reports on a group reads one list, and only the records of the ranks that are not in it.
 
     Attributes:
-        store: of the run.
-        number: of the alarm, from 0.
+        store: store of this run of the job.
+        number: number of the alarm in this run, from 0.
     """
 
     store: RunStore
     number: int
 
     def raise_it(self, rank: int) -> None:
-        """Raise this alarm, if no other rank has."""
+        """Raise this alarm, unless another rank has raised it.
+
+        Args:
+            rank: global rank of this process.
+        """
         self.store.put_first(self._key("raised", "by"), str(rank))
 
     def is_raised(self) -> bool:
-        """Return whether a rank has raised it."""
+        """Return whether a rank has raised this alarm."""
         return bool(self.store.read(self._key("raised", "by")))
 
     def answer(self, record: RankRecord) -> list[str]:
-        """Write where this rank is; return the keys that are its own."""
+        """Write this rank's record and pending calls; return the keys, to be removed later.
+
+        All ranks with a pending call in a group append to the same key of that group.
+        """
         keys = [self._key("rank", record.rank)]
         self.store.write(keys[0], _to_text(record))
         pending: dict[str, list[Call]] = {}
@@ -119,24 +126,32 @@ class Alarm(NamedTuple):
         return keys
 
     def claim(self, group: str, record: RankRecord) -> bool:
-        """Return whether this rank is the one that logs the verdict on a group of its record."""
+        """Return whether this rank becomes the reporter of a group: the first to ask does.
+
+        The reporter logs the verdict on the group, for all its ranks.
+        """
         key = self._key("reporter", _identity(group, record.groups[group]))
         return self.store.put_first(key, str(record.rank)) == str(record.rank)
 
     def verdict_key(self, group: str, record: RankRecord) -> str:
-        """Return the key of the verdict on a group of a record."""
+        """Return the key in the store for the verdict on a group of a record."""
         return self._key("verdict", _identity(group, record.groups[group]))
 
     def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
-        """Return the records of a group's ranks, and of the groups that missing ranks wait in."""
+        """Return the records of ranks of a group, and of groups in which its missing ranks wait.
+
+        Args:
+            group: c10d's name of the group.
+            mine: record of this rank.
+        """
         records = {mine.rank: mine}
         left = [group]
-        followed: set[str] = set()
-        while left and len(followed) < _MOST_GROUPS:
+        read: set[str] = set()
+        while left and len(read) < _MOST_GROUPS:
             name = left.pop(0)
-            if name in followed:
+            if name in read:
                 continue
-            followed.add(name)
+            read.add(name)
             seen = next((r.groups[name] for r in records.values() if name in r.groups), None)
             here = self._read_group(name, seen, records)
             members = () if seen is None else seen.ranks or ()
@@ -147,12 +162,12 @@ class Alarm(NamedTuple):
                 if one.group == name and one.peer is not None
             }
             missing.sort(key=lambda rank: rank not in peers)
-            for rank in missing[:_MOST_FOLLOWED]:
+            for rank in missing[:_MOST_MISSING]:
                 if text := self.store.read(self._key("rank", rank)):
                     records[rank] = record = _from_text(text)
                     left += [call.group for call in record.pending()]
-            for rank in missing[_MOST_FOLLOWED:]:
-                records.setdefault(rank, RankRecord(rank, mine.time, was_asked=False))
+            for rank in missing[_MOST_MISSING:]:
+                records.setdefault(rank, RankRecord(rank, mine.time, was_read=False))
         return records
 
     def _read_group(
@@ -176,7 +191,7 @@ class Alarm(NamedTuple):
 
 
 def _identity(group: str, seen: GroupSeen | None) -> str:
-    """Return a text for a group: c10d may have given its name to another one on other ranks."""
+    """Return a key for a group. c10d's name alone may be that of another group on other ranks."""
     ranks = () if seen is None else seen.ranks or ()
     return f"{group}/{ranks[0]}-{ranks[-1]}/{len(ranks)}" if ranks else group
 
@@ -202,7 +217,7 @@ def _from_text(text: str) -> RankRecord:
 
 
 def _aged(call: Call, now: float) -> Call:
-    """Return a call with its age in place of its time: hosts' clocks may differ."""
+    """Return a call with its age, in seconds, as `since`: the clocks of hosts may differ."""
     return call._replace(since=now - call.since)
 
 
@@ -213,7 +228,7 @@ def _call(values: list[Any], now: float) -> Call:
 
 
 def _runs(ranks: Any) -> list[list[int]]:
-    """Return ranks as ranges: start, stop, step."""
+    """Return ranks as arguments of `range`: start, stop, step."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank - runs[-1][1] == runs[-1][2]:

@@ -1,4 +1,4 @@
-"""Names of process groups in terms of meshes: their axes, ranks, and the coordinates of a rank."""
+"""Mesh axes and ranks of process groups, from c10d's names, and coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .records import GroupSeen, RankRecord, complete_default_group
 
 
 class _Groups(NamedTuple):
-    """The groups of one axis layout and one set of options: one on each rank.
+    """The groups along an axis with the same options: each rank is in one of them.
 
     Attributes:
-        axes: names by which they were requested.
-        layout: of the axis, over positions.
-        salt: of the names of groups with these options.
-        mine: c10d's name of the group of the rank that wrote the file.
-        ranks: of that group.
+        axes: names of the axes that requested the groups.
+        layout: layout of the axis, over positions.
+        salt: digest of the options; it is part of what c10d's names of the groups are made from.
+        writers_name: c10d's name of the group that the rank which wrote the file is in, or None.
+        writers_ranks: global ranks of that group.
     """
 
     axes: Sequence[str]
     layout: AxisLayout
     salt: str
-    mine: str | None
-    ranks: Sequence[int]
+    writers_name: str | None
+    writers_ranks: Sequence[int]
 
 
 class MeshNames:
-    """The axes of a job's process groups, and its ranks' coordinates, as `explain()` saved them.
+    """The axes of a job's process groups, and its ranks' coordinates, from a saved `explain()`.
 
     Args:
-        explained: what `Explanation.to_dict` gives, on any rank.
+        explained: result of `Explanation.to_dict` on any rank.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `explained` is not such a result.
     """
 
     def __init__(self, explained: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class MeshNames:
             ]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"it is not what mesh.universe.explain().to_json() gives ({error!r})"
+                f"it is not the JSON that mesh.universe.explain().to_json() returns ({error!r})"
             ) from None
         self._known: dict[str, GroupSeen] = {}
 
@@ -81,10 +81,10 @@ class MeshNames:
         try:
             return MeshNames(json.loads(Path(file).read_text(encoding="utf-8")))
         except ValueError as error:
-            raise ValueError(f"{file}: {error}. Give a file that holds it.") from None
+            raise ValueError(f"{file}: {error}. Pass a file with that JSON.") from None
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank in the first mesh over all ranks; none if outside."""
+        """Return a rank's coordinates in the first mesh over all ranks; {} if it is not in it."""
         position = self._rank_map.position_of(rank)
         if position is None or not self._views:
             return {}
@@ -92,7 +92,7 @@ class MeshNames:
         return dict(zip(names, layout.coordinate(position), strict=True))
 
     def name(self, records: Mapping[int, RankRecord]) -> None:
-        """Give the groups of records their axes and ranks, where they are of this universe."""
+        """Set the axes and ranks of the records' groups that belong to this universe."""
         ascending = self._rank_map.sorted()
         complete_default_group(records, ascending.rank_at(ascending.size - 1))
         for record in records.values():
@@ -105,8 +105,8 @@ class MeshNames:
 
     def _learn(self, name: str, rank: int, position: int) -> None:
         for groups in self._groups:
-            seen = GroupSeen(axes_in_words(groups.axes), groups.ranks)
-            if groups.mine == name and rank in groups.ranks:
+            seen = GroupSeen(axes_in_words(groups.axes), groups.writers_ranks)
+            if groups.writers_name == name and rank in groups.writers_ranks:
                 self._known[name] = seen
                 return
             for keeps_order in (False, True):
@@ -120,7 +120,7 @@ class MeshNames:
 
 
 def axes_in_words(axes: Sequence[str]) -> str:
-    """Return the axes of a group: the one that requested it first, and those that share it."""
+    """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
     first, *others = axes or ("unnamed",)
     return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
 
@@ -131,7 +131,7 @@ def _axis(text: str) -> AxisLayout:
 
 
 def name_live(record: RankRecord) -> None:
-    """Give the groups of this process's record their axes, from its universes."""
+    """Set the axes of the groups in this process's record, from its universes."""
     for universe in universes_here():
         for use in universe.groups:
             if use.name in record.groups and use.requests:
@@ -140,7 +140,7 @@ def name_live(record: RankRecord) -> None:
 
 
 def live_coordinates(rank: int) -> dict[str, int]:
-    """Return the coordinates of a rank in the root of the first universe that has it, or none."""
+    """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
     for universe in universes_here():
         position, root = universe.rank_map.position_of(rank), universe.root
         if position is not None and root is not None:

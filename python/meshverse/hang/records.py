@@ -1,8 +1,8 @@
-"""Records of what each rank called in its process groups, as torch's flight recorder dumps them.
+"""Records of the calls of each rank in its process groups, from torch's flight recorder.
 
-The form of a dump is documented in torch's tutorial "Flight Recorder for Debugging Stuck Jobs" and
-in torch/csrc/distributed/c10d/FlightRecorder.hpp; versions 1.0 to 2.10 of it are read, as a pickle
-or as JSON, of NCCL and of gloo.
+The format of a dump is documented in torch's tutorial "Flight Recorder for Debugging Stuck Jobs"
+and in torch/csrc/distributed/c10d/FlightRecorder.hpp. Versions 1.0 to 2.10 of the format are read,
+as pickle or JSON, from NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 
 DEFAULT_GROUP = "the default group"
-_KEPT = 4  # calls of each group that are over; all that are pending are kept
-_MANY = 64  # files from which on processes share the reading
+_KEPT = 4  # calls of each group that are over and kept; all pending calls are kept
+_MANY = 64  # from this number of files on, several processes read them
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
-# Parts of paths of files that are not the program's, on whatever machine they were recorded.
+# Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
 _PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torch/_", "<")
 
@@ -38,15 +38,16 @@ class Call(NamedTuple):
 
     Attributes:
         group: c10d's name of the process group.
-        number: of the collective in its group, from 1; of a send or receive, among these.
-        operation: such as "all_reduce".
-        is_done: whether it is over on this rank.
-        since: when it was called, in seconds since the epoch.
-        shapes: of its inputs.
-        dtype: of the first input; "" if it has none.
-        line: file and line of the program, and its function; "" where that was not recorded.
-        peer: of a send or receive, the other rank, within the group; else None.
-        detail: more that must be equal on all ranks, such as "root 1"; "" where it is not known.
+        number: number of the collective in its group, from 1. Sends and receives are numbered
+            separately; 0 means that the number is not known.
+        operation: name of the operation, such as "all_reduce".
+        is_done: whether the call is over on this rank.
+        since: time of the call, in seconds since the epoch.
+        shapes: shapes of the inputs.
+        dtype: dtype of the first input; "" if there is none.
+        line: file, line and function of the program; "" if that was not recorded.
+        peer: rank within the group that a send goes to or a receive comes from; else None.
+        detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
     """
 
     group: str
@@ -67,11 +68,11 @@ class Call(NamedTuple):
 
 
 class GroupSeen(NamedTuple):
-    """A process group, as a rank knows it.
+    """A process group, as a rank or its dump describes it.
 
     Attributes:
-        label: what it is for, such as "axis tp".
-        ranks: global ranks, in group-rank order; None where they are not known.
+        label: name for messages, such as "axis tp".
+        ranks: global ranks, in group-rank order; None if they are not known.
     """
 
     label: str
@@ -84,11 +85,11 @@ class RankRecord:
 
     Attributes:
         rank: global rank.
-        time: when it was recorded, in seconds since the epoch.
-        calls: the last of each group, and all that are pending, in the order they were called.
-        groups: its process groups, by c10d's name.
-        doing: the line of the program that its main thread is in; "" where that is not known.
-        was_asked: whether its calls were looked at; of many missing ranks, some are not.
+        time: time of the record, in seconds since the epoch.
+        calls: last calls in each group, and all pending calls, in the order of the calls.
+        groups: the rank's process groups, by c10d's name.
+        doing: line of the program that the rank's main thread is in; "" if it is not known.
+        was_read: whether the rank's record was read: of many missing ranks, only some are.
     """
 
     rank: int
@@ -96,7 +97,7 @@ class RankRecord:
     calls: list[Call] = field(default_factory=list)
     groups: dict[str, GroupSeen] = field(default_factory=dict)
     doing: str = ""
-    was_asked: bool = True
+    was_read: bool = True
 
     def pending(self) -> list[Call]:
         """Return the calls that are not over, oldest first."""
@@ -114,22 +115,23 @@ class RankRecord:
 
 
 def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
-    """Return the record of a dump, as torch's flight recorder gives it.
+    """Return the record in a dump of torch's flight recorder.
 
     Args:
-        dump: the unpickled or parsed content.
+        dump: unpickled or parsed content of the dump.
         rank: global rank of the process.
-        time: when it was dumped, in seconds since the epoch.
+        time: time of the dump, in seconds since the epoch.
 
     Raises:
-        ValueError: it is no dump of a flight recorder.
+        ValueError: `dump` is not a dump of a flight recorder.
     """
     entries, config = dump.get("entries", []), dump.get("pg_config", {})
     if "version" not in dump or not isinstance(entries, list) or not isinstance(config, Mapping):
-        raise ValueError("it is no dump of torch's flight recorder: it has no version and entries")
+        raise ValueError("it is not a dump of torch's flight recorder: no version or entries")
     try:
         groups = dict(_configured(config))
-        # A process that has had several worlds has had several groups of one name: the last counts.
+        # In a process that has had several worlds, a name can be that of several groups. Only the
+        # calls of the last one count.
         ids = {entry["process_group"][0]: entry.get("pg_id") for entry in entries}
         for entry in entries:
             name, description = entry["process_group"]
@@ -143,14 +145,14 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
 
 
 def label_of(description: str) -> str:
-    """Return what a group is for, from c10d's description of it."""
+    """Return a group's name for messages, from c10d's description of the group."""
     if description.startswith("mesh_"):
         return f"axis {description.removeprefix('mesh_')}"
     return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
 
 
 def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:
-    """Give the default group its ranks, from 0 to the largest one, where a dump has none."""
+    """Set the ranks of the default group, from 0 to the largest one, if a dump lacks them."""
     for record in records.values():
         for name, seen in record.groups.items():
             if seen.label == DEFAULT_GROUP and len(seen.ranks or ()) <= largest_rank:
@@ -161,12 +163,12 @@ def _configured(config: Mapping[str, Any]) -> Iterator[tuple[str, GroupSeen]]:
     for value in config.values():
         ranks = value["ranks"]
         ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
-        if value["name"] and ranks:  # gloo's have neither
+        if value["name"] and ranks:  # gloo's groups have neither
             yield str(value["name"]), GroupSeen(label_of(str(value["desc"])), _as_range(ranks))
 
 
 def _as_range(ranks: list[int]) -> Sequence[int]:
-    """Return ranks as a range where they are one: each of 10,240 dumps lists all ranks."""
+    """Return ranks as a range if possible, to save memory: each of 10,240 dumps lists all ranks."""
     first, *others = ranks
     step = others[0] - first if others else 1
     if step > 0:
@@ -179,7 +181,7 @@ def _as_range(ranks: list[int]) -> Sequence[int]:
 def _to_keep(
     entries: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], int, bool]]:
-    """Return the entries to keep, in order, each with its number and whether it is over."""
+    """Return the entries to keep, in order, each with its number and whether the call is over."""
     numbered = []
     last_done: dict[tuple[str, bool], int] = {}
     for entry in entries:
@@ -188,7 +190,8 @@ def _to_keep(
             entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
         )
         is_gloos = str(entry["profiling_name"]).startswith("gloo:")
-        # Gloo says only whether a call is over. NCCL's watchdog also retires one that timed out.
+        # With gloo, a call is over once it is retired; there is no other sign. NCCL's watchdog also
+        # retires calls that timed out.
         is_done = bool(entry["retired"]) if is_gloos else entry["state"] == "completed"
         key = entry["process_group"][0], is_p2p
         if is_done and not is_gloos:
@@ -197,8 +200,8 @@ def _to_keep(
     left: dict[str, int] = {}
     kept: list[tuple[Mapping[str, Any], int, bool]] = []
     for entry, key, number, is_done in reversed(numbered):
-        # NCCL runs the calls of a group in order, and the recorder does not follow each of those
-        # that are coalesced: what comes before one that is over is over too.
+        # NCCL runs the calls of a group in order, so all calls before one that is over are over
+        # too. The recorder does not update each of several coalesced calls.
         is_over = is_done or number <= last_done.get(key, 0)
         n_left = left.setdefault(key[0], _KEPT)
         if not is_over or n_left:
@@ -209,7 +212,7 @@ def _to_keep(
 
 
 def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call | None:
-    """Return the call of an entry; None for one that stands for several sends and receives."""
+    """Return the call of an entry; None if the entry stands for several sends and receives."""
     operation = str(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
     if entry.get("is_p2p") and p2p is None:
@@ -230,10 +233,11 @@ def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call | None:
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """Return the innermost line of the program among frames; "" if there is none.
 
-    If the program itself is installed, it is the innermost line in a package that is not torch.
+    If no frame is outside Python and installed packages, the program itself is a package. Then this
+    is the innermost line in a package other than torch and meshverse.
 
     Args:
-        frames: innermost first, each with its filename, line, and name of the function.
+        frames: frames, innermost first, each with filename, line and name of the function.
     """
     in_package = ""
     for frame in frames:
@@ -251,15 +255,15 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def write_dump(folder: str | os.PathLike[str]) -> Path:
-    """Write what this rank's flight recorder has, as torch does when NCCL's watchdog ends a job.
+    """Write a dump of this rank's flight recorder, in torch's format.
 
-    Nothing writes gloo's by itself.
+    With NCCL, torch itself writes one when its watchdog finds a timeout; with gloo, it never does.
 
     Args:
-        folder: of all ranks' dumps; made if it is not there.
+        folder: folder for the dumps of all ranks; it is created if it does not exist.
 
     Returns:
-        The file, named after the rank.
+        Path of the file, whose name ends with the rank.
 
     Raises:
         RuntimeError: the recorder is off, or there is no default process group.
@@ -275,15 +279,17 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]:
-    """Read dumps of flight recorders, one a rank; a folder stands for the files in it.
+    """Read dumps of flight recorders, one per rank.
 
     Args:
-        paths: of files whose names end with the rank, as torch writes them, such as
-            "nccl_trace_rank_12"; an ending such as ".json" or ".pickle" may follow.
+        paths: files whose names end with the rank, as torch names them, such as
+            "nccl_trace_rank_12"; a suffix such as ".json" or ".pickle" may follow. A folder stands
+            for the files in it.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is no dump, its name has no rank, two are of one rank, or there is none.
+        ValueError: a file is not a dump, its name has no rank, two files have the same rank, or
+            there is no file.
     """
     files = [file for path in map(Path, paths) for file in _files(path)]
     named: dict[int, Path] = {}
@@ -292,13 +298,13 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]
         if found is None:
             raise ValueError(
                 f"{file} has no rank at the end of its name: torch names a dump after its rank, "
-                "such as nccl_trace_rank_12. Rename it, or give the other files."
+                "such as nccl_trace_rank_12. Rename it, or leave it out."
             )
         rank = int(found[1])
         if rank in named:
             raise ValueError(
-                f"{named[rank]} and {file} are both of rank {rank}: give the dumps of one job and "
-                "one time only."
+                f"{named[rank]} and {file} are both of rank {rank}: pass one dump per rank, all "
+                "of one job and one time."
             )
         named[rank] = file
     records = dict(zip(named, _all_records(named), strict=True))
@@ -317,7 +323,7 @@ def _all_records(files: Mapping[int, Path]) -> list[RankRecord]:
 
 def _record_of_file(rank: int, file: Path) -> RankRecord:
     was_enabled = gc.isenabled()
-    gc.disable()  # it would go through all of a dump again and again
+    gc.disable()  # else it would scan the objects of a dump again and again
     try:
         return record_of(_read(file), rank, file.stat().st_mtime)
     except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
@@ -338,12 +344,12 @@ def _read(file: Path) -> Mapping[str, Any]:
     is_json = content.lstrip()[:1] == b"{"
     dump = json.loads(content) if is_json else _PlainUnpickler(io.BytesIO(content)).load()
     if not isinstance(dump, Mapping):
-        raise ValueError("it is no dump of torch's flight recorder")
+        raise ValueError("it is not a dump of torch's flight recorder")
     return dump
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of numbers, strings, lists and dictionaries: a file may come from anywhere."""
+    """Unpickler of numbers, strings, lists and dictionaries only: a file may be malicious."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it has an object, {module}.{name}, which no dump has")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which no dump does")

@@ -1,4 +1,4 @@
-"""Verdicts in words, and as data."""
+"""Verdicts on stuck groups, as text and as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .records import Call
 from .verdicts import Cause, Missing, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
-"""Gives the coordinates of a global rank by axis name; empty where they are not known."""
+"""Function of a global rank that returns its coordinates by axis name; {} if unknown."""
 
 _SHOWN = 8  # lines of ranks that are missing or waiting, for one group
 _DTYPES = {
@@ -28,24 +28,24 @@ _DTYPES = {
 }
 
 
-class Words(NamedTuple):
-    """Verdicts on stuck groups in words.
+class ReportFormatter(NamedTuple):
+    """Formatter of verdicts on stuck groups.
 
     Args:
-        coordinates: of ranks.
-        is_live: whether the job is still there, so that a rank without a record gives no sign of
-            life; else its dump is missing.
+        coordinates: function that returns the coordinates of a rank.
+        is_live: whether the job is still running. Then a rank without a record gives no sign of
+            life; otherwise, its dump is missing.
     """
 
     coordinates: Coordinates = lambda _: {}
     is_live: bool = False
 
     def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
-        """Return a paragraph for each stuck group.
+        """Return one paragraph per stuck group.
 
         Args:
-            stuck: all groups that are.
-            about: those to report; by default all.
+            stuck: all stuck groups.
+            about: stuck groups to report; by default all.
         """
         by_name = {one.group: one for one in stuck}
         said: set[str] = set()
@@ -59,7 +59,12 @@ class Words(NamedTuple):
     def data(
         self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the same as plain data, ready for JSON; calls with their ranks and lines."""
+        """Return the same as plain data, ready for JSON, with every rank and whole paths of files.
+
+        Args:
+            stuck: all stuck groups.
+            about: stuck groups to report; by default all.
+        """
         by_name = {one.group: one for one in stuck}
         return [
             {
@@ -86,7 +91,7 @@ class Words(NamedTuple):
                 ],
                 "differing": one.differing,
                 "cycle": one.cycle,
-                "follows": one.follows,
+                "follows": one.waits_on,
             }
             for one in (stuck if about is None else about)
         ]
@@ -101,7 +106,7 @@ class Words(NamedTuple):
         yield (
             f"Stuck: {_called(call)} on {self.group(one)}"
             + (f", {tensors}" if tensors else "")
-            + f", since {one.seconds:,.0f} s"
+            + f", for {one.seconds:,.0f} s"
         )
         yield from self._rows("waiting there:", _by_line(one.waiting))
         if one.past:
@@ -126,16 +131,16 @@ class Words(NamedTuple):
         return [(self.ranks(ranks), f", {where}") for where, ranks in alike.items()]
 
     def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
-        """Say where a missing rank is instead."""
+        """Return where a missing rank is instead, for one line of the report."""
         if not missing.is_recorded:
             return (
-                "no sign of life: dead, stopped, in code that holds Python's global lock, or "
-                "without meshverse.watch()"
+                "no sign of life: dead, stopped, in code that holds Python's global interpreter "
+                "lock, or without meshverse.watch()"
                 if self.is_live
-                else "of which there is no dump"
+                else "without a dump"
             )
-        if not missing.was_asked:
-            return "which were not looked at"
+        if not missing.was_read:
+            return "whose records were not read"
         call = missing.elsewhere
         if call is not None:
             other = by_name.get(call.group)
@@ -149,10 +154,10 @@ class Words(NamedTuple):
             parts.append(
                 f"whose last call there was {_called(missing.last)}{_at(missing.last.line)}"
             )
-        return ", and ".join(parts) or "which has called nothing there"
+        return ", and ".join(parts) or "which has made no call there"
 
     def group(self, one: Stuck) -> str:
-        """Return the name of a group, its ranks, and the coordinates that they share."""
+        """Return the label of a group, its ranks, and the coordinates that they share."""
         ranks = one.seen.ranks or ()
         shared = dict(self.coordinates(ranks[0])) if ranks else {}
         for rank in (ranks[-1], *ranks[1:64]) if ranks else ():
@@ -161,13 +166,18 @@ class Words(NamedTuple):
         return f"{one.seen.label}, {_ranks(ranks)}{_coordinates(shared)}"
 
     def ranks(self, ranks: Sequence[int]) -> str:
-        """Return ranks in words, with the coordinates of one."""
+        """Return ranks in words; for a single rank, with its coordinates."""
         return _ranks(ranks) + (_coordinates(self.coordinates(ranks[0])) if len(ranks) == 1 else "")
 
     # --- verdicts -----------------------------------------------------------------------------
 
     def verdict(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
-        """Return the verdict on a stuck group, a sentence or two."""
+        """Return the verdict on a stuck group, in one to three sentences.
+
+        Args:
+            one: the group.
+            by_name: all stuck groups, by c10d's name.
+        """
         if one.cause is Cause.DEADLOCK:
             return self._deadlock(one, by_name)
         if one.cause is Cause.MISMATCH:
@@ -182,22 +192,23 @@ class Words(NamedTuple):
             )
         if one.cause is Cause.FOLLOWS:
             names = dict.fromkeys(
-                self.group(by_name[name]) for name in one.follows if name in by_name
+                self.group(by_name[name]) for name in one.waits_on if name in by_name
             )
             where = "; ".join([*names][:2]) or "a send or receive that is stuck"
             return f"it follows from another: the missing ranks wait on {where}."
         if not one.is_whole:
             return (
-                "all ranks that are known of this group have come. A dump of gloo does not say "
-                "which it has: give --mesh FILE to find out who is missing."
+                "all known ranks of this group have made the call. Gloo's dumps do not say which "
+                "ranks a group has: pass --mesh FILE to find out which are missing."
             )
         return (
-            "all ranks have come, with equal tensors. So the program is right as far as torch "
-            "records it, and the backend or the network is stuck"
+            "all ranks have made the call, and torch's records show no mismatch. So the backend or "
+            "the network is stuck"
             + (
                 "."
                 if one.call.detail
-                else "; or what it does not record differs, such as the root or split sizes."
+                else "; or ranks disagree about what torch does not record, such as the root or "
+                "split sizes."
             )
         )
 
@@ -217,8 +228,8 @@ class Words(NamedTuple):
                     break
         chain = "; ".join(steps)
         return (
-            f"a deadlock. {chain[:1].upper()}{chain[1:]}. All ranks must call these groups in one "
-            "order, and skip none."
+            f"a deadlock. {chain[:1].upper()}{chain[1:]}. All ranks must use these groups in the "
+            "same order, and skip none."
         )
 
     def _mismatch(self, one: Stuck) -> str:
@@ -230,8 +241,8 @@ class Words(NamedTuple):
             )
             lines.append(f"{what} {said}".strip())
         return (
-            f"the ranks call different things as number {one.call.number:,}: {', and '.join(lines)}"
-            ". Either one of them skipped a call before, or its arguments are wrong."
+            f"the ranks make different calls as number {one.call.number:,}: {', and '.join(lines)}"
+            ". Either a rank skipped an earlier call, or its arguments are wrong."
         )
 
     def _who_is_missing(self, one: Stuck) -> str:
@@ -240,17 +251,17 @@ class Words(NamedTuple):
             missing
             for missing in one.missing
             if missing.is_recorded
-            and missing.was_asked
-            and (missing.elsewhere is None or missing.elsewhere.group not in one.follows)
+            and missing.was_read
+            and (missing.elsewhere is None or missing.elsewhere.group not in one.waits_on)
         ]
         parts = []
         if gone:
             parts.append(
-                f"{self.ranks(gone)} {'give' if len(gone) > 1 else 'gives'} no sign of life. Look "
-                "whether it has died or was stopped, and on which host."
+                f"{self.ranks(gone)} {'give' if len(gone) > 1 else 'gives'} no sign of life. Check "
+                "on the host whether the process has died or was stopped."
                 if self.is_live
-                else f"nothing was recorded of {self.ranks(gone)}: it died, or its dump is not "
-                "among these."
+                else f"there is no dump of {self.ranks(gone)}: the process died without one, or it "
+                "is not among these dumps."
             )
         if late:
             where = late[0].elsewhere.line if late[0].elsewhere else late[0].doing
@@ -283,7 +294,7 @@ def _coordinates(shared: Mapping[str, int]) -> str:
 
 
 def _short(line: str) -> str:
-    """Return a line with the last two parts of the file's path: the whole path is in the data."""
+    """Return a line with the last two parts of the file's path. The data has the whole path."""
     file, colon, rest = line.partition(":")
     return "/".join(file.split("/")[-2:]) + colon + rest
 

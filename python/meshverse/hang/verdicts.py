@@ -1,10 +1,18 @@
-"""Verdicts on stuck process groups: who waits in which call, who is missing, and why.
+"""Verdicts on stuck process groups: which ranks wait in which call, which are missing, and why.
 
-The calls of a group are numbered on each of its ranks. So the call that a group is stuck in is the
-first one that a rank has begun and not ended, and each other rank of the group is in that call too,
-or past it, or before it: missing. A missing rank may wait in another group. These groups then form
-a graph: a group points to those that its missing ranks wait in. Groups on a cycle are in a
-deadlock. Of the others, those that point nowhere are causes, and the rest follow from them.
+Each rank numbers its calls in a group. The call that a group is stuck in has the lowest number of
+all pending ones. Every rank of the group waits in this call, is past it, or has not begun it: then
+it is *missing*.
+
+A missing rank may wait in another stuck group. This gives a wait-for graph: an edge leads from a
+group to each group that its missing ranks wait in. In this order:
+
+1. If the ranks made different calls, the cause is a mismatch.
+2. A group on a cycle is in a deadlock.
+3. A group follows from others if each missing rank waits in another stuck group, send or receive,
+   or is missing in one of these groups too.
+4. If other ranks are missing, they are the cause.
+5. If no rank is missing, the backend or the network is stuck.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from typing import NamedTuple
 
 from .records import Call, GroupSeen, RankRecord
 
-# Operations whose inputs must have as many elements on all ranks.
+# Beginnings of names of operations whose inputs must have equally many elements on all ranks.
 _EVEN = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather", "reduce_scatter")
 _EVEN_STARTS = (*_EVEN, "_reduce_scatter", "ALLGATHER", "REDUCE_SCATTER", "allreduce")
 
@@ -24,12 +32,12 @@ _EVEN_STARTS = (*_EVEN, "_reduce_scatter", "ALLGATHER", "REDUCE_SCATTER", "allre
 class Cause(enum.Enum):
     """Why a group is stuck."""
 
-    DEADLOCK = "deadlock"  # ranks call groups in another order
-    MISMATCH = "mismatch"  # ranks call different operations, or with different tensors
-    MISSING = "missing"  # ranks have not come, and wait in no other group
+    DEADLOCK = "deadlock"  # groups wait for one another in a cycle
+    MISMATCH = "mismatch"  # ranks call different operations, or with different arguments
+    MISSING = "missing"  # ranks have not made the call, and wait in no other stuck group
     PARTNER = "partner"  # a send without its receive, or a receive without its send
-    BACKEND = "backend"  # all have come
-    FOLLOWS = "follows"  # missing ranks wait in a group that is stuck for another reason
+    BACKEND = "backend"  # all ranks have made the call
+    FOLLOWS = "follows"  # missing ranks wait in another stuck group, which has its own cause
 
 
 class Missing(NamedTuple):
@@ -37,12 +45,12 @@ class Missing(NamedTuple):
 
     Attributes:
         rank: global rank.
-        elsewhere: the call that it waits in instead; None if it waits in none.
-        label: what the group of that call is for.
-        last: the last collective that it called in the stuck group; None if none is known.
-        doing: the line of the program that it is in; "" where that is not known.
+        elsewhere: call that the rank waits in instead, or None.
+        label: name of that call's group for messages, such as "axis tp".
+        last: last collective that the rank called in the stuck group; None if none is known.
+        doing: line of the program that the rank's main thread is in; "" if it is not known.
         is_recorded: whether there is a record of this rank.
-        was_asked: whether its calls were looked at.
+        was_read: whether this record was read: of many missing ranks, only some are.
     """
 
     rank: int
@@ -51,7 +59,7 @@ class Missing(NamedTuple):
     last: Call | None
     doing: str
     is_recorded: bool
-    was_asked: bool = True
+    was_read: bool = True
 
 
 @dataclass
@@ -59,18 +67,21 @@ class Stuck:
     """A process group that is stuck in a call.
 
     Attributes:
-        group: c10d's name.
-        seen: what the group is for, and its ranks.
-        is_whole: whether all its ranks are known; else these are those that called something.
-        call: the call, as the first rank that waits there made it.
-        seconds: for how long the first rank has waited.
-        waiting: the calls of the ranks that wait there, by global rank.
-        past: ranks that have ended this call.
-        missing: ranks that have not begun it.
-        differing: what is not equal in this call: by what it is, and its value, the ranks.
-        cause: why it is stuck.
-        follows: names of the groups that its missing ranks wait in.
-        cycle: of a deadlock: names of its groups, each of which waits for the next one.
+        group: c10d's name of the group.
+        seen: label and ranks of the group.
+        is_whole: whether all ranks of the group are known. Otherwise `seen` has only those with a
+            recorded call in it.
+        call: call of the rank that has waited longest.
+        seconds: time for which that rank has waited.
+        waiting: calls of the ranks that wait, by global rank.
+        past: ranks that have completed the call.
+        missing: ranks that have not begun the call.
+        differing: differences between the ranks' calls: kind of difference -> value -> ranks.
+            Example: {"dtype": {"Float": [0], "Half": [1]}}. The kind is "" for `Call.detail`.
+        cause: why the group is stuck.
+        waits_on: c10d names of the stuck groups that the missing ranks wait in.
+        cycle: c10d names of the groups of a deadlock, each of which waits on the next one; empty
+            without a deadlock.
     """
 
     group: str
@@ -83,18 +94,18 @@ class Stuck:
     missing: list[Missing]
     differing: dict[str, dict[str, list[int]]]
     cause: Cause = Cause.BACKEND
-    follows: list[str] = field(default_factory=list)
+    waits_on: list[str] = field(default_factory=list)
     cycle: list[str] = field(default_factory=list)
 
 
 def find_stuck(
     records: Mapping[int, RankRecord], is_stuck: Callable[[Call], bool] | None = None
 ) -> list[Stuck]:
-    """Find the groups that are stuck, causes first.
+    """Find the groups that are stuck, in the order of `Cause`.
 
     Args:
-        records: of the ranks that are known, by global rank.
-        is_stuck: whether a pending call counts; by default all do.
+        records: records of ranks, by global rank.
+        is_stuck: returns whether a pending call counts as stuck; by default all do.
     """
     records = _with_distinct_names(records)
     by_group: dict[str, dict[int, list[Call]]] = {}
@@ -125,9 +136,10 @@ def find_stuck(
 
 
 def _with_distinct_names(records: Mapping[int, RankRecord]) -> Mapping[int, RankRecord]:
-    """Return the records with another name for groups of one name that have different ranks.
+    """Return the records with new names for groups that have the same name but different ranks.
 
-    c10d counts the groups of a process, so ranks may have given one number to different groups.
+    c10d names a group by how many groups the process has, so ranks may give different groups the
+    same name.
     """
     first: dict[str, Sequence[int]] = {}
     distinct = {}
@@ -143,7 +155,7 @@ def _with_distinct_names(records: Mapping[int, RankRecord]) -> Mapping[int, Rank
 
 def _are_equal(one: Sequence[int], other: Sequence[int]) -> bool:
     if isinstance(one, range) and isinstance(other, range):
-        return one == other  # without going through them
+        return one == other  # without iterating over them
     return list(one) == list(other)
 
 
@@ -154,7 +166,7 @@ def _stuck(
     seen: GroupSeen,
     records: Mapping[int, RankRecord],
 ) -> Stuck | None:
-    """Say who is where in the call of this number of a group; None if no member waits there."""
+    """Return which ranks wait in a group's call of this number; None if no member waits there."""
     waiting: dict[int, Call] = {}
     there: dict[int, Call] = {}
     past: list[int] = []
@@ -194,17 +206,17 @@ def _missing(rank: int, group: str, record: RankRecord | None) -> Missing:
     elsewhere = next((call for call in record.pending() if call.group != group), None)
     label = "" if elsewhere is None else record.groups[elsewhere.group].label
     last = record.last(group)
-    return Missing(rank, elsewhere, label, last, record.doing, True, record.was_asked)
+    return Missing(rank, elsewhere, label, last, record.doing, True, record.was_read)
 
 
 def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
-    """Return what is not equal in the calls of one number, and who has which value."""
+    """Return the differences between the calls of one number; see `Stuck.differing`."""
     found: dict[str, dict[str, list[int]]] = {}
 
     def compare(what: str, value_of: Callable[[Call], str]) -> None:
         values: dict[str, list[int]] = {}
         for rank, call in there.items():
-            if value := value_of(call):  # "" where it is not known
+            if value := value_of(call):  # "" if it is not known
                 values.setdefault(value, []).append(rank)
         if len(values) > 1:
             found[what] = values
@@ -219,7 +231,7 @@ def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
 
 
 def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
-    """Return shapes as torch prints them, without its name."""
+    """Return shapes for messages, such as "(4, 8), (2,)"."""
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
@@ -231,7 +243,10 @@ def _stuck_pairs(
     ranks_of: Mapping[str, GroupSeen],
     is_stuck: Callable[[Call], bool] | None,
 ) -> Iterable[Stuck]:
-    """Find pending sends and receives whose other side is not there."""
+    """Find pending sends and receives: a missing partner, or a pair that the backend keeps stuck.
+
+    If both sides of a pair are pending, only the send is reported.
+    """
     for rank, record in records.items():
         for call in record.pending():
             if not call.is_p2p or (is_stuck is not None and not is_stuck(call)):
@@ -239,7 +254,7 @@ def _stuck_pairs(
             seen = ranks_of[call.group]
             assert call.peer is not None
             if seen.ranks is None or rank not in seen.ranks or call.peer >= len(seen.ranks):
-                continue  # nobody knows which rank the other one is
+                continue  # the partner's global rank is not known
             partner = seen.ranks[call.peer]
             other = records.get(partner)
             missing = [_partner(partner, other)]
@@ -250,7 +265,7 @@ def _stuck_pairs(
                 (one.group, one.operation, one.peer) == (call.group, wanted, me) for one in theirs
             ):
                 missing = []
-                if call.operation == "recv":  # the send says it
+                if call.operation == "recv":  # reported with the send
                     continue
             yield Stuck(
                 group=call.group,
@@ -271,17 +286,17 @@ def _partner(rank: int, record: RankRecord | None) -> Missing:
         return Missing(rank, None, "", None, "", False)
     elsewhere = next(iter(record.pending()), None)
     label = "" if elsewhere is None else record.groups[elsewhere.group].label
-    return Missing(rank, elsewhere, label, None, record.doing, True, record.was_asked)
+    return Missing(rank, elsewhere, label, None, record.doing, True, record.was_read)
 
 
 # --- causes ---------------------------------------------------------------------------------------
 
 
 def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
-    """Set the cause of each stuck group, and what it follows from."""
+    """Set the cause of each stuck group, the groups that it waits on, and its cycle."""
     for name, stuck in found.items():
         elsewhere = [missing.elsewhere.group for missing in stuck.missing if missing.elsewhere]
-        stuck.follows = [one for one in dict.fromkeys(elsewhere) if one in found and one != name]
+        stuck.waits_on = [one for one in dict.fromkeys(elsewhere) if one in found and one != name]
     in_pairs = {rank for pair in pairs for rank in pair.waiting}
     may_be_on_cycle = _on_cycles(found)
     for name, stuck in found.items():
@@ -291,11 +306,11 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
         elif stuck.cycle:
             stuck.cause = Cause.DEADLOCK
         elif stuck.missing:
-            # A rank that waits nowhere may be missing in the groups that this one follows from.
-            missing_there = {each.rank for other in stuck.follows for each in found[other].missing}
+            # A rank that waits nowhere may also be missing in the groups that this one waits on.
+            missing_there = {each.rank for other in stuck.waits_on for each in found[other].missing}
             is_explained = all(
                 missing.rank in in_pairs
-                or (missing.elsewhere is not None and missing.elsewhere.group in stuck.follows)
+                or (missing.elsewhere is not None and missing.elsewhere.group in stuck.waits_on)
                 or missing.rank in missing_there
                 for missing in stuck.missing
             )
@@ -303,8 +318,12 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
 
 
 def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
-    """Return the groups that are on cycles or between two: without all that are on no path back."""
-    left = {name: set(stuck.follows) for name, stuck in found.items()}
+    """Return the groups that are on a cycle, or on a path between two cycles.
+
+    It removes groups that wait on no remaining group, until there are none. Then it does the same
+    in the reversed graph, with groups that no remaining group waits on.
+    """
+    left = {name: set(stuck.waits_on) for name, stuck in found.items()}
     for _ in range(2):
         came_from: dict[str, set[str]] = {name: set() for name in left}
         for name, following in left.items():
@@ -318,18 +337,18 @@ def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
                 left[name].discard(end)
                 if not left[name]:
                     ends.append(name)
-        left = {name: came_from[name] & left.keys() for name in left}  # the other way round
+        left = {name: came_from[name] & left.keys() for name in left}  # reversed
     return set(left)
 
 
 def _cycle(start: str, found: Mapping[str, Stuck]) -> list[str]:
-    """Return the groups of a shortest cycle through a group, from it on; empty if there is none."""
+    """Return a shortest cycle through a group, beginning with that group; [] if there is none."""
     came_from: dict[str, str] = {}
     level = [start]
     while level:
         following = []
         for name in level:
-            for other in found[name].follows:
+            for other in found[name].waits_on:
                 if other == start:
                     path = [name]
                     while path[-1] != start:

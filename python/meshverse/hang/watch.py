@@ -1,9 +1,9 @@
-"""The watch of a job: a thread on each rank that says why collectives are stuck.
+"""The watch of a job: a thread on each rank that finds out why collectives are stuck.
 
-A thread looks once in a while whether a collective, send or receive of this rank is older than the
-limit. Then it raises an alarm in the store. The threads of all ranks see it and say where their
-ranks are, also those whose rank came to no collective. One rank of each stuck group logs the
-verdict.
+Every few seconds, the thread checks whether a collective, send or receive of its rank is older than
+the limit. If so, it raises an alarm in the store. At an alarm, the threads of all ranks write where
+their ranks are, also on ranks that wait in no collective. In each stuck group, one rank is the
+reporter: it reads these records and logs the verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshverse.world.world import World, on_new_world
 from .live import Alarm, FrameKey, record_here, waits_in_frames
 from .named_groups import live_coordinates
 from .records import Call, RankRecord
-from .report import Words
+from .report import ReportFormatter
 from .verdicts import Cause, find_stuck
 
 if TYPE_CHECKING:
@@ -38,20 +38,20 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "MESHVERSE_WATCH"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
 _LONGEST_PAUSE_SECONDS = 5.0
-_LOOKS_A_SECOND = 2_000  # of all ranks together
+_LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
 _SECONDS_TO_STOP = 2.0
-_SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # an alarm
-_SECONDS_TO_KEEP = 120.0  # what a rank wrote at an alarm
+_SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # for the other ranks, at an alarm
+_SECONDS_TO_KEEP = 120.0  # keys in the store that a rank wrote at an alarm
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang as the watch found it, which `on_stuck` gets.
+    """A hang that the watch found; the argument of `on_stuck`.
 
     Attributes:
-        text: the verdict, as it is logged.
-        groups: the same as data: of each stuck group the ranks, the call, and who is missing.
-        is_logged_here: whether this rank logs it; each other rank of the group does not.
+        text: verdict, as it is logged.
+        groups: the same as data: for each reported group, its ranks, call, and missing ranks.
+        is_logged_here: whether this rank logs the verdict; only one rank of the group does.
     """
 
     text: str
@@ -63,8 +63,8 @@ class Watch:
     """The watch of this process. `stop` ends it, as does the end of a `with` block.
 
     Args:
-        seconds: after which a collective is called stuck.
-        on_stuck: called with a `Hang`.
+        seconds: time after which a collective counts as stuck.
+        on_stuck: function that is called with a `Hang`, or None.
     """
 
     def __init__(self, seconds: float, on_stuck: Callable[[Hang], object] | None) -> None:
@@ -72,7 +72,7 @@ class Watch:
         self.on_stuck = on_stuck
         self._is_over = threading.Event()
         self._watched: _WatchedWorld | None = None
-        self._has_said_why_off = False
+        self._has_logged_why_off = False
         self._thread = threading.Thread(target=self._run, name="meshverse watch", daemon=True)
         self._thread.start()
 
@@ -105,21 +105,21 @@ class Watch:
                     self._watched = None
                     continue
                 if why := compat.why_not_recording():
-                    self._say_why_off(world, why)
+                    self._log_why_off(world, why)
                     continue
                 if self._watched is None or self._watched.run is not world.run:
                     self._watched = _WatchedWorld(world, self.seconds, self.on_stuck)
                 pause = max(pause, world.size / _LOOKS_A_SECOND)
                 self._watched.look(pause, self._is_over)
             except Exception as error:  # noqa: BLE001  # a watch never ends a job
-                _log.info("Meshverse's watch could not look: %s", error)
+                _log.info("Meshverse's watch failed and tries again: %s", error)
 
-    def _say_why_off(self, world: World, why: str) -> None:
-        if not self._has_said_why_off:
-            self._has_said_why_off = True
+    def _log_why_off(self, world: World, why: str) -> None:
+        if not self._has_logged_why_off:
+            self._has_logged_why_off = True
             _log.log(
                 logging.WARNING if world.rank == 0 else logging.INFO,
-                "Meshverse watches nothing: %s.",
+                "Meshverse's watch cannot find stuck collectives: %s.",
                 why,
             )
 
@@ -130,21 +130,22 @@ def watch(
     """Watch this process: log why a collective is stuck, with the ranks, axes and lines of code.
 
     Call it on all ranks, before or after `init_process_group`; or set MESHVERSE_WATCH=60. It needs
-    torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. Nothing it finds raises,
-    and no process group is touched.
+    torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. The watch never raises
+    an error in the program, and never uses a process group.
 
     Args:
-        seconds: after which a collective, a send or a receive is called stuck, from 1 s to 7 days;
+        seconds: time after which a collective, send or receive counts as stuck, from 1 s to 7 days;
             None ends the watch.
-        on_stuck: called with a `Hang` in the thread of the watch, on each rank that waits in a
-            stuck group: to abort, or to page somebody. What it raises is logged.
+        on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
+            the thread of the watch: for example to abort, or to page somebody. Its errors are
+            logged.
 
     Returns:
-        The watch, to stop it; it takes the place of an earlier one. None for `seconds=None`.
+        The watch, which replaces an earlier one; `stop()` ends it. None for `seconds=None`.
 
     Raises:
-        ValueError: a number of seconds that cannot be.
-        TypeError: seconds that are no number, or an `on_stuck` that cannot be called.
+        ValueError: `seconds` is outside 1 s to 7 days.
+        TypeError: `seconds` is not a number, or `on_stuck` cannot be called.
 
     Example:
         >>> import meshverse
@@ -154,11 +155,11 @@ def watch(
     global _current
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"seconds={seconds!r}: give a number, or None to end the watch.")
+            raise TypeError(f"seconds={seconds!r}: pass a number, or None to end the watch.")
         if not _SHORTEST_SECONDS <= seconds <= _LONGEST_SECONDS:
-            raise ValueError(f"seconds={seconds!r}: give 1 to {_LONGEST_SECONDS:,.0f}.")
+            raise ValueError(f"seconds={seconds!r}: pass 1 to {_LONGEST_SECONDS:,.0f}.")
     if on_stuck is not None and not callable(on_stuck):
-        raise TypeError(f"on_stuck={on_stuck!r} cannot be called: give a function of a Hang.")
+        raise TypeError(f"on_stuck={on_stuck!r} cannot be called: pass a function of a Hang.")
     with _lock:
         if _current is not None:
             _current.stop()
@@ -168,10 +169,10 @@ def watch(
 
 
 def watch_by_environment() -> None:
-    """Watch this process if MESHVERSE_WATCH says so.
+    """Watch this process if MESHVERSE_WATCH is set to a number of seconds other than 0.
 
     Raises:
-        ValueError: it is no number of seconds.
+        ValueError: the variable is not a number of seconds from 1 s to 7 days.
     """
     text = os.environ.get(_VARIABLE, "").strip()
     if text in ("", "0"):
@@ -190,7 +191,7 @@ _lock = threading.Lock()  # protects _current
 
 
 def _stop() -> None:
-    # A daemon thread in c10d's code while Python ends may bring the process down.
+    # A daemon thread that is in c10d's code while Python exits may crash the process.
     if _current is not None:
         _current.stop()
 
@@ -203,13 +204,14 @@ def _leave_to_parent() -> None:
 
 
 def _go_on() -> None:
-    # A fork that is a rank is watched as its parent was; a worker of a data loader is none.
+    # A forked process is watched as its parent was once it has a world of its own: then it is a
+    # rank, unlike a data loader's worker.
     if _of_parent:
         parents = _of_parent.pop()
         watch(parents.seconds, on_stuck=parents.on_stuck)
 
 
-_of_parent: list[Watch] = []  # the watch that this process had before it was forked
+_of_parent: list[Watch] = []  # in a forked process, its parent's watch
 
 atexit.register(_stop)
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -217,28 +219,29 @@ on_new_world.append(_go_on)
 
 
 class _WatchedWorld:
-    """The watch in one world. Arguments as of `Watch`."""
+    """The watch in one world. Arguments as in `Watch`."""
 
     def __init__(
         self, world: World, seconds: float, on_stuck: Callable[[Hang], object] | None
     ) -> None:
         self.world, self.run = world, world.run
         self._seconds, self._on_stuck = seconds, on_stuck
-        self._next_alarm: int | None = None  # until the first look
-        self._unchanged: dict[str, tuple[object, float]] = {}  # status of groups, since when
-        self._settled: dict[str, object] = {}  # status of groups that have nothing pending
+        self._next_alarm: int | None = None  # None until the first look
+        self._unchanged: dict[str, tuple[object, float]] = {}  # status of each group, since when
+        self._settled: dict[str, object] = {}  # status of groups when no collective was pending
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
+        # Reported calls: when each was called, and whether this rank is the reporter.
         self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
-        self._own_keys: list[tuple[float, str]] = []  # in the store, and since when
+        self._own_keys: list[tuple[float, str]] = []  # keys in the store, and since when
         self._awaited: dict[str, float] = {}  # keys of verdicts of other ranks, and until when
         self._last_raised = float("-inf")
         self._why_alone = ""
 
     def look(self, pause: float, is_over: threading.Event) -> None:
-        """Look once: raise an alarm if this rank is stuck, and answer the one there is."""
+        """Look once: raise an alarm if this rank is stuck, and answer an alarm that is raised."""
         stuck = self._find_stuck()
         if self._reported:
-            self._take_back()
+            self._log_ended()
         try:
             store = None if self._why_alone else self.world.run_store
             if store is None:
@@ -255,11 +258,11 @@ class _WatchedWorld:
             if alarm.is_raised():
                 self._next_alarm += 1
                 self._answer(alarm, pause, is_over)
-            self._hear(store)
+            self._pass_on_verdicts(store)
         except RuntimeError as error:
             if self.world.is_over:
                 return
-            # Not asked again: c10d prints a warning each time.
+            # The store is not used again, as c10d would print a warning each time.
             self._why_alone = f"the store does not answer ({str(error).splitlines()[0]})"
             self._report_alone(stuck)
 
@@ -303,10 +306,10 @@ class _WatchedWorld:
         self._remove_old_keys(alarm.store)
         now = time.monotonic()
         self._own_keys += [(now, key) for key in alarm.answer(record)]
-        # By then the others have seen the alarm.
+        # After this time, the other ranks have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
-        # Those that follow from the same hang have not waited quite as long.
+        # Calls that are stuck for the same reason began a little later: half the limit counts.
         waiting = [call for call in record.pending() if self._has_waited(call)]
         mine = {call.group: call for call in reversed(waiting)}
         reporters: dict[str, bool] = {}
@@ -326,7 +329,7 @@ class _WatchedWorld:
             }
 
     def _remove_old_keys(self, store: RunStore) -> None:
-        """Remove what this rank wrote at alarms whose reporters and hearers are through."""
+        """Remove the keys that this rank wrote at alarms more than `_SECONDS_TO_KEEP` ago."""
         oldest = time.monotonic() - _SECONDS_TO_KEEP
         for since, key in self._own_keys:
             if since < oldest:
@@ -336,7 +339,7 @@ class _WatchedWorld:
     def _report(
         self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
     ) -> None:
-        """Log the verdict on a group, for all its ranks."""
+        """Log the verdict on a group, for all its ranks, and write it to the store."""
         deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER
         while True:
             records = alarm.collect(group, record)
@@ -347,20 +350,20 @@ class _WatchedWorld:
                 return
         stuck = find_stuck(records, self._has_waited)
         own = next((one for one in stuck if one.group == group), None)
-        if own is None:  # it has gone on meanwhile
+        if own is None:  # the call has ended meanwhile
             return
         about = [own, *(one for one in stuck if one.group in own.cycle and one is not own)]
-        words = Words(live_coordinates, is_live=True)
-        text, data = words.text(stuck, about), words.data(stuck, about)
+        formatter = ReportFormatter(live_coordinates, is_live=True)
+        text, data = formatter.text(stuck, about), formatter.data(stuck, about)
         alarm.store.write(alarm.verdict_key(group, record), json.dumps([text, data]))
-        # Of a deadlock, one of its groups is enough.
+        # Of the groups in a deadlock, one logs an error.
         is_cause = own.cause is not Cause.FOLLOWS and group == min([*own.cycle, group])
         level = logging.ERROR if is_cause else logging.INFO
         _log.log(level, "A collective is stuck.\n%s", text)
         self._call(Hang(text, data, True))
 
-    def _hear(self, store: RunStore) -> None:
-        """Pass on the verdicts that other ranks have logged since the last look."""
+    def _pass_on_verdicts(self, store: RunStore) -> None:
+        """Call `on_stuck` with the verdicts that other ranks have logged since the last look."""
         for key, until in list(self._awaited.items()):
             verdict = store.read(key)
             if verdict or time.monotonic() > until:
@@ -370,37 +373,37 @@ class _WatchedWorld:
                 self._call(Hang(text, data, False))
 
     def _has_waited(self, call: Call) -> bool:
-        """Return whether a call of any rank has waited long enough to be no passing one."""
+        """Return whether a call, of any rank, has waited for at least half the limit."""
         return time.time() - call.since >= self._seconds / 2
 
     def _report_alone(self, stuck: list[Call]) -> None:
-        """Log what this rank knows by itself."""
+        """Log what this rank knows without the other ranks' records."""
         new = [call for call in stuck if _identity(call) not in self._reported]
         if not new:
             return
         record = self._record(with_lines=True)
         found = find_stuck({self.world.rank: record}, self._is_stuck)
-        words = Words(live_coordinates, is_live=True)
+        formatter = ReportFormatter(live_coordinates, is_live=True)
         for call in new:
             self._reported[_identity(call)] = call.since, True
-        text = words.text(found)
+        text = formatter.text(found)
         _log.error(
-            "A collective is stuck, and ranks cannot compare where they are: %s.\n%s",
+            "A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
             self._why_alone or "this world has no store for all ranks",
             text,
         )
-        self._call(Hang(text, words.data(found), True))
+        self._call(Hang(text, formatter.data(found), True))
 
     def _call(self, hang: Hang) -> None:
         if self._on_stuck is None:
             return
         try:
             self._on_stuck(hang)
-        except Exception:  # noqa: BLE001  # it is the user's
+        except Exception:  # noqa: BLE001  # any error of the user's function
             _log.exception("on_stuck= of meshverse.watch() failed")
 
-    def _take_back(self) -> None:
-        """Say of calls that were reported as stuck that they have gone on."""
+    def _log_ended(self) -> None:
+        """Log which of the calls that were reported as stuck are no longer pending."""
         pending = {_identity(call) for call in self._record(with_lines=False).pending()}
         for identity, (since, is_reporter) in list(self._reported.items()):
             if identity in pending:
@@ -409,7 +412,8 @@ class _WatchedWorld:
             if is_reporter:
                 group, number, operation = identity
                 _log.warning(
-                    "%s number %d has gone on after %.0f s: the missing ranks were slow. (%s)",
+                    "%s number %d is no longer stuck, %.0f s after it was called: it completed, or "
+                    "its process group ended. (%s)",
                     *(operation, number, time.time() - since, group),
                 )
 

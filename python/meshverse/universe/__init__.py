@@ -1,13 +1,14 @@
-"""One list of ranks, and every process group and mesh over it.
+"""One list of ranks, with every process group and mesh over it.
 
 - `universe`: `Universe`, which has groups, meshes and parts.
-- `groups`: `UniverseGroups`, its process groups, with what was requested of each.
+- `groups`: `UniverseGroups`, its process groups, with the requests for each.
 - `plain_groups`: process groups of lists of ranks, without a mesh.
-- `registry`: the universes of a world, and which one a saved mesh is of.
-- `meshes`: `UniverseMeshes`, each mesh once; which is whose root, where isolation tags differ.
-- `warm_up`, `suspension`: connecting groups before the first step; giving back their memory.
+- `registry`: the universes of a world, and the one that a saved mesh belongs to.
+- `meshes`: `UniverseMeshes`, the meshes of a universe, and the root of each under its tags.
+- `warm_up`: connects groups before the first step.
+- `suspension`: frees the device memory of groups for a while.
 
-The class of meshes is in a room above: at run time, a universe only has meshes and calls them.
+These modules import the class `DeviceMesh` for type checking only: `device_mesh` imports them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process groups of one universe: made or adopted, listed, and freed again."""
+"""The process groups of one universe: created or adopted, listed, and freed again."""
 
 from __future__ import annotations
 
@@ -39,31 +39,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # groups that are listed, but that no axis shares
+_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # listed, but not shared with other axes
 
 
 class UniverseGroups:
-    """The process groups of one universe, each with what its axes requested.
+    """The process groups of one universe, each with the requests of its axes.
 
     Args:
         rank_map: position -> global rank.
-        position: this rank's, or None if it is outside.
-        world: in which they are made; None for meshes loaded without process groups.
-        universe: whose groups these are.
+        position: this rank's position; None if this rank is not in the rank map.
+        world: world in which the groups are created; None for a universe without process groups.
+        universe: universe that has these groups.
         defaults: options of axes without options of their own.
-        lazy: make a group when it is first used.
-        check_consistency: compare the calls that make groups with those of other ranks; by default
-            yes, unless the environment turns it off.
-        part_of: the groups of the universe that this one is a part of, if any. Settings that are
-            None here are taken from it.
+        lazy: whether a group is created when it is first used.
+        check_consistency: whether calls that create groups are compared between ranks; by default
+            they are, unless the environment turns this off.
+        part_of: groups of the universe that this one is a part of, if any. They supply the settings
+            that are None here, and `lazy` if it is set there.
 
     Attributes:
-        process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        number: 0, 1, 2, ... among the universes that its ranks made together. None until its first
-            call that makes groups has succeeded.
-        is_kept: whether the world holds a reference to the universe: it has groups that it owns.
+        process_groups: this rank's live process groups by c10d name; torch.compile reads it.
+        number: number of the universe, from 0, among those over its ranks that created groups. None
+            until its first call that creates groups for all its ranks has succeeded.
+        is_kept: whether the world holds a strong reference to the universe, as it has groups of its
+            own.
         ended: how the universe ended; None while it is live. The universe sets it.
-        scope: what shares groups: a universe and its parts, or all universes of the world.
+        scope: key of the universes that share groups: one universe with its parts, or all of them.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class UniverseGroups:
         self._largest_rank = in_order.rank_at(in_order.size - 1)
         self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
         self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
-        self._calls_made: set[Hashable] = set()  # those that were compared
+        self._calls_made: set[Hashable] = set()  # calls that were compared
         self._keys_written: list[str] = []
         self.scope: Hashable = object()
         if part_of is not None:
@@ -106,7 +107,7 @@ class UniverseGroups:
         elif _shares_world_wide:
             self.scope = "world"
         self._builder = RequestBuilder(rank_map, position, world, defaults)
-        self._by_axis = GroupCache()  # the uses below, by axis layout and options
+        self._by_axis = GroupCache()  # the uses in `_uses`, by axis layout and options
         self._keys: dict[str, OptionsKey] = {}  # options keys of these uses, by digest
         self._uses: list[GroupUse] = []
         self.number: int | None = None
@@ -125,29 +126,28 @@ class UniverseGroups:
         return self._own_world
 
     def check_usable(self) -> None:
-        """Check that groups can be made and used here.
+        """Check that groups of this universe can be created and used.
 
         Raises:
-            RuntimeError: the universe or its world has ended, or it has no process groups.
+            RuntimeError: the universe or its world has ended, or it was loaded without groups.
             ValueError: a rank is outside the default process group.
         """
         world = self._world
         if self.ended is not None:
             raise RuntimeError(
                 f"The universe of {self._rank_map} was {self.ended}, and its process groups with "
-                "it. Make the mesh again: init_device_mesh() without universe= makes a new "
+                "it. Make the mesh again: init_device_mesh() without universe= creates a new "
                 "universe."
             )
         _ = world.default_group  # raises if the world has ended
         if self._largest_rank >= world.size:
             raise ValueError(
                 f"A mesh over {self._rank_map} names rank {self._largest_rank}, but the default "
-                f"process group has ranks 0 to {world.size - 1}. Build the mesh from ranks of this "
-                "world."
+                f"process group has ranks 0 to {world.size - 1}. Build the mesh from these ranks."
             )
 
     def note_change(self, *, is_live: bool) -> None:
-        """Note that a group that meshes use has become live, or is no longer live."""
+        """Update the meshes' lists of group names after a group has become live or stopped so."""
         universe = self._universe()
         may_change = self._world.may_change
         if universe is not None and not may_change and (not is_live or self._are_all_live()):
@@ -166,16 +166,19 @@ class UniverseGroups:
         return len(self._uses)
 
     def duplicates(self) -> set[str]:
-        """Return the names of this world's groups that several universes made."""
+        """Return the names of this world's groups that are duplicates of one another.
+
+        They have the same ranks and options, but belong to universes that do not share groups.
+        """
         return self._registry.duplicates()
 
     def along(self, axis: AxisLayout) -> list[GroupUse]:
-        """Return the groups along an axis, whatever their options."""
+        """Return the uses of groups along an axis, whatever their options."""
         either = (axis, axis.sorted())
         return [use for use in self if use.request.axis in either]
 
     def known(self, axis: AxisLayout, key_digest: str | None) -> GroupUse | None:
-        """Return the group of an axis with this options key, or None."""
+        """Return the use of the group of an axis with this options key, or None."""
         key = self._keys.get(key_digest or "")
         if key is not None:
             use: GroupUse | None = self._by_axis.get(axis, key) or self._by_axis.get(
@@ -191,10 +194,10 @@ class UniverseGroups:
         return self._builder.ascends(axis)
 
     def likeliest(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
-        """Return the group of an axis whose options are not known; None if there is none.
+        """Return the use of an axis's group if the options are not known; None without a group.
 
-        If there are several, those without a tag come first, then those that were requested under
-        this axis name, then the one that was made first. All ranks choose the same.
+        Of several, groups without a tag are preferred, then those that were requested under this
+        axis name, then the one that was requested first. All ranks choose the same.
         """
         return min(
             self.along(axis),
@@ -216,12 +219,12 @@ class UniverseGroups:
     ) -> list[str] | None:
         """Return the names of the groups of some axes with default options, if all are live.
 
-        Otherwise None; also if the call must first be compared with those of other ranks.
+        Return None if one is not live, or if this call must first be compared between ranks.
 
         Args:
-            layout: of a mesh.
-            axis_names: of the axes.
-            first: index of the first of them in the layout.
+            layout: layout of a mesh.
+            axis_names: names of the axes.
+            first: index of the first of these axes in the layout.
         """
         usual_key = self._builder.usual_key
         if usual_key is None:
@@ -245,7 +248,7 @@ class UniverseGroups:
         return next((use for use in self if use.name == name), None)
 
     def was_destroyed(self, name: str) -> bool:
-        """Return whether somebody destroyed the group of this c10d name in a live universe."""
+        """Return whether the program destroyed this group while the universe was live."""
         if name in self.process_groups or self.ended is not None:
             return False
         group = self._registry.find(name)
@@ -254,7 +257,7 @@ class UniverseGroups:
         return group.state is State.DESTROYED
 
     def planned(self, name: str | None) -> Group | None:
-        """Return the group of this c10d name if it is still to be made, else None."""
+        """Return the group of this c10d name if it is not created yet, else None."""
         group = None if name is None else self._registry.find(name)
         is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
         return group if is_planned else None
@@ -272,15 +275,17 @@ class UniverseGroups:
         call: str,
         first: int = 0,
     ) -> list[GroupUse]:
-        """Return my group along each axis: the existing one, or a new one, made with its members.
+        """Return this rank's group along each axis, which the members create if there is none.
 
         Args:
-            layout: of the mesh that the call makes, whose ranks compare the call.
-            axis_names: of the axes.
+            layout: layout of the mesh that the call creates. The ranks of that mesh compare the
+                call.
+            axis_names: names of the axes.
             overrides: one per axis; empty if no axis has one.
             tags: isolation tags, one per axis, "" for none; empty if no axis has one.
-            preserve_rank_order: keep the axes' own order of ranks instead of ascending ranks.
-            call: what the user called, for messages.
+            preserve_rank_order: whether groups keep the axes' order of ranks; by default ranks
+                ascend.
+            call: name of the function that the user called, for messages.
             first: index of the first of these axes in the layout.
 
         Returns:
@@ -288,9 +293,9 @@ class UniverseGroups:
 
         Raises:
             RanksDifferError: other ranks are building other meshes.
-            RuntimeError: a group cannot be made. Groups that were made for this call alone are
-                destroyed then.
-            ValueError: an options key cannot be made.
+            RuntimeError: a group cannot be created. Groups that this call has created are then
+                destroyed.
+            ValueError: an options key cannot be computed.
         """
         self.check_usable()
         requests = self._builder.of_axes(
@@ -299,7 +304,7 @@ class UniverseGroups:
         return self._get_or_make(requests, call, layout, first=first)
 
     def need_all_ranks(self, override: Override) -> bool:
-        """Return whether all ranks of the default group make groups with these options together."""
+        """Return whether all ranks of the world must create groups with these options together."""
         backend = self._builder.over_whole_universe("", override, None, "").options.backend
         world = self._world
         return world.can_split(backend) or world.why_all_ranks(backend) is not None
@@ -307,14 +312,17 @@ class UniverseGroups:
     def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str
     ) -> compat.ProcessGroup | None:
-        """Return one group of all ranks of the universe, made if needed; None outside of them.
+        """Return one group of all ranks of the universe, created if there is none.
 
         Args:
-            name: by which it is requested.
+            name: name by which the group is requested.
             override: backend and options object of the group.
-            timeout: of its operations; None for that of the universe.
+            timeout: timeout of its operations; None for that of the universe.
             tag: isolation tag; "" for none.
-            call: what the user called, for messages.
+            call: name of the function that the user called, for messages.
+
+        Returns:
+            The group; None on a rank outside the universe.
 
         Raises:
             The errors of `get_or_make`.
@@ -337,8 +345,8 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupUse]:
-        # `counts`: whether torch would make groups for this call, which `explain()` then counts. A
-        # slice under a tag needs groups, but torch makes none for slices: only new groups count.
+        # `counts`: whether torch would create groups for this call, so that `explain()` counts each
+        # request. For a slice under a tag, torch creates none: only a group's first request counts.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)
@@ -371,7 +379,14 @@ class UniverseGroups:
         group_names: Sequence[str],
         tags: Sequence[str],
     ) -> list[GroupUse]:
-        """Return groups like those of these names along these axes, under other isolation tags."""
+        """Return groups with the options of existing ones, but under other isolation tags.
+
+        Args:
+            axes: axis layouts of the groups.
+            axis_names: names of the axes.
+            group_names: c10d names of the existing groups; empty on a rank outside the rank map.
+            tags: isolation tags, one per axis.
+        """
         self.check_usable()
         requests = []
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
@@ -381,8 +396,8 @@ class UniverseGroups:
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
-        # There is no name if this rank is outside the rank map. An unknown name is of a mesh that
-        # was concatenated from another universe.
+        # A rank outside the rank map has no name. A name that no use here has is that of a group of
+        # another universe, from which a mesh was concatenated.
         for use in self.along(axis):
             if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
                 return use.request
@@ -395,7 +410,7 @@ class UniverseGroups:
             if known.how in (Origin.SPLIT, Origin.BY_ALL):
                 raise RuntimeError(
                     f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
-                    "All ranks must make groups of this kind together, and ranks that still have "
+                    "All ranks must create groups of this kind together, and ranks that still have "
                     "theirs would not take part. Make the mesh without universe=, on all ranks."
                 )
             self._by_axis.remove(axis, key)  # a new mesh has a new group
@@ -405,7 +420,7 @@ class UniverseGroups:
         return use
 
     def _make(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
-        """Make a use of a group, and the group if there is none like it and it is not lazy."""
+        """Create a use of a group, and the group itself unless it exists already or is lazy."""
         world = self._world
         origin, reason = how(request, world)
         use = GroupUse(
@@ -442,28 +457,27 @@ class UniverseGroups:
     def _give_back(
         self, new: list[GroupUse], uses: list[GroupUse], error: BaseException, ranks: str | None
     ) -> None:
-        """Release what a failed call has made for itself, last made first."""
+        """Release the uses that a failed call has added, the newest first."""
         for use in reversed(new):
             if sum(use.requests.values()) > uses.count(use):
                 continue  # another thread has requested it meanwhile
             self._by_axis.remove(use.request.axis, use.request.options.key)
             self._uses.remove(use)
-            with contextlib.suppress(RuntimeError):  # of c10d; the error itself says more
+            with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
                 self._registry.withdraw(use)
         if ranks is not None and not isinstance(error, RanksDifferError):
             self._calls.stop(
                 ranks,
-                f"one failed here with {type(error).__name__}, and may have succeeded on other "
-                "ranks",
+                f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
             )
-        if self.number is None:  # no mesh has this universe, so nobody will destroy it
+        if self.number is None:  # no mesh belongs to this universe, so nobody will destroy it
             self._remove_from_store()
 
     def before_use(self, name: str) -> None:
-        """Make the group of this name now, if it is lazy and not made yet.
+        """Create the group of this c10d name now, if it is lazy and not created yet.
 
         Raises:
-            RuntimeError: it cannot be made, is suspended, or has ended.
+            RuntimeError: the group cannot be created, is suspended, or has ended.
         """
         if name in self.process_groups:
             return
@@ -471,25 +485,25 @@ class UniverseGroups:
         use = self.find(name)
         group = self._registry.find(name) if use is None else use.group
         if group is None:
-            if compat.find_group(name) is not None:  # torch, or the program, gave a mesh its name
+            if compat.find_group(name) is not None:  # from torch or the program
                 return
             raise RuntimeError(
                 f"The process group {self._of_axes(name)} was destroyed, by "
-                "destroy_process_group(group) or with another universe that made it. Make the mesh "
-                "again, on groups that are there."
+                "destroy_process_group(group) or with another universe that created it. Make the "
+                "mesh again, on groups that exist."
             )
         if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
             use.created = True
             self._log_creation(use)
 
     def _of_axes(self, name: str) -> str:
-        """Return the axes of meshes that used an ended group, for messages; else its c10d name."""
+        """Return the mesh axes that used an ended group, for messages; or its c10d name."""
         universe = self._universe()
         if universe is None:
             return name
         axes = []
         for mesh in universe.meshes:
-            names = list.__iter__(mesh._dim_group_names)  # the list's own may request groups
+            names = list.__iter__(mesh._dim_group_names)  # `PromisedGroups` would request groups
             pairs = zip(mesh.description.labels, names, strict=False)
             axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
         return " or ".join(axes[:2]) or name
@@ -501,13 +515,19 @@ class UniverseGroups:
     ) -> str | None:
         """Compare a call with those of the other ranks, the first time that this rank makes it.
 
-        A call is compared between the ranks of the mesh that it derives from. Example: ranks 0 to 3
-        are one pipeline stage, and compare the calls that derive from its mesh; ranks 4 to 7 may
-        make other calls. If all ranks must make one of the groups, all ranks of the universe
-        compare the call.
+        The ranks of the mesh that the call creates compare it. Example: ranks 0 to 3 are one
+        pipeline stage, and compare the call that flattens the mesh of this stage; ranks 4 to 7 may
+        make other calls. If all ranks must create one of the groups together, all ranks of the
+        universe compare the call.
+
+        Args:
+            requests: requests of the call, one per axis.
+            call: name of the function that the user called.
+            layout: layout of the mesh that the call creates.
+            first: index of the first requested axis in the layout.
 
         Returns:
-            Fingerprint of the ranks that compared the call; None if it was not compared.
+            Fingerprint of the ranks that compared the call; None if this rank had compared it.
 
         Raises:
             RanksDifferError: the ranks disagree.
@@ -526,7 +546,7 @@ class UniverseGroups:
             ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
             first_rank = self._rank_map.rank_at(layout.base(self._position))
         if not self._world.is_main_thread():  # threads of two ranks may call in different orders
-            self._calls.stop(ranks, "a thread beside the main one made process groups")
+            self._calls.stop(ranks, "a thread other than the main one created process groups")
         self._world.run.add_user(self)
         try:
             self._calls.compare(
@@ -535,7 +555,7 @@ class UniverseGroups:
             )
         except BaseException as error:
             if not isinstance(error, RanksDifferError):  # other ranks may count this call
-                self._calls.stop(ranks, f"comparing one failed here with {type(error).__name__}")
+                self._calls.stop(ranks, f"comparing one raised {type(error).__name__} on this rank")
             if self.number is None:
                 self._world.run.remove_user(self, self._world.store)
             raise
@@ -552,8 +572,8 @@ class UniverseGroups:
             "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
             "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
         }
-        # 128 bits. A timeout that comes from the default group is left out: c10d lets every rank
-        # choose its own there.
+        # 128 bits. A timeout that comes from the default group is left out: there, c10d allows each
+        # rank its own.
         begin = f"{made} {self._rank_map.fingerprint}"
         if self._part_of is not None:
             facts["part of"] = f"a universe of {self._part_of._rank_map}"
@@ -572,16 +592,16 @@ class UniverseGroups:
         store = None if world.is_over or not self._is_compared else world.run_store
         if store is None:
             return
-        with contextlib.suppress(dist.DistError):  # where the store's host is gone, so is the rest
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
             while self._keys_written:
                 store.remove(self._keys_written[-1])
                 self._keys_written.pop()
             world.run.remove_user(self, world.store)
 
-    # --- groups made elsewhere ------------------------------------------------------------------
+    # --- groups created elsewhere ---------------------------------------------------------------
 
     def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
-        """Adopt a process group that the user made: it is listed, but neither shared nor freed.
+        """Adopt a process group that the user created: list it, but do not share or free it.
 
         Returns:
             The group's c10d name.
@@ -601,8 +621,8 @@ class UniverseGroups:
         """List groups of another universe, whose mesh was concatenated with one of this universe.
 
         Args:
-            other: the groups of that universe.
-            names: c10d names of the groups that are used here.
+            other: groups of that universe.
+            names: c10d names of the groups that the new mesh uses.
         """
         self.check_usable()
         other.check_usable()
@@ -620,13 +640,13 @@ class UniverseGroups:
     # --- end ------------------------------------------------------------------------------------
 
     def free(self, *, abort: bool) -> None:
-        """Release all groups; those that no other universe uses end, last made first.
+        """Release all groups, the newest first; those that no other universe uses end.
 
-        If a group cannot be freed, the others are freed nevertheless, and a second call tries it
-        again.
+        If a group cannot be freed, the others are freed, and another call tries that group again.
 
         Args:
-            abort: abort their collectives, if the backend can, instead of waiting for them.
+            abort: whether to abort the groups' collectives, if the backend can, instead of waiting
+                for them. Then the keys in the store stay.
 
         Raises:
             Whatever c10d raised for the last group that could not be freed.
@@ -649,7 +669,7 @@ class UniverseGroups:
             return
         store, name = self._world.run_store, str(use.name)
         if store is not None:
-            with contextlib.suppress(dist.DistError):  # where the store's host is gone, so are they
+            with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
                 self._world.state(Rendezvous).remove_from_store(store, name)
                 self._world.run.remove_user(name, self._world.store)
 
@@ -676,19 +696,19 @@ class UniverseGroups:
             )
 
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
-        """Return why no existing group was shared."""
+        """Return why no existing group was shared, for the log."""
         for other in self._registry:
             if other is group or other.borrowed or other.request.my_ranks() != ranks:
                 continue
             axis, options = f"axis {other.request.axis_name!r}", other.request.options
             if group is None or options.key != group.request.options.key:
                 return f"Not shared with {axis}, which has options {options.in_words()}"
-            return f"Not shared with {axis} of a mesh of another universe, made without universe="
+            return f"Not shared with {axis} of a mesh in another universe, made without universe="
         return "It is the first group of these ranks"
 
 
 def share_world_wide(share: bool) -> None:
-    """Set whether universes made from now on share their groups with one another."""
+    """Set whether universes created from now on share their groups with one another."""
     global _shares_world_wide
     _shares_world_wide = share
 
@@ -697,7 +717,7 @@ _shares_world_wide = False  # in all threads
 
 
 def _stride(axis: AxisLayout) -> str:
-    # As torch prints strides; for an axis with several, with its sizes.
+    # As torch prints a stride; an axis with several strides is shown with its sizes.
     if len(axis.strides) < 2:
         return str(axis.strides[0] if axis.strides else 0)
     return f"{axis.strides} of {axis.sizes}"

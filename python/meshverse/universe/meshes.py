@@ -1,12 +1,13 @@
-"""The meshes of one universe: each of them once, their roots, and the flattened meshes.
+"""The meshes of one universe, with their roots and the flattened meshes.
 
-torch keeps flattened meshes by name, at the root of the mesh they were flattened from. Meshes under
-other isolation tags than the universe's first mesh must not find its flattened meshes, so they have
-a root of their own: the first mesh under their tags. Its groups are made when they are used.
+torch keeps flattened meshes by name, at the root of the mesh they were flattened from. A mesh with
+other isolation tags than the universe's first mesh must not find the flattened meshes of that one.
+So it has another root: a copy of the universe's first mesh with other tags, whose groups are
+created when they are used.
 
 Example: a program flattens `mesh["dp", "cp"]` to "dp_cp", and again inside `isolate("a")`. Both
-flattened meshes have that name. `mesh.get_group("dp_cp")` finds the first one at the root `mesh`. A
-mesh under the tag "a" finds the second one, at the root that stands for `mesh` under "a".
+flattened meshes have that name. `mesh.get_group("dp_cp")` finds the first one, at the root `mesh`.
+A mesh under the tag "a" finds the second one, at the copy of `mesh` under "a".
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
 class UniverseMeshes:
     """The meshes of one universe.
 
+    The *interned* meshes are those that the universe finds by their description and group names. It
+    holds strong references to them, and weak references to all other meshes.
+
     Args:
-        keeps_coordinates: whether meshes can keep this rank's coordinate.
-        has_plain_names: whether meshes may give torch plain lists of names of groups.
+        keeps_coordinates: as the attribute.
+        has_plain_names: as the attribute.
 
     Attributes:
-        root: the first mesh of the universe, the root of all that is under its tags.
-        keeps_coordinates: false where this process may be another rank later.
-        has_plain_names: false while one of the groups has to be looked at before it is used.
+        root: first mesh of the universe, the root of all meshes under its isolation tags.
+        keeps_coordinates: whether meshes store this rank's coordinate. False if this process may
+            get another rank.
+        has_plain_names: whether a mesh's list of group names for torch may be a plain `list`. False
+            if a use of a group has to be checked first: then it is a `GroupNames`.
     """
 
     def __init__(self, *, keeps_coordinates: bool, has_plain_names: bool) -> None:
@@ -45,52 +51,55 @@ class UniverseMeshes:
         self._may_keep_coordinates = keeps_coordinates
         self._lock = threading.RLock()  # held to change the others below; readers copy them
         self._interned: dict[Hashable, DeviceMesh] = {}
-        self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not among these
-        # Of root meshes after it, by name: where an axis stands in the first of them that has it.
+        self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
+        # Axes of the root meshes after the first, by name: the index of each axis in the first of
+        # these meshes that has it.
         self._later_axes: dict[str, dict[AxisLayout, int]] = {}
-        # The other roots, by the tags of their axes and those of the meshes they are roots of.
+        # The other roots, by the tags of their axes and those of the meshes that have this root.
         self._other_roots: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
 
     def __iter__(self) -> Iterator[DeviceMesh]:
-        """Iterate over the interned meshes, in the order in which they were made."""
+        """Iterate over the interned meshes, oldest first."""
         return iter(list(self._interned.values()))
 
     def __len__(self) -> int:
         return len(self._interned)
 
     def find(self, key: Hashable) -> DeviceMesh | None:
-        """Return the mesh of a description and names of groups, or None."""
+        """Return the interned mesh of a key, or None; see `intern`."""
         return self._interned.get(key)
 
     def intern(self, mesh: DeviceMesh, key: Hashable) -> DeviceMesh:
-        """Return the mesh that is here already under a key, or else this one, kept here.
+        """Return the interned mesh of a key: the existing one, or else this one from now on.
+
+        This sets the root of `mesh`, too.
 
         Args:
-            mesh: to be kept here, if there is none like it.
-            key: its description and names of groups; of a mesh of a user's subclass, its id.
+            mesh: mesh to intern, if none is interned under the key.
+            key: the mesh's description and group names; for a mesh of a user's subclass, its id.
         """
         root = self.root
         if root is None or mesh._description.tags or root._description.tags:
-            with self._lock:  # of several threads, one makes the root
+            with self._lock:  # of several threads, one creates the root
                 root = self._root_of(mesh)
         if mesh._root_mesh is not root:
             mesh._take_root(root)
         return self._interned.setdefault(key, mesh)
 
     def keep(self, mesh: DeviceMesh) -> None:
-        """Intern a mesh that somebody has already, or know of it, if there is one like it."""
+        """Intern a mesh; hold it weakly if an equal one is interned already."""
         if self.intern(mesh, mesh._intern_key) is not mesh:
             self.note(mesh)
 
     def note(self, mesh: DeviceMesh) -> None:
-        """Know of a mesh that is not the one of its kind here."""
+        """Hold a mesh weakly, without interning it."""
         self._others.add(mesh)
 
     def move_without_groups(self, target: Universe) -> None:
-        """Move the meshes that have no process groups into a universe, this or another.
+        """Move the meshes without process groups into a universe, which may be this one.
 
-        In an order that all ranks share, whatever order they loaded the meshes in.
+        They move in the same order on all ranks, in whatever order each rank loaded them.
         """
         bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh.has_groups]
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1].description)):
@@ -98,14 +107,14 @@ class UniverseMeshes:
             del self._interned[key]
 
     def set_plain_names(self, is_plain: bool) -> None:
-        """Set whether meshes give torch plain lists of names, or lists that look at each use."""
+        """Set whether group names are in plain lists, or in lists that check each use."""
         if is_plain or self.has_plain_names:
             self.has_plain_names = is_plain
             for mesh in (*self, *self._others.alive()):
                 mesh._renew_group_names()
 
     def forget_coordinates(self) -> None:
-        """Make the meshes find the coordinate at each read, and raise if this is another rank."""
+        """Stop storing coordinates: each read computes one, and raises if the rank has changed."""
         self.keeps_coordinates = False
         for mesh in (*self, *self._others.alive()):
             mesh._forget_coordinate()
@@ -120,7 +129,7 @@ class UniverseMeshes:
     # --- roots ----------------------------------------------------------------------------------
 
     def _root_of(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the root of a mesh of this universe. The first mesh to come is the first root."""
+        """Return the root of a mesh of this universe. The first mesh becomes the first root."""
         first = self.root
         if first is None:
             self.root = mesh
@@ -140,8 +149,8 @@ class UniverseMeshes:
     def _tags_of_root(first: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:
         """Return the tags of a mesh's root, one for each axis of the first mesh.
 
-        An axis that the mesh has too keeps its tag. Every other axis gets all tags of the mesh,
-        merged into one.
+        These are the first mesh's own tags, if the mesh has no other ones. Otherwise, an axis that
+        the mesh has too gets its tag there, and every other axis all tags of the mesh, merged.
 
         Example: the first mesh has axes pp, dp and tp without tags. A mesh of dp alone, under "a",
         has the root whose axes are all under "a".
@@ -156,10 +165,10 @@ class UniverseMeshes:
         return tuple(known.get(axis, merged) for axis in axes)
 
     def check_names(self, description: MeshDescription) -> None:
-        """Check the names of a root mesh that is to come after the first.
+        """Check the axis names of a root mesh before it is created, other than the first one.
 
         Raises:
-            ValueError: one of them is that of a flattened mesh of other ranks.
+            ValueError: an axis has the name of a flattened mesh with another layout.
         """
         for name, axis in zip(description.axis_names or (), description.layout, strict=False):
             for (known_name, _), known in dict(self._flattened).items():
@@ -168,16 +177,16 @@ class UniverseMeshes:
                     check_names_at_root(name, axis, flattened, "a flattened mesh", self.root)
 
     def note_names(self, description: MeshDescription) -> None:
-        """Note the names of a root mesh made after the first: no other axis gets them."""
+        """Reserve the axis names of a root mesh other than the first."""
         names = description.axis_names or ()
         with self._lock:
             for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
                 self._later_axes.setdefault(name, {}).setdefault(axis, index)
 
     def later_dim(self, description: MeshDescription) -> int | None:
-        """Return where a one-axis mesh stands in a root mesh made after the first.
+        """Return the index that the axis of a 1-D mesh has in a root mesh other than the first.
 
-        None if it stands in none of them, or in the first one too.
+        None if no such root mesh has this axis, or if the first one has it.
         """
         names, root = description.axis_names or (), self.root
         if len(names) != 1 or root is None:
@@ -190,7 +199,7 @@ class UniverseMeshes:
         """Check the name of a flattened axis.
 
         Raises:
-            ValueError: a root mesh made after the first has another axis of this name.
+            ValueError: a root mesh other than the first has another axis of this name.
         """
         for later in list(self._later_axes.get(name, ())):
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.root)
@@ -200,7 +209,7 @@ class UniverseMeshes:
         return self._flattened.get((name, tag))
 
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
-        """Note a flattened mesh, at the roots of all meshes that may look it up by its name."""
+        """Add a flattened mesh to the roots of all meshes that may look it up by its name."""
         parts = frozenset(tag_parts(tag))
         with self._lock:
             self._flattened[name, tag] = flattened

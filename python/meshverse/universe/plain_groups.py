@@ -1,4 +1,4 @@
-"""Process groups of plain lists of ranks, which no mesh axis has to be along."""
+"""Process groups of lists of ranks, without a mesh."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def group_of_mine(
     universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
 ) -> compat.ProcessGroup:
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
-    # Lists are not copied: there may be as many as ranks.
+    # Lists and ranges are not copied: there may be as many of them as ranks.
     all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
     mine = [ranks for ranks in all_lists if universe.rank in ranks]
     if len(mine) > 1:
@@ -79,7 +79,7 @@ def read_override(backend: str | None, options: compat.BackendOptions | None) ->
     """Return a group's backend and options as an override.
 
     Raises:
-        TypeError: the options are no options object.
+        TypeError: `options` is not an options object.
         ValueError: the backend is unknown.
     """
     if options is not None and not compat.is_backend_options(options):

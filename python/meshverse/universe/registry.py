@@ -1,4 +1,4 @@
-"""The universes of this process by world, and which one a saved mesh is of."""
+"""The universes of this process by world, and the search for that of a saved mesh."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ class WorldUniverses(WorldState):
     """The universes of one world.
 
     Attributes:
-        kept: those that made process groups, oldest first. They are kept as long as c10d keeps the
-            groups, so that all ranks find the same ones, whatever garbage each has collected.
-        n_ended: how many were destroyed or aborted.
-        alive: all that are alive, but for those whose rank was given.
+        kept: universes that created process groups, oldest first: strong references until the
+            universe or the world ends. So all ranks find the same universes, whenever each collects
+            garbage.
+        n_ended: how many universes were destroyed or aborted.
+        alive: weak references to the universes whose rank is that in the default group.
     """
 
     def __init__(self) -> None:
         self.kept: list[Universe] = []
         self.n_ended = 0
         self.alive: WeakRegistry[Universe] = WeakRegistry()
-        self._lock = threading.Lock()  # protects the first two
+        self._lock = threading.Lock()  # protects `kept` and `n_ended`
 
     def keep(self, universe: Universe) -> None:
-        """Keep a universe that made process groups, once."""
+        """Add a universe that created process groups to `kept`, unless it is there or has ended."""
         with self._lock:
             if not (universe.groups.is_kept or universe.is_over):
                 universe.groups.is_kept = True
                 self.kept.append(universe)
 
     def end(self) -> None:
-        """Keep none any more; from now on this process's rank may be another one."""
+        """Drop the universes of a world that has ended, and their meshes' stored coordinates.
+
+        In the next world, this process may have another rank.
+        """
         self.kept.clear()
         for universe in self.alive.alive():
             universe.meshes.forget_coordinates()
@@ -57,7 +61,7 @@ class WorldUniverses(WorldState):
         return universe.world is not None and universe.world.state(WorldUniverses) is self
 
     def note_end(self, universe: Universe) -> None:
-        """Note that a universe was destroyed or aborted."""
+        """Count a universe that was destroyed or aborted, and drop the reference to it."""
         with self._lock:
             self.n_ended += 1
             if universe in self.kept:
@@ -65,7 +69,7 @@ class WorldUniverses(WorldState):
 
 
 def note_universe(universe: Universe) -> int:
-    """Note a new universe; return how many universes of its world have ended."""
+    """Register a new universe; return how many universes of its world have ended."""
     _universes.add(universe)
     if universe.world is None:
         return 0
@@ -81,28 +85,29 @@ def live_universes() -> list[Universe]:
 
 
 def universes_here() -> list[Universe]:
-    """Return the live universes of this world that made process groups, oldest first."""
+    """Return the live universes of this world that created process groups, oldest first."""
     world = World.current()
     return [] if world is None else list(world.state(WorldUniverses).kept)
 
 
 def universes_over(rank_map: RankMap) -> list[Universe]:
-    """Return the live universes of these ranks in this world; first those that made groups."""
+    """Return the live universes over these ranks in this world; those with groups first."""
     return sorted(_live(rank_map), key=lambda universe: _distance(universe, 0, ()))
 
 
 def find_universe(
     rank_map: RankMap, serial: int, groups: Collection[tuple[AxisLayout, str | None]] = ()
 ) -> Universe | None:
-    """Return a live universe of these ranks in this world, or None: all ranks find the same.
+    """Return the live universe over these ranks in this world that fits best; None without any.
 
-    Of those that know all these groups, the one with this serial, or else the first that made
-    process groups. If none knows them all, the same of the others.
+    The candidates are the universes that have all of `groups`; if none has them all, all universes
+    over these ranks. The result is the candidate with this serial; if there is none, the candidate
+    that created process groups first. All ranks find the same universe.
 
     Args:
-        rank_map: the ranks.
-        serial: of the universe that is wanted.
-        groups: axis layouts of groups in it, with the digests of their options keys.
+        rank_map: ranks of the universe.
+        serial: serial of the universe that is wanted.
+        groups: axis layouts of groups in it, each with the digest of its options key.
     """
     live = _live(rank_map)
     return min(live, key=lambda universe: _distance(universe, serial, groups), default=None)
@@ -120,13 +125,13 @@ def _live(rank_map: RankMap) -> list[Universe]:
 def _distance(
     universe: Universe, serial: int, groups: Collection[tuple[AxisLayout, str | None]]
 ) -> tuple[bool, bool, bool, bool, int]:
-    knows_all = all(universe.groups.known(*group) is not None for group in groups)
-    own, made_none = universe.serial, not universe.groups.is_kept
-    return not knows_all, own != serial, made_none, own < 0, abs(own)
+    has_all = all(universe.groups.known(*group) is not None for group in groups)
+    own, has_no_groups = universe.serial, not universe.groups.is_kept
+    return not has_all, own != serial, has_no_groups, own < 0, abs(own)
 
 
 def next_own_serial(rank_map: RankMap) -> int:
-    """Return the next serial of universes of these ranks that made no process groups."""
+    """Return the next serial, -1, -2, ..., for a universe that created no process groups."""
     with _own_serials_lock:
         serial = _own_serials.get(rank_map.fingerprint, 0) - 1
         _own_serials[rank_map.fingerprint] = serial
@@ -134,5 +139,5 @@ def next_own_serial(rank_map: RankMap) -> int:
 
 
 _universes: WeakRegistry[Universe] = WeakRegistry()
-_own_serials: dict[str, int] = {}  # the last one of each rank map, by fingerprint
+_own_serials: dict[str, int] = {}  # the last serial of each rank map, by fingerprint
 _own_serials_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Suspension of process groups that nobody uses for a while, and the memory that they hold."""
+"""Suspension of process groups that are not used for a while, and the memory that they hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class GroupMemory(NamedTuple):
     """Memory that one group holds, as its backend reports it.
 
     Attributes:
-        axes: names of the axes it was requested by.
-        size: its number of ranks.
-        suspended: whether it is suspended.
+        axes: names of the axes that requested the group.
+        size: number of ranks in the group.
+        suspended: whether the group is suspended.
         stats: the backend's own counters, in the backend's own units (NCCL: bytes).
     """
 
@@ -52,8 +52,8 @@ def suspend(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | 
     if chosen and not able:
         backends = sorted({one.group.request.options.backend for one in chosen})
         raise RuntimeError(
-            f"suspend(): none of these groups of {', '.join(backends)} can be suspended. With "
-            "NCCL, groups that were used can be, from torch 2.12 and NCCL 2.29.7 on."
+            f"suspend(): none of these groups of {', '.join(backends)} can be suspended. NCCL "
+            "groups that were used can be, with torch 2.12 and NCCL 2.29.7 or newer."
         )
     for one in able:
         if one.group.suspend() and one.is_first():
@@ -72,7 +72,7 @@ def _stats(group: Group) -> dict[str, int] | None:
 
 
 def _made(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:
-    """Return the existing groups of these axes; without names, all that this universe owns."""
+    """Return the created groups of these axes; without names, those that Meshverse created."""
     return [
         one
         for one in in_one_order(all_groups, axis_names)

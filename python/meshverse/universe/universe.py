@@ -39,51 +39,54 @@ if TYPE_CHECKING:
 class Universe:
     """One list of ranks, with every process group and mesh made over it.
 
-    Every mesh belongs to one universe; what is sliced, flattened, unflattened or concatenated from
-    it belongs to the same one. Axes with the same ranks and options share one process group, in
-    whichever of these meshes they are. A root mesh makes a universe; pass it to
-    `init_device_mesh(universe=...)` to make further root meshes in it.
+    Every mesh belongs to one universe. Meshes that are sliced, flattened, unflattened or
+    concatenated from it belong to the same universe. In all these meshes, axes with the same ranks
+    and options share one process group. A root mesh creates a universe; pass that to
+    `init_device_mesh(universe=...)` to create further root meshes in it.
 
     Args:
-        ranks: global ranks by position: a number n for 0, 1, ... n-1, or a tensor or sequence, in
-            the order in which a mesh lists them.
-        timeout: of every group's operations, unless the axis's own options set one; by default that
-            of the default group.
-        options: options object for groups of the default group's backend, if the axis has none of
-            its own. Its timeout applies if it differs from that of a new options object.
-        lazy: make a group when it is first used, by its members, and not with its mesh.
-        check_consistency: compare each call that makes groups with those of other ranks; by default
-            yes, unless the environment has `MESHVERSE_CHECK_CONSISTENCY=0`.
-        rank: this process's global rank, fixed; by default the rank in the default process group,
-            for as long as that lasts.
-        decoupled: whether its meshes do not depend on the current default group, and equal no
-            others, until they are bound.
-        topology: where the ranks of the world are, for `explain()`. It does not order `ranks`.
-        part_of: a universe with these ranks and others, of which this is a part; see `part`.
+        ranks: global ranks in the order in which a mesh lists them, as a tensor or sequence; a
+            number n means 0, 1, ... n-1.
+        timeout: timeout of every group's operations, unless the axis's own options set one; by
+            default that of the default group.
+        options: options object for groups of the default group's backend whose axis has no options
+            of its own. Its timeout applies if it differs from that of a newly created options
+            object.
+        lazy: whether the members of a group create it when it is first used, not with its mesh.
+        check_consistency: whether calls that create groups are compared between ranks; by default
+            they are, unless the environment has `MESHVERSE_CHECK_CONSISTENCY=0`.
+        rank: this process's global rank, which then never changes. By default it is the rank in the
+            default process group, until that group ends.
+        decoupled: whether its meshes are independent of the current default group. Until they are
+            bound, they are equal only to meshes of this universe.
+        topology: hardware that each rank of the world is on, for `explain()`. It does not change
+            the order of `ranks`.
+        part_of: universe with these ranks and others, of which this one is a part; see `part`.
 
     Attributes:
         rank_map: position -> global rank.
         size: number of ranks.
         rank: this process's global rank.
-        has_own_rank: whether `rank` was passed, and is not that of the default process group.
-        position: this rank's place in the rank map, or None if it is outside.
-        world: the default process group during which it was made; None if there was none.
+        has_own_rank: whether `rank` was passed, not taken from the default process group.
+        position: this rank's position in the rank map; None if it is not in it.
+        world: lifetime of the default process group in which the universe was created; None if
+            there was no such group, or if `decoupled`.
         groups: its process groups.
         meshes: its meshes.
-        process_groups: my live process groups by c10d name, as torch.compile looks them up.
-        ready_groups: those that can be used without a check.
-        topology: where the ranks of the world are, or None.
-        whole: the universe that this one is a part of; None if it is none.
-        generation: how many universes of this world had ended when it was made.
+        process_groups: this rank's live process groups by c10d name; torch.compile reads it.
+        ready_groups: c10d names of the groups that can be used without a check.
+        topology: hardware that each rank of the world is on, or None.
+        whole: universe that this one is a part of, or None.
+        generation: how many universes of this world had ended when this one was created.
         is_over: whether it was destroyed or aborted.
-        serial: 0, 1, 2, ... among the universes that these ranks made together in this world, the
-            same on all of them. Negative for universes that made no process groups: each process
-            counts its own, so ranks may differ.
+        serial: number of this universe, from 0, among those over these ranks that created process
+            groups in this world; the same on all of the ranks. A universe that created no process
+            groups has a negative one: each process numbers those by itself, so ranks may disagree.
 
     Raises:
-        ValueError: ranks that repeat or are negative, or that the topology does not have; a timeout
-            that is not positive.
-        TypeError: a timeout that is no timedelta, or options that are no options object.
+        ValueError: ranks repeat, are negative or are not in the topology; or the timeout is not
+            positive.
+        TypeError: the timeout is not a timedelta, or `options` is not an options object.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Universe:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         self.size = self.rank_map.size
         self.world = None if decoupled else World.current()
-        # Meshes are equal only if their universes' tokens are: None for all but decoupled ones.
+        # Meshes are equal only if their universes' tokens are. Each decoupled one has its own.
         self.token = object() if decoupled else None
         if topology is None and part_of is not None:
             topology = part_of.topology
@@ -111,7 +114,7 @@ class Universe:
         self.topology: Topology | None = topology
         self.has_own_rank = rank is not None
         if rank is None:
-            rank = self.world.rank if self.world is not None else dist.get_rank()  # stock's error
+            rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
         self.rank = rank
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
@@ -135,7 +138,7 @@ class Universe:
             keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
         )
         self.whole = part_of
-        self._parts: list[Universe] = []  # oldest first; those that ended too, until they are freed
+        self._parts: list[Universe] = []  # oldest first; `part()` drops those that are freed
         self._parts_lock = threading.RLock()
         self._own_serial: int | None = None  # set at its first read
         self.is_over = False
@@ -143,7 +146,7 @@ class Universe:
 
     @property
     def serial(self) -> int:
-        """Number of this universe among those of its ranks; see the class."""
+        """Number of this universe among those over its ranks; see the class."""
         if self.groups.number is not None:
             return self.groups.number
         if self._own_serial is None:
@@ -151,60 +154,64 @@ class Universe:
         return self._own_serial
 
     def set_saved_serial(self, serial: int) -> None:
-        """Set the serial that is saved with this universe: the one that a mesh was loaded with."""
+        """Set the serial that a loaded mesh was saved with. It applies until groups are created."""
         self._own_serial = serial
 
     # --- ranks ----------------------------------------------------------------------------------
 
     @computed
     def rank_views(self) -> RankViews:
-        """The rank map as torch reads it: tensor and tuple, each made at its first read."""
+        """Rank map as the tensor and the tuple that torch reads, each created at its first read."""
         return rank_views(self.rank_map)
 
     # --- process groups -------------------------------------------------------------------------
 
     def explain(self, communicator_bytes: Mapping[str, int] | None = None) -> Explanation:
-        """Report the groups: their axes, the origin of each, and how often it was requested.
+        """Report the process groups: axes and origin of each, and how often it was requested.
 
-        `print(universe.explain())` shows a table; `.to_dict()` and `.to_json()` give the same as
+        `print(universe.explain())` shows a table. `.to_dict()` and `.to_json()` return the same as
         data, and `.to_html()` a page that draws the views and lists the groups.
 
         Args:
-            communicator_bytes: device memory of one communicator by backend name, where you know
-                it better than `meshverse.report.communicator_memory`.
+            communicator_bytes: device memory of one communicator, in bytes, by backend name. It
+                replaces the figures of `meshverse.report.communicator_memory`.
         """
         return self._explain(communicator_bytes, node_size_here())
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
-        """Draw the process groups: the ranks by node, coloured by group, mine outlined.
+        """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
 
-        `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
-        and `.to_html()` give it to write to a file. O(ranks), when it is shown.
+        `print()` shows the picture as text, `.show()` in colours (with rich), and a notebook as
+        SVG. `.to_svg()` and `.to_html()` return it for a file. O(number of ranks), when it is
+        shown.
 
         Args:
             axis: name by which the groups were requested; by default all groups are drawn.
-            node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
-                says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
+            node_size: number of ranks per node: ranks 0 to n-1 are on the first one, and so on. By
+                default that of torchrun (`LOCAL_WORLD_SIZE`); without it, ranks are drawn in lines
+                of eight.
 
         Raises:
             KeyError: no groups were requested by this name.
-            ValueError: there are no groups yet; a node size that is not positive.
+            ValueError: there are no groups yet, or the node size is not positive.
         """
         picture = self._explain(None, node_size_here() if node_size is None else node_size).drawn()
         return picture if axis is None else picture.of_axes(axis)
 
-    def _explain(self, figures: Mapping[str, int] | None, node_size: int | None) -> Explanation:
+    def _explain(
+        self, communicator_bytes: Mapping[str, int] | None, node_size: int | None
+    ) -> Explanation:
         views = self._views()
         parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
         return explain(
-            *(self.rank_map, self.rank, self.groups, figures, views, node_size),
+            *(self.rank_map, self.rank, self.groups, communicator_bytes, views, node_size),
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
-        """Return the groups here, and those of the parts."""
+        """Return the groups of this universe and of its parts; RuntimeError if one has ended."""
         all_groups = [self.groups, *(part.groups for part in self._all_parts())]
         for groups in all_groups:
             groups.check_usable()
@@ -220,32 +227,32 @@ class Universe:
         timeout: timedelta | None = None,
         isolate: str | None = None,
     ) -> compat.ProcessGroup:
-        """Return the process group of a list of ranks, as `torch.distributed.new_group` makes one.
+        """Return the process group of a list of ranks, in place of `torch.distributed.new_group`.
 
-        Its members make it at the first call; no other rank has to call this. Mesh axes over the
-        same ranks with the same options share it, whichever is made first. `explain()` lists it,
-        and it ends with the universe. If all ranks must make groups together (docs/limits.md says
-        when), all of them must call this.
+        Its members create it at their first call; no other rank has to call this. Mesh axes over
+        the same ranks with the same options share it, whether they are created before or after.
+        `explain()` lists it, and it ends with the universe. If all ranks must create groups
+        together (docs/limits.md says when), all of them must call this.
 
         Args:
             ranks: global ranks of this universe. The group has them in ascending order.
-            name: for `explain()`, errors, and c10d's description of the group.
+            name: name of the group in `explain()`, in errors and in c10d's description.
             backend: "nccl", "gloo", ...; by default that of the default group.
             options: options object for the backend, such as `ProcessGroupNCCL.Options()`; by
                 default that of the universe.
-            timeout: of the group's operations; by default that of the universe.
-            isolate: tag, for a group of its own; see `meshverse.isolate`.
+            timeout: timeout of the group's operations; by default that of the universe.
+            isolate: isolation tag, with which the group is separate; see `meshverse.isolate`.
 
         Returns:
-            The group. On a rank that is not in it `torch.distributed.GroupMember.NON_GROUP_MEMBER`,
-            with which torch's collectives warn and do nothing.
+            The group. On a rank outside it, `torch.distributed.GroupMember.NON_GROUP_MEMBER`, with
+            which torch's collectives warn and do nothing.
 
         Raises:
             ValueError: ranks repeat, are negative or are outside this universe; the backend is
                 unknown; the timeout is not positive; or the tag is not valid.
-            TypeError: a timeout that is no timedelta, or options that are no options object.
-            RanksDifferError: other members make it with other options.
-            RuntimeError: this universe or its world has ended, or the group cannot be made.
+            TypeError: the timeout is not a timedelta, or `options` is not an options object.
+            RanksDifferError: other members create it with other options.
+            RuntimeError: this universe or its world has ended, or the group cannot be created.
 
         Example:
             >>> universe = meshverse.Universe(8)  # doctest: +SKIP
@@ -270,24 +277,24 @@ class Universe:
         timeout: timedelta | None = None,
         isolate: str | None = None,
     ) -> compat.ProcessGroup:
-        """Return the process group of the list with this rank, in place of a loop over `new_group`.
+        """Return the group of the list that contains this rank, in place of loops over `new_group`.
 
-        Each rank makes its own group only, with the other members. Arguments and errors are those
-        of `group`.
+        Each rank creates only its own group, with the other members (or all groups, if all ranks
+        must create them together). Arguments and errors are those of `group`.
 
         Args:
-            lists: of global ranks. A rank may be in one of them, or in none.
-            name: as of `group`.
-            backend: as of `group`.
-            options: as of `group`.
-            timeout: as of `group`.
-            isolate: as of `group`.
+            lists: lists of global ranks. A rank may be in one of them, or in none.
+            name: as in `group`.
+            backend: as in `group`.
+            options: as in `group`.
+            timeout: as in `group`.
+            isolate: as in `group`.
 
         Returns:
-            As `group`.
+            The group, or `NON_GROUP_MEMBER` on a rank that is in no list.
 
         Raises:
-            ValueError: this rank is in several lists; and as `group`.
+            ValueError: this rank is in several lists; or as in `group`.
 
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
@@ -304,59 +311,60 @@ class Universe:
     # --- memory ---------------------------------------------------------------------------------
 
     def suspend(self, axis_names: Collection[str] | None = None) -> None:
-        """Suspend process groups: their backends give back device memory until `resume`.
+        """Suspend process groups: their backends free device memory until `resume`.
 
         All ranks of the universe must call this with the same names, while no collective is running
         in the groups. Use of a suspended group through a mesh raises RuntimeError. Code that holds
-        the group itself, such as FSDP2 or a compiled graph, gets its backend's error. Groups whose
-        backends cannot suspend them stay as they are, as do groups that are suspended already.
+        the group itself, such as FSDP2 or a compiled graph, gets its backend's error. Groups that
+        are suspended already, or whose backends cannot suspend them, stay as they are.
 
         Args:
-            axis_names: of axes whose groups to suspend; by default all groups that the universe
-                made, and not the default group or groups of the user.
+            axis_names: names of axes whose groups to suspend. By default, all groups except the
+                default group and those that the user created.
 
         Raises:
             KeyError: no group was requested by one of the names.
-            RuntimeError: no backend of these groups can be suspended. Or one of them refused: the
-                groups before it are suspended then, it and those after it are not.
+            RuntimeError: none of the groups' backends can suspend them; or a backend failed to
+                suspend its group. Then only the groups before that one are suspended.
         """
         suspend(self._all_groups(), axis_names)
 
     def resume(self, axis_names: Collection[str] | None = None) -> None:
-        """Resume suspended process groups. Arguments and ranks as for `suspend`.
+        """Resume suspended process groups. All ranks must call this, with the same names.
 
-        Groups that are not suspended stay as they are.
+        Groups that are not suspended stay as they are. The arguments are those of `suspend`.
         """
         resume(self._all_groups(), axis_names)
 
     def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
         """Return the memory that groups hold, as their backends report it.
 
-        Arguments are as for `suspend`. Groups whose backends report none are left out. No other
-        rank takes part.
+        The arguments are those of `suspend`. Groups whose backends report none are left out. No
+        other rank has to call this.
         """
         return memory_stats(self._all_groups(), axis_names)
 
     # --- the end --------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Free the process groups that this universe made. All its ranks must call this.
+        """Free the process groups that this universe and its parts created.
 
-        Its parts end too. The ranks of a part can also destroy it alone.
+        All its ranks must call this, after all of them have stopped using and creating groups: with
+        gloo, after a barrier. The ranks of a part can also destroy the part alone.
 
-        Call it when no rank uses the groups any more, or makes one: with gloo, after a barrier.
-        These groups stay: the default group, groups that the user made, and groups that another
-        universe uses too. The meshes can still be held, printed, sliced and compared; use of their
-        groups raises RuntimeError. If a group cannot be freed, the others are freed and the error
-        is raised; a second call tries it again. Later calls do nothing.
+        The default group, groups that the user created, and groups that another universe uses too
+        stay. The meshes can still be held, printed, sliced and compared; use of their groups raises
+        RuntimeError. If a group cannot be freed, the others are freed and the error is raised;
+        the next call tries that group again. Once all are freed, further calls do nothing.
         """
         self._end("destroyed")
 
     def abort(self) -> None:
-        """Free the process groups as `destroy` does, but abort their collectives (NCCL).
+        """Free the process groups without waiting for their collectives, which NCCL aborts.
 
-        This is for ranks that are stuck because another one has died; they need not all call it. If
-        an axis uses the default group, that is aborted too, and with it all groups of this process.
+        It frees the same groups as `destroy`, for ranks that are stuck because another one has
+        died; they need not all call it. It leaves Meshverse's keys in the store. If an axis uses
+        the default group, all groups of this process are aborted.
         """
         self._end("aborted")
 
@@ -378,12 +386,12 @@ class Universe:
 
     @property
     def root(self) -> DeviceMesh | None:
-        """The first mesh made here, which the others under its isolation tags call their root."""
+        """First mesh of this universe: root of all that are under its isolation tags; or None."""
         return self.meshes.root
 
     @property
     def flattened(self) -> Mapping[str, DeviceMesh]:
-        """The flattened meshes under the isolation tags of the first mesh here, by name."""
+        """Flattened meshes under the isolation tags of the first mesh, by name."""
         return {} if self.root is None else self.root.flattened
 
     def _views(self) -> list[ExplainedView]:
@@ -400,13 +408,18 @@ class Universe:
         return {name: mesh.layout.collapse() for name, mesh in dict(self.flattened).items()}
 
     def bind(self, target: Universe) -> None:
-        """Give the meshes here that have no process groups those of a universe, this or another.
+        """Give process groups to the meshes of this universe that have none.
 
-        They move into the target, onto the groups it has, and new ones with default options for
-        axes it has none for. So all ranks of the meshes call this, with the same meshes loaded.
+        These meshes then belong to the target. Each of their axes gets the target's group with
+        default options, which is created if the target has none. So all ranks of the meshes must
+        call this, after loading the same meshes.
+
+        Args:
+            target: universe that has these ranks, in any order and with or without others; it may
+                be this universe itself.
 
         Raises:
-            RuntimeError: no mesh here lacks process groups.
+            RuntimeError: all meshes of this universe have process groups.
             ValueError: the target lacks some of these ranks.
         """
         if outside := ranks_outside(self.rank_map, target.rank_map):
@@ -426,18 +439,19 @@ class Universe:
     def warm_up(
         self, axis_names: Collection[str] | None = None, *, show_progress: bool = False
     ) -> list[WarmedUp]:
-        """Make lazy groups now and connect every group, by one small all-reduce on each.
+        """Create lazy groups now and connect every group, by one small all-reduce on each.
 
-        The first step then does not pay for it, and ranks that use the groups in different orders
-        do not wait for one another. All ranks of the universe call this with the same names.
+        The first step then spends no time on this, and ranks do not deadlock by creating or
+        connecting groups in different orders. (Collectives in different orders can still deadlock.)
+        All ranks of the universe must call this with the same names.
 
         Args:
-            axis_names: of axes whose groups are wanted, any that they were requested by; by
-                default all groups.
-            show_progress: draw a bar on the terminal (needs rich). The log has it in any case.
+            axis_names: names of axes whose groups to warm up; by default all groups.
+            show_progress: whether to draw a progress bar on the terminal (needs rich). Each group
+                is logged in any case.
 
         Returns:
-            What was warmed up and the seconds it took, in the order in which it was done.
+            The groups that were warmed up, in this order, each with the seconds that it took.
 
         Raises:
             KeyError: no group was requested by one of the names.
@@ -446,7 +460,7 @@ class Universe:
         groups = self._all_groups()
         roots = [universe.root for universe in (self, *self._all_parts()) if universe.root]
         if not roots:
-            raise RuntimeError(f"The universe of {self.rank_map} has no mesh yet: make one first.")
+            raise RuntimeError(f"The universe of {self.rank_map} has no mesh: create one first.")
         return warm_up(groups, axis_names, roots[0].device_type, show_progress=show_progress)
 
     # --- parts ----------------------------------------------------------------------------------
@@ -459,7 +473,7 @@ class Universe:
 
     @property
     def parts(self) -> tuple[Universe, ...]:
-        """The universes over some of these ranks that share groups with this one, oldest first."""
+        """Parts of this universe that have not ended, oldest first; see `part`."""
         return tuple(part for part in list(self._parts) if not part.is_over)
 
     def part(
@@ -472,24 +486,24 @@ class Universe:
         check_consistency: bool | None = None,
         rank: int | None = None,
     ) -> Universe:
-        """Return the universe over some of these ranks that shares process groups with this one.
+        """Return a part: a universe over some of these ranks that shares groups with this one.
 
-        It has meshes, a root and flattened axes of its own. A group that this universe or another
-        of its parts has, over the same ranks with the same options, is not made again. Methods of
-        this universe (`explain`, `warm_up`, `destroy`, ...) concern its parts too, those of a part
-        that part. Made once for the same ranks in the same order.
+        A part has its own meshes, root and flattened axes. It uses groups with the same ranks and
+        options that this universe or another of its parts has created. Methods of this universe
+        (`explain`, `warm_up`, `destroy`, ...) include its parts; those of a part do not include
+        this universe. A second call with the same ranks in the same order returns the same part.
 
         Args:
-            ranks: as of `Universe`; all of these ranks in this order are this universe itself.
-            timeout: of a new part; by default that of this universe.
-            options: of a new part; by default those of this universe.
-            lazy: of a new part; it is lazy in any case if this universe is.
-            check_consistency: of a new part; by default as in this universe.
-            rank: as of `Universe`.
+            ranks: as in `Universe`. All ranks of this universe, in its order, give this universe.
+            timeout: as in `Universe`, for a new part; by default that of this universe.
+            options: as in `Universe`, for a new part; by default those of this universe.
+            lazy: as in `Universe`, for a new part, which is always lazy if this universe is.
+            check_consistency: as in `Universe`, for a new part; by default as in this universe.
+            rank: as in `Universe`, for a new part.
 
         Raises:
-            ValueError: a rank outside this universe; or a timeout or options for a part that
-                is there already.
+            ValueError: a rank is outside this universe; or the part exists already, and a setting
+                such as a timeout is passed.
             RuntimeError: this universe or its world has ended, or it has no process groups.
         """
         rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
@@ -501,23 +515,23 @@ class Universe:
             if known is None:
                 self.check_has(rank_map)
                 known = Universe(rank_map, part_of=self, rank=rank, **own)
-                # An ended part stays while some of its groups could not be freed.
+                # An ended part stays as long as some of its groups could not be freed.
                 live = [part for part in self._parts if not (part.is_over and part.groups.is_freed)]
                 self._parts = [*live, known]
                 return known
         if own:
             raise ValueError(
-                f"{', '.join(own)} cannot be set for a mesh over {rank_map}: these ranks have a "
-                "universe, or a part of one, already. Pass it when that is made: with its first "
-                "mesh, or to Universe(ranks, ...)."
+                f"{', '.join(own)} cannot be set for {rank_map}: a universe or part over these "
+                "ranks exists already. Pass such settings to the call that creates it: "
+                "init_device_mesh(), Universe(ranks, ...) or universe.part(ranks, ...)."
             )
         return known
 
     def known_part(self, ranks: RankMap) -> Universe | None:
-        """Return this universe, its part over these ranks in this order, or None.
+        """Return the existing universe over these ranks in this order: this one, a part, or None.
 
         Raises:
-            ValueError: a rank outside this universe.
+            ValueError: a rank is outside this universe.
         """
         known = self._over(ranks)
         if known is None:
@@ -530,17 +544,18 @@ class Universe:
         return next((part for part in self.parts if part.rank_map is ranks), None)
 
     def check_has(self, ranks: RankMap) -> None:
-        """Raise ValueError unless this universe has all these ranks, in any order. O(ranks)."""
+        """Raise ValueError unless this universe has all these ranks. O(number of ranks)."""
         outside = ranks_outside(ranks, self.rank_map)
         if outside:
             raise ValueError(
-                f"A mesh over {ranks} cannot join a universe of {self.rank_map}, which has no "
-                f"ranks {outside}: a mesh in a universe is over all its ranks or some of them. "
-                "Make it without universe=, or make the universe over all ranks that are needed."
+                f"A mesh or group over {ranks} cannot be in a universe of {self.rank_map}, which "
+                f"has no ranks {outside}: all its meshes, groups and parts are over some or all of "
+                "its ranks. Use a universe over all ranks that are needed, or create the mesh "
+                "without universe=."
             )
 
     def __dir__(self) -> list[str]:
-        """Return the names for users, as completion at a prompt shows them."""
+        """Return the public names, which completion at a prompt shows."""
         return [*_FOR_USERS, *(name for name in super().__dir__() if name.startswith("__"))]
 
     def _repr_html_(self) -> str:  # in a notebook
@@ -573,7 +588,7 @@ _FOR_USERS = (
 
 
 def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
-    """Return the ranks outside a universe, for a message; "" if there are none. O(ranks)."""
+    """Return the ranks that a universe lacks, for a message; "" if none. O(number of ranks)."""
     if ranks == of_universe:
         return ""
     if of_universe.is_identity and ranks.sorted().rank_at(ranks.size - 1) < of_universe.size:

@@ -1,4 +1,4 @@
-"""Warm-up: makes lazy process groups and connects all groups before the first step."""
+"""Warm-up: creates lazy process groups and connects all groups before the first step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WarmedUp(NamedTuple):
     """One group that was warmed up.
 
     Attributes:
-        axes: names of the axes it was requested by.
-        size: its number of ranks.
-        seconds: to make it, if it was lazy, and to run its first collective.
+        axes: names of the axes that requested the group.
+        size: number of ranks in the group.
+        seconds: time to create the group, if it was lazy, and to run one all-reduce.
     """
 
     axes: tuple[str, ...]
@@ -34,20 +34,20 @@ class WarmedUp(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A group that an operation on several groups has chosen.
+    """A group that an operation on several groups includes.
 
     Attributes:
         group: the group.
-        axes: names of the axes it was requested by.
-        user: the universe or part that requested it first.
+        axes: names of the axes that requested it, in the universe and its parts.
+        lister: groups of the universe, or of the first part, that lists it.
     """
 
     group: Group
     axes: tuple[str, ...]
-    user: UniverseGroups
+    lister: UniverseGroups
 
     def is_first(self) -> bool:
-        """Return whether this rank is the first of the group, which logs for all. O(group)."""
+        """Return whether this rank is the group's first, which logs for all. O(group size)."""
         request = self.group.request
         mine = request.position
         return mine is not None and request.my_ranks()[0] == request.rank_map.rank_at(mine)
@@ -60,7 +60,7 @@ def warm_up(
     *,
     show_progress: bool,
 ) -> list[WarmedUp]:
-    """Make my lazy groups and run one small all-reduce on every group; see `Universe.warm_up`.
+    """Create lazy groups and run one small all-reduce on every group; see `Universe.warm_up`.
 
     Raises:
         KeyError: no group was requested by one of the names.
@@ -73,7 +73,7 @@ def warm_up(
             if show is not None:
                 show(f"warming up {', '.join(axes)}")
             start = time.perf_counter()
-            one.user.before_use(one.group.name)
+            one.lister.before_use(one.group.name)
             process_group = one.group.live_handle()
             dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
             seconds = time.perf_counter() - start
@@ -86,11 +86,11 @@ def warm_up(
 def in_one_order(
     all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None
 ) -> list[Chosen]:
-    """Return my groups of these axes, by default all, in the same order on all ranks.
+    """Return this rank's groups of these axes, in the same order on all ranks.
 
     Args:
-        all_groups: of a universe and of its parts.
-        axis_names: of the axes.
+        all_groups: groups of a universe and of its parts.
+        axis_names: names of the axes; None for all groups.
 
     Raises:
         KeyError: no group was requested by one of the names.
@@ -100,7 +100,7 @@ def in_one_order(
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
-            f"No process group was requested for axis {_names(wanted - known)}, but for "
+            f"No process group was requested for axis {_names(wanted - known)}. Known axes: "
             f"{_names(known)}."
             f"{did_you_mean(min(wanted - known), known)}"
         )
@@ -111,9 +111,9 @@ def in_one_order(
     chosen = []
     for found in by_name.values():
         axes = tuple(dict.fromkeys(name for use, _ in found for name in list(use.requests)))
-        first, user = found[0]
+        first, lister = found[0]
         if wanted.intersection(axes) and first.group is not None:
-            chosen.append(Chosen(first.group, axes, user))
+            chosen.append(Chosen(first.group, axes, lister))
     return sorted(chosen, key=_place_in_order)
 
 
@@ -122,7 +122,7 @@ def _names(axis_names: Collection[str]) -> str:
 
 
 def _place_in_order(chosen: Chosen) -> tuple[str, str, str]:
-    # The same order on all ranks, whatever order they made requests in: so there is no deadlock.
+    # The same on all ranks, in whatever order each requested the groups: so there is no deadlock.
     request = chosen.group.request
     ranks = request.rank_map.fingerprint
     return str(request.axis), request.options.name_digest, ranks
@@ -134,7 +134,7 @@ def _progress(total: int) -> Iterator[Callable[[str], object]]:
         from rich.progress import Progress
     except ImportError as error:
         raise ImportError(
-            "warm_up(show_progress=True) draws with rich, which is not installed: "
+            "warm_up(show_progress=True) needs rich, which is not installed: "
             "pip install 'meshverse[progress]', or leave show_progress out; the log has the same."
         ) from error
     with Progress(transient=True) as progress:
