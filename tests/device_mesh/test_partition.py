@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "some without ranks": (
         {"a": _part(2, ranks=[0, 1]), "b": _part(2)},
-        r"Parts \['a'\] of \['a', 'b'\] give their `ranks`",
+        r"Parts \['a'\] of \['a', 'b'\] have `ranks`",
     ),
     "too few ranks": (
         {"a": _part(2), "b": _part(2, 2)} | {"a": _part(2, ranks=[0]), "b": _part(1, ranks=[1])},
