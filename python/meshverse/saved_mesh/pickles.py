@@ -76,9 +76,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
         ValueError: `save_mesh` cannot have written this state; nothing was loaded.
     """
     if not _is_ours(mesh_class):
-        raise TypeError(
-            f"A saved mesh of {mesh_class!r}, which is not a subclass of {DeviceMesh}."
-        )
+        raise TypeError(f"A saved mesh of {mesh_class!r}, which is not a subclass of {DeviceMesh}.")
     saved = read_state(state)
     universe = _universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)

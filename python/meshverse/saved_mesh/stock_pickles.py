@@ -55,7 +55,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
         return False
     live = _live_mesh(saved)
     if live is None and compat.is_unread(stock.root):
-        _leave_without_groups(mesh, state)  # until the root is loaded: the loop below
+        _leave_without_groups(mesh, state)  # its root will load it, in the loop below
         return True
     # Other objects in the file refer to this object, so the live mesh cannot replace it. Instead,
     # the two share one `__dict__`, so that later changes such as those of bind() reach both.
