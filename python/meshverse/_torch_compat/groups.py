@@ -91,7 +91,7 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
             raise
         program = os.path.basename(sys.argv[0]) or "program.py"
         raise ValueError(
-            f"{error}. There is no process group, and the environment has no rank to start one. "
+            f"{error}. There is no process group, and the environment does not set this rank. "
             f"Start the program with a launcher, such as `torchrun --nproc-per-node 4 {program}`, "
             "or call torch.distributed.init_process_group() with rank=, world_size= and a store "
             "before the first mesh."
