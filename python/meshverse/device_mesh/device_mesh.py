@@ -836,7 +836,7 @@ class DeviceMesh(StockDeviceMesh):
             "was made or loaded without them. After init_process_group(), call mesh.bind() on all "
             "its ranks."
             if self._may_have_groups
-            else "is for XLA, which communicates without process groups."
+            else "is for XLA, whose compiler communicates without process groups."
         )
         raise RuntimeError(f"DeviceMesh process groups not initialized! {self} {why}")
 
