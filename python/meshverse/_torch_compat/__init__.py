@@ -4,7 +4,7 @@ No other file of the package uses a private name of torch; public names are impo
 directly. Importing this package checks that the installed torch has the names in `private_names`.
 
 In docstrings and comments here, "2.11-2.15" means that the statement was checked on these versions
-of torch. "Stock" means torch's own `DeviceMesh`.
+of torch. A stock mesh is one of torch's own class.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def backend_in_words(backend: str) -> str:
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
     """Return the devices of each backend, if groups of `backend` are split off the default group.
 
-    None if they are created in another way. Stock checks less, and raises an error if a backend
+    None if they are created in another way. torch checks less, and raises an error if a backend
     cannot be split.
     """
     bound = group.bound_device_id
@@ -169,7 +169,7 @@ def _names(backend: str) -> set[str]:
 
 
 def needs_own_world_group(group: ProcessGroup) -> bool:
-    """Whether stock creates a new group for an axis over the whole world.
+    """Whether torch creates a new group for an axis over the whole world.
 
     Otherwise the axis uses the default group.
     """

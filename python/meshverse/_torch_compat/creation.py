@@ -195,7 +195,7 @@ def create_by_all(
     keeps_order: bool,
     description: str,
 ) -> ProcessGroup | None:
-    """Create all groups of an axis as stock does, in a loop that every rank of the world runs.
+    """Create all groups of an axis as torch does, in a loop that every rank of the world runs.
 
     Args:
         all_ranks: global ranks of each group.

@@ -78,7 +78,7 @@ def thread_id() -> int | None:
 
 
 def set_up_device(mesh: StockDeviceMesh) -> None:
-    """Start the default group if there is none, and choose this rank's device, as stock does.
+    """Start the default group if there is none, and choose this rank's device, as torch does.
 
     Raises:
         RuntimeError: the mesh is larger than the world.

@@ -22,7 +22,7 @@ _FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
 # Before 2.13, a flattened mesh has a layout of another form, and equals no mesh that was created in
 # another way.
 FLATTENED_ARE_DISTINCT = _FlatLayout is None
-# Whether stock's `_create_flatten_mesh` returns the mesh, as in 2.11. In 2.13 it returns None, and
+# Whether torch's `_create_flatten_mesh` returns the mesh, as in 2.11. In 2.13 it returns None, and
 # torch.compile rejects a mesh that it returns.
 FLATTENING_GIVES_MESH = inspect.signature(
     StockDeviceMesh._create_flatten_mesh
@@ -49,7 +49,7 @@ def _to_torch_axis(axis: AxisLayout) -> Any:
 
 @lru_cache(maxsize=4096)  # layouts are immutable, and many meshes have equal ones
 def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
-    """Return torch's form of a layout, equal to that of the same mesh in stock torch.
+    """Return torch's form of a layout, equal to that of the same mesh in torch.
 
     Args:
         layout: our layout.
@@ -80,9 +80,9 @@ def from_torch_layout(layout: TorchLayout) -> Layout:
 
 
 def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
-    """Whether one of our meshes equals a stock mesh in all that stock compares. O(world size).
+    """Whether one of our meshes equals a stock mesh in all that torch compares. O(world size).
 
-    Stock computes its hash from the same values, so equal meshes have equal hashes. On 2.11 and
+    torch computes its hash from the same values, so equal meshes have equal hashes. On 2.11 and
     2.12, the two are unequal if an axis of size 1 has another stride in the stock mesh than
     `to_torch_layout` gives it.
 
@@ -93,7 +93,7 @@ def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
     fields = ["_flatten_rank_map", "_layout", "_device_type", "_mesh_dim_names", "_thread_id"]
     if HAS_PRESERVE_RANK_ORDER:
         fields.append("_preserve_rank_order")
-    elif keeps_rank_order(mesh):  # the ranks of stock's groups are sorted
+    elif keeps_rank_order(mesh):  # the ranks of torch's groups are sorted
         return False
     return all(getattr(mesh, field) == getattr(stock, field) for field in fields)
 
@@ -113,7 +113,7 @@ class _HashedMesh:
 
 
 def hash_as_stock(mesh: StockDeviceMesh, ranks: object) -> int:
-    """Return the hash that stock computes for a mesh, without creating the tuple of its ranks.
+    """Return the hash that torch computes for a mesh, without creating the tuple of its ranks.
 
     Args:
         mesh: our mesh.

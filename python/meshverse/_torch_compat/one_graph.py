@@ -33,7 +33,7 @@ def is_one_graph_compiled() -> bool:
 def is_one_graph_traced() -> bool:
     """Whether torch is tracing a graph for all ranks, in which unknown numbers can be symbols.
 
-    If so, stock puts no coordinate into the graph as a constant. It checks the same, except that
+    If so, torch puts no coordinate into the graph as a constant. It checks the same, except that
     2.11 does not check for symbols, and fails without them. 2.11-2.15.
     """
     if not _config.compile_on_one_rank:
@@ -117,13 +117,13 @@ def let_inductor_call(operator: Any) -> None:
 def find_in_graph(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that finds a mesh of a graph among the graph's inputs, or derives it.
 
-    It fixes two errors of stock's function. That does not check whether the mesh itself is an
+    It fixes two errors of torch's function. That does not check whether the mesh itself is an
     input: a root mesh becomes a constant, for which inductor's cache returns None to the next
     process. And its graph node calls an operator instead of an overload of it, which inductor
     rejects. 2.12-2.15.
 
     Args:
-        reconstruct: stock's function, which derives a submesh in the graph and returns a proxy, or
+        reconstruct: torch's function, which derives a submesh in the graph and returns a proxy, or
             None.
     """
 

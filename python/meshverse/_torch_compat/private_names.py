@@ -53,7 +53,7 @@ TorchLayout: TypeAlias = Any
 _OLDEST = "2.11"
 
 
-# 2.15 added `preserve_rank_order` to DeviceMesh. Before, stock sorts the ranks of every group.
+# 2.15 added `preserve_rank_order` to DeviceMesh. Before, torch sorts the ranks of every group.
 HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDeviceMesh).parameters
 
 # From 2.12 on, meshes are opaque types to torch.compile. Before, DeviceMesh has no metaclass.

@@ -36,7 +36,7 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
     """Make torch.compile treat a subclass of the stock mesh as a mesh, with its own guard.
 
     From 2.12 on, meshes are opaque types, which torch looks up along the MRO. The subclass gets a
-    copy of stock's entry, with stock's name in operator schemas, but with this guard. 2.11 checks
+    copy of torch's entry, with torch's name in operator schemas, but with this guard. 2.11 checks
     in one function whether a value is of the stock class itself; replacing that function imports
     Dynamo, which takes 0.8 s.
 
@@ -76,7 +76,7 @@ def hook_concatenate(
 
     @functools.wraps(stock_concatenate)
     def concatenate(device_mesh_list: Any) -> StockDeviceMesh:
-        # For an argument that is not a sequence, stock's function raises its own error.
+        # For an argument that is not a sequence, torch's function raises its own error.
         is_ours = isinstance(device_mesh_list, Sequence) and any(
             isinstance(mesh, mesh_class) for mesh in device_mesh_list
         )
@@ -92,7 +92,7 @@ def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
     warning once per line, and users' filters can name a module.
 
     Args:
-        message: stock's message.
+        message: torch's message.
         method: method of the stock mesh that issues this warning.
     """
     warnings.warn_explicit(
