@@ -82,8 +82,8 @@ _RAN_ON = {
 
 _SCALES = (8, 64, 1_024, 10_240)
 _AT_A_GLANCE = {
-    ("trainer", "process groups after five views"): "process groups of a trainer's five views",
-    ("trainer", "five views of one world"): "time to make these views",
+    ("trainer", "process groups after five views"): "process groups per rank, with the five views",
+    ("trainer", "five views of one world"): "time to create these views",
     ("operations", "slice again"): "slice an axis once more",
     ("trainer", "wrap 16 blocks"): "wrap 16 blocks with FSDP2 and tensor parallelism",
     ("trainer", "training step"): "eager training step of these blocks",
@@ -149,14 +149,20 @@ def _summary(reports: _Reports, prefix: str) -> str:
     return f"{figures}\n\n{_where(reports, dict(_SUMMARY_ROWS))}"
 
 
-def _where(reports: _Reports, suites: Iterable[str]) -> str:
-    """Machine, versions and date of suites; one line for all of them, if it is the same."""
+def _where(reports: _Reports, suites: Iterable[str], names: dict[str, str] | None = None) -> str:
+    """Machine, versions and date of suites; one line for all of them, if it is the same.
+
+    Args:
+        reports: the suites' results.
+        suites: names of suites.
+        names: what the lines call each suite; by default its title.
+    """
     titles: dict[str, list[str]] = {}
     for suite in suites:
         if suite in reports:
             one = reports[suite]
             where = f"{one['machine']}; {one['versions']}; {one['date'].split()[0]}"
-            titles.setdefault(where, []).append(f'"{one["title"]}"')
+            titles.setdefault(where, []).append(names[suite] if names else f'"{one["title"]}"')
     if len(titles) == 1:
         return f"Measured on {next(iter(titles))}."
     return "\n".join(f"- {' and '.join(of)}: {where}" for where, of in titles.items())
@@ -198,7 +204,12 @@ def _glance(reports: _Reports, prefix: str) -> str:
         if (pair := _pair(reports, "processes", operation, 8))
     ]
     real = [f"On 8 real gloo processes, the same five views: {', '.join(pairs)}."] if pairs else []
-    where = _where(reports, dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"]))
+    names = {"processes": "the gloo processes"}
+    for suite in {suite for suite, _ in _AT_A_GLANCE}:
+        numbers = [str(row) for row, (of, _) in enumerate(_AT_A_GLANCE, start=1) if of == suite]
+        names[suite] = f"Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+    suites = dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"])
+    where = _where(reports, suites, names)
     return "\n\n".join([rows, *real, where])
 
 

@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "some without ranks": (
         {"a": _part(2, ranks=[0, 1]), "b": _part(2)},
-        r"Parts \['a'\] of \['a', 'b'\] give their `ranks`",
+        r"Parts \['a'\] of \['a', 'b'\] have `ranks`",
     ),
     "too few ranks": (
         {"a": _part(2), "b": _part(2, 2)} | {"a": _part(2, ranks=[0]), "b": _part(1, ranks=[1])},
@@ -81,7 +81,7 @@ def test_what_is_no_partition_is_refused_and_makes_nothing(case: str) -> None:
     [
         ({"mesh_dim_names": ("dp",)}, "Part 'b' of a partition has no mesh_shape"),
         ({"mesh_shap": (2,)}, "Part 'b' .* has 'mesh_shap'.* Did you mean 'mesh_shape'?"),
-        ({"mesh_shape": (2,), "device": "cpu"}, "Part 'b' .* has 'device', which is no argument"),
+        ({"mesh_shape": (2,), "device": "cpu"}, "Part 'b' .* has 'device', which is not an arg"),
     ],
 )
 def test_a_part_that_is_misspelled_is_named(part: dict[str, Any], said: str, world) -> None:

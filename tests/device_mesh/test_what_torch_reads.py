@@ -78,7 +78,7 @@ def test_a_rank_in_the_mesh_knows_its_place(world) -> None:
 def test_the_name_of_a_flattened_axis_is_no_axis(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     mesh.flatten("dt")
-    with pytest.raises(KeyError, match=r"It is a flattened axis, of the mesh that mesh\['dt'\]"):
+    with pytest.raises(KeyError, match=r"It is a flattened axis: mesh\['dt'\] returns its mesh"):
         mesh._get_mesh_dim_by_name("dt")
     with pytest.raises(KeyError, match="Did you mean 'dt'"):
         mesh._get_mesh_dim_by_name("dtt")

@@ -57,10 +57,10 @@ def _look(universe: Universe) -> list[Any]:
 
 
 _REFUSED: dict[str, tuple[str, Any, str]] = {
-    "a layout larger than the ranks": ("mesh.axes", [([8], [4])], "'mesh' is no mesh over .*8"),
-    "a layout that repeats positions": ("mesh.axes", [([4], [0])], "'mesh' is no mesh"),
-    "axes that overlap": ("root.axes", [([4], [1]), ([2], [1])], "'root' is no mesh"),
-    "a layout that does not tile the ranks": ("mesh.axes", [([3], [1])], "'mesh' is no mesh"),
+    "a layout larger than the ranks": ("mesh.axes", [([8], [4])], "'mesh' is not a mesh over .*8"),
+    "a layout that repeats positions": ("mesh.axes", [([4], [0])], "'mesh' is not a mesh"),
+    "axes that overlap": ("root.axes", [([4], [1]), ([2], [1])], "'root' is not a mesh"),
+    "a layout that does not tile the ranks": ("mesh.axes", [([3], [1])], "'mesh' is not a mesh"),
     "sizes that overflow": (
         "mesh.axes",
         [([2**31, 2**31, 2**31], [1, 1, 1])],
@@ -74,9 +74,9 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
     "sizes without strides": ("mesh.axes", [([4],)], "'mesh.axes' is .*pairs of sizes and strides"),
     "more sizes than strides": ("mesh.axes", [([2, 2], [1])], r"'mesh.axes' is .*\[2, 2\]"),
     "axes that are a number": ("mesh.axes", 4, "'mesh.axes' is 4: it must be a list"),
-    "three names for one axis": ("mesh.names", ("a", "b", "c"), "'mesh' is no mesh.*same length"),
-    "no name for one axis": ("mesh.names", (), "'mesh' is no mesh.*same length"),
-    "one name twice": ("root.names", ("dp", "dp"), "'root' is no mesh.*must be unique"),
+    "three names for one axis": ("mesh.names", ("a", "b", "c"), "'mesh' is not a mesh.*same len"),
+    "no name for one axis": ("mesh.names", (), "'mesh' is not a mesh.*same length"),
+    "one name twice": ("root.names", ("dp", "dp"), "'root' is not a mesh.*must be unique"),
     "a name that is a number": ("mesh.names", (3,), "'mesh.names' is 3: it must be a string"),
     "names that are text": ("root.names", "dp", "'root.names' is 'dp': it must be a list"),
     "two keys for one axis": ("mesh.keys", ["a", "b"], "'mesh.keys' is .*each of the 1 axes"),
@@ -93,7 +93,7 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
     "a negative rank in the list": ("ranks", [0, -1], "'ranks' is -1"),
     "ranks in bytes": ("ranks", b"\0\1", "'ranks' is b.*a list"),
     "ranks that are true": ("ranks", True, "'ranks' is True"),
-    "fewer ranks than the mesh has": ("ranks", 3, "'mesh' is no mesh over ranks 0 to 2"),
+    "fewer ranks than the mesh has": ("ranks", 3, "'mesh' is not a mesh over ranks 0 to 2"),
     "a rank that is no number": ("rank", None, "'rank' is None: it must be an integer from -1"),
     "a negative rank": ("rank", -2, "'rank' is -2"),
     "a huge serial": ("serial", 2**63, "'serial' is 9223372036854775808"),

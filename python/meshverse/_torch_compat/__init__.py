@@ -1,7 +1,10 @@
-"""Every torch-private name Meshverse relies on, with the versions it is for.
+"""All uses of torch's private names in Meshverse, with the versions of torch that each is for.
 
-No other file of the package touches a private name of torch. What is public is imported from torch
-where it is used. Importing this checks that this torch has all that is listed in `private_names`.
+No other file of the package uses a private name of torch; public names are imported from torch
+directly. Importing this package checks that the installed torch has the names in `private_names`.
+
+In docstrings and comments here, "2.11-2.15" means that the statement was checked on these versions
+of torch. A stock mesh is one of torch's own class.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Ways in which groups of a backend are made: by whom, whether ranks wait, and what is split.
+"""How groups of a backend are created: by which ranks, by a split or not, blocking or not.
 
-| what a backend or torch says | what follows |
+| property of the backend or of torch | how groups are created |
 |---|---|
-| the default group is bound to a device, and its backends there support splitting | a split |
-| c10d's own way to make the group would split the default group | all ranks take part |
-| the backend is MPI, or the default group makes its own subgroups | all ranks take part |
-| torchcomms, where torch has it split the default group | all ranks take part |
-| none of the above | the members make the group |
-| its creator is known to return at once, and nothing is connected for it | nobody waits |
-| nothing is known of its creator | members wait for each other, after a rendezvous |
+| the default group is bound to a device, and its backends support splitting | all ranks split it |
+| otherwise, c10d itself would split the default group | all ranks take part |
+| the backend is MPI, or the default group creates its own subgroups | all ranks take part |
+| torchcomms before torch 2.15 | all ranks take part |
+| none of the above | the members alone create the group |
+| the backend's creator is known to return without connecting | creation does not block |
+| nothing is known about the creator | members first have a rendezvous, as creation may block |
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 # 2.13 and newer can split only the backends of some devices.
 _SPLITS_SOME_DEVICES = "device_types" in (dist.ProcessGroup.split_group.__doc__ or "")
 # When a group is split, 2.15 and newer give each of its backends its own options. Older versions
-# give all of them the options of one: gloo ignores them with a warning, other backends refuse.
+# give the options of one backend to all: gloo ignores them with a warning, other backends raise.
 _SPLITS_WITH_OWN_OPTIONS = hasattr(c10d_core.Backend, "split")
 # 2.15 and newer split the default group for its own backend only.
 _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_source).parameters
-# 2.15 and newer give torchcomms the rank and the size of a group, so its members can make it.
+# 2.15 and newer give torchcomms the rank and the size of a group, so its members can create it.
 _TORCHCOMMS_BY_MEMBERS = hasattr(c10d, "_create_torchcomms_backend")
 
 
 def bound_to_device(group: ProcessGroup) -> bool:
-    """Whether the group was initialised eagerly, with its device bound (`device_id=`)."""
+    """Whether the group is bound to a device (`device_id=`), and so connects eagerly."""
     return getattr(group, "bound_device_id", None) is not None
 
 
 def _uses_torchcomms(backend: str) -> bool:
     if not getattr(torch.distributed.config, "use_torchcomms", False):
         return False
-    handles = getattr(c10d, "_torchcomms_handles_backend", None)  # 2.15; before, it takes them all
+    # Before 2.15, torchcomms creates all backends.
+    handles = getattr(c10d, "_torchcomms_handles_backend", None)
     return handles is None or bool(handles(backend))
 
 
@@ -54,9 +55,9 @@ def by_device(backend: str) -> Mapping[str, str]:
 
 
 def backend_in_words(backend: str) -> str:
-    """Return the backend of a group as people know it.
+    """Return the backend of a group as users write it.
 
-    "undefined", which c10d says after `init_process_group()` without a backend, becomes the
+    After `init_process_group()` without a backend, c10d reports "undefined". This returns the
     backends that it stands for, such as "cpu:gloo,cuda:nccl".
     """
     if backend != dist.Backend.UNDEFINED:
@@ -65,9 +66,10 @@ def backend_in_words(backend: str) -> str:
 
 
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
-    """Return the devices of each backend, if a group of `backend` is a split of the default group.
+    """Return the devices of each backend, if groups of `backend` are split off the default group.
 
-    None if it is made in another way. Stock checks less, and fails if a backend cannot be split.
+    None if they are created in another way. torch checks less, and raises an error if a backend
+    cannot be split.
     """
     bound = group.bound_device_id
     if bound is None or _uses_torchcomms(backend):
@@ -78,7 +80,7 @@ def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.dev
     if bound.type not in wanted or any(there.get(d) != name for d, name in wanted.items()):
         return None
     devices: dict[str, list[torch.device]] = {}
-    for device in sorted(wanted, key=lambda device: device != "cpu"):  # c10d asks for it first
+    for device in sorted(wanted, key=lambda device: device != "cpu"):  # as in c10d, "cpu" first
         devices.setdefault(wanted[device], []).append(torch.device(device))
     if not (_SPLITS_SOME_DEVICES or len(wanted) == len(there) == len(devices)):
         return None
@@ -94,17 +96,17 @@ def can_split(group: ProcessGroup, backend: str) -> bool:
 
 
 def split_options(group: ProcessGroup) -> BackendOptions | None:
-    """Return the options that groups inherit which are split off this default group.
+    """Return the options that are inherited by groups split off this default group.
 
-    They are those of the backend of the device it is bound to. Its other backends, if any, hand on
-    their own options, which cannot be set for a single group.
+    These are the options of the backend for the bound device. Other backends also pass on their own
+    options, which cannot be set for a single group.
     """
-    assert group.bound_device_id is not None  # it can be split
+    assert group.bound_device_id is not None  # as the group can be split
     return options_of(group._get_backend(group.bound_device_id))
 
 
 def why_all_ranks(group: ProcessGroup, backend: str) -> str | None:
-    """Return why all ranks must make a group of this backend, or None if its members suffice."""
+    """Return why all ranks must create a group of this backend; None if its members can alone."""
     if _uses_torchcomms(backend) and not _TORCHCOMMS_BY_MEMBERS:
         return "torchcomms"
     if "mpi" in _names(backend):
@@ -119,21 +121,22 @@ def why_all_ranks(group: ProcessGroup, backend: str) -> str | None:
 
 
 def _is_made_by_splitting(group: ProcessGroup, backend: str) -> bool:
-    """Whether c10d, where it makes a group of this backend, splits the default group for it."""
+    """Whether c10d creates a group of this backend by splitting the default group."""
     if not bound_to_device(group) or _uses_torchcomms(backend):
         return False
     split_source: Any = c10d._get_split_source
     if _SPLITS_SAME_ONLY:
         return split_source(group, backend) is not None
-    # Before 2.15 c10d passes a group to split to its own NCCL only; other backends make a new one.
+    # Before 2.15, c10d splits for its own NCCL backend only; for others, it creates a new group.
     return "nccl" in _names(backend) and split_source(group) is not None
 
 
 def creation_blocks(backend: str) -> bool:
-    """Whether making a group of this backend waits for its members, rather than its first use.
+    """Whether creating a group of this backend may block until all members call.
 
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL, c10d makes a gloo group beside each backend that it wraps:
-    all but those that are process groups themselves, such as "threaded". 2.11-2.15.
+    If not, only the group's first use waits for them. Under TORCH_DISTRIBUTED_DEBUG=DETAIL, c10d
+    also creates a gloo group for each backend that it wraps: all except those that are process
+    groups themselves, such as "threaded". 2.11-2.15.
     """
     wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.is_gloo_available()
     default_group = current_default_group()
@@ -146,9 +149,9 @@ def creation_blocks(backend: str) -> bool:
 
 
 def _is_classic_nccl(name: str) -> bool:
-    """Whether c10d makes a backend of this name as the NCCL that connects at its first collective.
+    """Whether c10d's backend of this name is the NCCL that connects at its first collective.
 
-    2.15 registers NCCLs under several names: "nccl" is by default one that connects when it is
+    2.15 registers several NCCL backends. By default, "nccl" is one that connects when it is
     created.
     """
     register = getattr(dist.Backend, "_ensure_backend_registered", None)  # 2.15
@@ -161,10 +164,13 @@ def _is_classic_nccl(name: str) -> bool:
 
 
 def _names(backend: str) -> set[str]:
-    """Return the names in a backend string: of one backend, or one a device type."""
+    """Return the names in a backend string, which has one backend or one per device type."""
     return {part.rpartition(":")[2] for part in backend.split(",")}
 
 
 def needs_own_world_group(group: ProcessGroup) -> bool:
-    """Whether stock makes a new group for an axis over the whole world, rather than reuse it."""
+    """Whether torch creates a new group for an axis over the whole world.
+
+    Otherwise the axis uses the default group.
+    """
     return torch.cuda.is_available() and dist.get_backend(group) == "gloo"

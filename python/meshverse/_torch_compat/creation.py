@@ -1,4 +1,4 @@
-"""The ways c10d makes a process group."""
+"""Functions that create a process group in c10d, by its members or by all ranks."""
 
 from __future__ import annotations
 
@@ -32,26 +32,30 @@ def create_by_members(
 ) -> ProcessGroup | None:
     """Create one process group of these ranks, in this order.
 
-    Its members call this, and nobody else has to. Where c10d splits the default group for it, all
-    ranks do: those that are no members get None.
+    Only its members have to call this, unless c10d splits the default group for it: then all ranks
+    call it, and those outside the group get None.
 
     Args:
         ranks: global ranks of the group, in group-rank order.
         default_group: the default process group.
-        store: of the default process group, or another connection to it.
+        store: store of the default process group, or another connection to it.
         backend: backend string of the group.
         backend_options: options object that c10d may keep and write to, or None.
-        timeout: of the group's operations; None for c10d's default.
-        name: unique among the groups there are, the same on all members.
-        attempt: "", or the same text on all members if there was a group of this name before, or an
-            attempt to create one: this one does not find what is left of it in the store.
-        description: shown in c10d's logs.
+        timeout: timeout of the group's operations; None for c10d's default.
+        name: name that no live group has, the same on all members.
+        attempt: "" for the first group of this name; else a string that is the same on all members
+            and new, so that keys which an earlier group, or attempt to create one, left in the
+            store are not found.
+        description: description of the group in c10d's logs.
+
+    Returns:
+        The new group, or None on a rank outside it.
     """
     if attempt:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     device = default_group.bound_device_id
     if device is not None and device.type not in by_device(backend):
-        device = None  # c10d would connect the group's backend for this device, and there is none
+        device = None  # c10d would connect the backend for this device, which the group lacks
     rank, group = default_group.rank(), None
     while group is None:
         try:
@@ -67,9 +71,9 @@ def create_by_members(
                 device_id=device,
                 group_desc=description,
             )
-        except RuntimeError as error:  # noqa: PERF203  # the loop is for that
-            # First of all c10d looks for the name among its groups. Without the interpreter's lock
-            # that fails when another thread makes one meanwhile; nothing was done then.
+        except RuntimeError as error:  # noqa: PERF203  # the loop is for this error
+            # c10d begins by searching its groups for the name. Without the interpreter's lock, that
+            # fails if another thread creates a group meanwhile. Nothing has been done then.
             if "changed size during iteration" not in str(error):
                 raise
     if not isinstance(group, ProcessGroup):
@@ -79,11 +83,11 @@ def create_by_members(
 
 
 def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
-    """Return the group that c10d made before this rank was interrupted, or None.
+    """Return the group that c10d created before `create_by_members` was interrupted, or None.
 
     Args:
-        name: that `create_by_members` was given.
-        ranks: the same.
+        name: name that was passed to `create_by_members`.
+        ranks: ranks that were passed to it.
     """
     group = find_group(name)
     if group is not None and group not in c10d._world.pg_group_ranks:
@@ -101,19 +105,21 @@ def create_by_split(
     name: str,
     description: str,
 ) -> ProcessGroup | None:
-    """Split the ranks off the default group; every rank of the default group calls this once.
+    """Split a group off the default group; every rank of the default group calls this once.
 
-    Stock's `split_group` names the group by how many this process has. c10d itself takes a name.
+    `torch.distributed.split_group` names the group by a counter of the process. The method of the
+    default group, which this calls, takes a name.
 
     Args:
-        ranks: global ranks of the group, ascending; on a rank that is in no group, those of any.
+        ranks: global ranks of this rank's new group, ascending. A rank that is in none of the new
+            groups passes the ranks of any of them.
         default_group: the default process group, whose communicators are split.
         backend: backend string of the group.
-        backend_options: options object that c10d may keep and write to; None for those of the
+        backend_options: options object that c10d may keep and write to; None for the options of the
             default group.
-        timeout: of the group's operations.
-        name: unique among the groups there are, the same on all members.
-        description: shown in c10d's logs.
+        timeout: timeout of the group's operations.
+        name: name that no live group has, the same on all members.
+        description: description of the group in c10d's logs.
 
     Returns:
         The new group, or None on a rank that is not in `ranks`.
@@ -125,7 +131,7 @@ def create_by_split(
             _set_ranks(default_group._get_backend(device), default_group.size())
         _know_their_ranks.add(default_group)
     only = {} if len(first) == len(default_group._device_types) else {"device_types": first}
-    known_as: Any = name  # torch's own type of names is a str to everybody else
+    known_as: Any = name  # torch declares its own type of names, which is str at run time
     group = default_group.split_group(
         ranks,
         timeout=timeout,
@@ -139,24 +145,24 @@ def create_by_split(
     group.bound_device_id = default_group.bound_device_id
     for kind, (first_device, *others) in devices.items():
         part = group._get_backend(first_device)
-        # Before 2.15 the options of one backend are given to all; gloo takes its defaults then.
+        # Before 2.15, all backends get the options of one, and gloo uses its defaults instead.
         if timeout is not None and options_timeout(options_of(part)) not in (None, timeout):
             part.set_timeout(timeout)
-        for other in others:  # c10d before 2.15 would split it once more for each
+        for other in others:  # before 2.15, c10d would split once more for each of these devices
             group._register_backend(other, dist.Backend.backend_type_map[kind], part)
     _register(group, backend, name, ranks)
     return group
 
 
-# Default groups whose backends know the ranks of their members.
+# Default groups whose backends already have the global ranks of their members.
 _know_their_ranks: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _set_ranks(backend: Any, size: int) -> None:
-    """Set the ranks of a backend of the default group, which are all. O(world), once.
+    """Give a backend of the default group the global ranks of its members. O(world size), once.
 
-    gloo and NCCL look them up where they are split. Only those of the first default group of a
-    process know them by themselves; the others read memory that is not theirs. 2.11-2.13.
+    gloo and NCCL read these ranks when they are split. Only in the first default group of a process
+    are they set already; in a later one, the backends would read memory out of bounds. 2.11-2.13.
     """
     options = options_of(backend)
     if options is not None and hasattr(options, "global_ranks_in_group"):
@@ -164,7 +170,7 @@ def _set_ranks(backend: Any, size: int) -> None:
 
 
 def _register(group: ProcessGroup, backend: str, name: Any, ranks: list[int]) -> None:
-    """Have c10d know a group that it has split, as its own `split_group` does. 2.11-2.15."""
+    """Register a split group with c10d, as `torch.distributed.split_group` does. 2.11-2.15."""
     config = c10d.BackendConfig(dist.Backend(backend))
     if (health := getattr(c10d, "HealthCheckHook", None)) is not None:  # 2.15
         health.attach(group)
@@ -189,19 +195,19 @@ def create_by_all(
     keeps_order: bool,
     description: str,
 ) -> ProcessGroup | None:
-    """Create all groups of an axis as stock does, in a loop that every rank of the world runs.
+    """Create all groups of an axis as torch does, in a loop that every rank of the world runs.
 
     Args:
-        all_ranks: global ranks of every group.
+        all_ranks: global ranks of each group.
         backend: backend string of the groups.
         backend_options: options object, or None.
-        timeout: of the groups' operations.
-        keeps_order: whether group ranks follow the order given, not ascending ranks; only where
-            `NEW_GROUP_KEEPS_ORDER`.
-        description: shown in c10d's logs.
+        timeout: timeout of the groups' operations.
+        keeps_order: whether the ranks of a group keep the order in `all_ranks`, instead of
+            ascending; True only if `NEW_GROUP_KEEPS_ORDER`.
+        description: description of the groups in c10d's logs.
 
     Returns:
-        My group, or None if this rank is in none of them.
+        This rank's group, or None if it is in none of them.
     """
     order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
     mine = None
@@ -220,7 +226,10 @@ def create_by_all(
 
 
 def is_of_other_ranks(error: RuntimeError) -> bool:
-    """Whether c10d could not reach other ranks, or else refused what this rank asked for."""
+    """Whether the error means that c10d could not reach other ranks.
+
+    Otherwise c10d rejected this rank's call.
+    """
     return isinstance(error, dist.DistError) or "connectFullMesh failed" in str(error)
 
 
@@ -237,27 +246,28 @@ def create_connected(
 ) -> ProcessGroup:
     """Create a process group with processes that have another default group, or none.
 
-    Ranks in it are numbered by themselves, for every function of torch.distributed that takes one.
+    It has its own numbering of ranks: functions of torch.distributed that take a global rank take a
+    rank within this group instead.
 
     Args:
-        store: that all of its processes can reach.
-        rank: of this process in the group.
-        size: number of processes.
+        store: store that all processes of the group can reach.
+        rank: rank of this process within the group.
+        size: number of processes of the group.
         backend: backend string of the group.
         backend_options: options object that c10d may keep and write to, or None.
-        timeout: of the group's operations.
-        name: unique among the groups there are, the same in all processes.
-        description: shown in c10d's logs.
+        timeout: timeout of the group's operations.
+        name: name that no live group has, the same in all processes.
+        description: description of the group in c10d's logs.
     """
     default_group = current_default_group()
     device = None if default_group is None else default_group.bound_device_id
     try:
-        if device is not None:  # c10d would split a default group that is bound
+        if device is not None:  # c10d would split a default group that is bound to a device
             default_group.bound_device_id = None  # type: ignore[union-attr]
         group, _ = c10d._new_process_group_helper(
             size,
             rank,
-            [],  # as of a default group: not ranks of this process's own
+            [],  # as for a default group, since the members have no global ranks in common
             backend,
             store,
             name,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Private parts of DTensor, which is imported only when there is one."""
+"""Private parts of DTensor. Its module is imported only when one of these functions needs it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .groups import find_group
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a placement is torch's `_StridedShard`: FSDP2's of a dimension that is split."""
+    """Whether a placement is `_StridedShard`, which FSDP2 uses for a dimension already split."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return type(placement) is _StridedShard
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or the result of a collective that it still waits for."""
+    """Return the tensor, after waiting for the collective that fills it, if there is one."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def group_ranks_of(mesh: Any) -> list[list[int]]:
-    """Return the ranks of this rank's groups along the axes of a mesh, in group-rank order.
+    """Return the global ranks of this rank's groups along the axes of a mesh, in group-rank order.
 
-    Those of lazy groups, which are not created yet, are left out; a mesh without groups has none.
+    Lazy groups that are not created yet are left out. For a mesh without groups, the list is empty.
     """
     names = list.__iter__(getattr(mesh, "_dim_group_names", None) or [])
     found = [find_group(name) for name in names if name is not None]
@@ -35,9 +35,9 @@ def group_ranks_of(mesh: Any) -> list[list[int]]:
 
 
 def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-    """Return the local tensor of a DTensor and its layout, or a plain tensor; the same objects.
+    """Return a DTensor's own local tensor and spec, or a plain tensor and None.
 
-    `to_local` makes another object each time, in some 10 us.
+    `to_local` creates a new object each time, in some 10 us.
     """
     from torch.distributed.tensor import DTensor
 
@@ -47,5 +47,5 @@ def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that a tensor was made from by slicing or viewing; None if it was not."""
+    """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base

@@ -1,4 +1,4 @@
-"""torch's flight recorder of this process, its groups as c10d knows them, and where it waits."""
+"""torch's flight recorder in this process, c10d's groups, and the call that a thread waits in."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _dump = getattr(c10d_core, "_dump_fr_trace", None) or getattr(c10d_core, "_dump_
 
 
 class FrameWait(NamedTuple):
-    """A call of torch.distributed that a thread is in, as its frame shows it.
+    """A call of torch.distributed that a thread is in, read from its frame.
 
     Attributes:
         operation: name of the function.
         group: c10d's name of the process group.
-        peer: of a send or receive, the other rank, within the group; else None.
-        root: of an operation that has one, within the group; else None.
+        peer: for a send or receive, the other rank, within the group; else None.
+        root: for a collective with a root, that rank, within the group; else None.
     """
 
     operation: str
@@ -34,11 +34,11 @@ class FrameWait(NamedTuple):
 
 
 def why_not_recording() -> str:
-    """Return why the flight recorder has nothing, and the cure; "" if it records."""
+    """Return why the flight recorder is off, and how to turn it on; "" if it is on."""
     if _dump is None:
         return "this torch has no flight recorder for its backends"
     sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
-    size = next((text for text in sizes if text is not None), str(_USUAL_SIZE))
+    size = next((each for each in sizes if each is not None), str(_USUAL_SIZE))
     if size.strip().lstrip("-").isdecimal() and int(size) > 0:
         return ""
     return (
@@ -48,18 +48,19 @@ def why_not_recording() -> str:
 
 
 def read_flight_recorder(*, with_lines: bool) -> dict[str, Any]:
-    """Return what the recorder has: calls that are over, and pending ones. O(size of its buffer).
+    """Return the recorder's completed and pending calls. O(size of its buffer).
 
     Args:
-        with_lines: with the lines of the program; takes a second the first time.
+        with_lines: whether to include each call's line in the program; the first time, this takes a
+            second.
     """
     assert _dump is not None
-    dump: dict[str, Any] = pickle.loads(_dump(True, with_lines, False))  # torch's own
+    dump: dict[str, Any] = pickle.loads(_dump(True, with_lines, False))  # written by torch
     return dump
 
 
 def flight_recorder_status() -> dict[str, Any]:
-    """Return the numbers of the last calls of each group. O(groups)."""
+    """Return the sequence numbers of each group's last calls. O(number of groups)."""
     assert _dump is not None
     status: dict[str, Any] = pickle.loads(_dump(False, False, False))["pg_status"]
     return status
@@ -73,7 +74,7 @@ def recorded_pickle() -> bytes:
 
 
 def groups_of_process() -> Iterator[tuple[str, str, list[int]]]:
-    """Iterate over c10d's groups that this rank is in: name, description, ranks in order."""
+    """Yield the name, the description and the ordered ranks of each c10d group of this rank."""
     for group, ranks in list(c10d._world.pg_group_ranks.items()):
         name = c10d._world.pg_names.get(group)
         if name is not None and ranks:
@@ -81,10 +82,11 @@ def groups_of_process() -> Iterator[tuple[str, str, list[int]]]:
 
 
 def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
-    """Return the call of torch.distributed that a thread is in, or None.
+    """Return the send, receive or collective with a root that a thread is in, or None.
 
-    Gloo's recorder has no sends and receives, and none has the roots of collectives. But a rank
-    that waits for one stands in its function, or in that of a pipeline with its list of them.
+    The flight recorder records no sends and receives of gloo, and no roots of collectives. This
+    finds them in the frames of a waiting thread: it is in a function of torch.distributed, or in
+    one of its pipelines that has a list of sends and receives.
     """
     while frame is not None and _is_torchs(frame):
         if _is_in(frame, _PEERS | _ROOTS):
@@ -98,7 +100,7 @@ def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
 
 
 def stands_in_p2p(frame: FrameType | None) -> bool:
-    """Return whether a thread stands in a send or receive of torch.distributed."""
+    """Return whether a thread is in a send or receive of torch.distributed."""
     while frame is not None and _is_torchs(frame):
         if _is_in(frame, _PEERS) or _is_in_pipeline(frame):
             return True

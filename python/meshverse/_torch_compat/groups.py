@@ -1,4 +1,4 @@
-"""The default process group, its store and timeouts, and the end of process groups."""
+"""The default process group, its store and timeouts; finding and ending process groups."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def current_default_group() -> ProcessGroup | None:
 
 
 def default_backend(group: ProcessGroup) -> str:
-    """Return the backend string a group was made with, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the backend string of a group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
 
 
 def canonical_backend(backend: str) -> str:
-    """Return the backend as c10d spells it, in lower case."""
+    """Return a backend string in c10d's spelling, which is in lower case."""
     return str(dist.Backend(backend))
 
 
 def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group of this backend that is given none.
+    """Return the timeout of groups of this backend for which the user sets none.
 
-    The timeout the user gave `init_process_group`, if it is not c10d's default there; stock forgets
-    it. Otherwise c10d's default for the backend.
+    If the user passed `init_process_group` a timeout that is not c10d's default, it is that one,
+    which torch itself does not use for other groups. Otherwise it is c10d's default for `backend`.
     """
     usual = c10d._get_default_timeout
     default_name = default_backend(default_group)
@@ -48,17 +48,17 @@ def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    # All backends of a group got the same timeout; some keep no options to read it from.
+    # All backends of a group have the same timeout, but some keep no options to read it from.
     backends = (group._get_backend(device) for device in group._device_types)
     timeouts = (options_timeout(options_of(backend)) for backend in backends)
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError if c10d knows no such backend, before anything is created.
+    """Raise ValueError if c10d has no such backend, before anything is created.
 
     Args:
-        backend: a name ("gloo") or a list for devices ("cpu:gloo,cuda:nccl").
+        backend: backend string: one name ("gloo"), or one per device type ("cpu:gloo,cuda:nccl").
     """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for part in backend.split(","):
@@ -72,17 +72,17 @@ def check_backend(backend: str) -> None:
 
 
 def thread_id() -> int | None:
-    """Return this thread's id where ranks are threads: torch's threaded test backend; else None."""
+    """Return this thread's id if ranks are threads (torch's threaded test backend), else None."""
     threaded = dist.is_initialized() and dist.get_backend() == "threaded"
     return threading.get_ident() if threaded else None
 
 
 def set_up_device(mesh: StockDeviceMesh) -> None:
-    """Start the default group if there is none, and choose this rank's device, as stock does.
+    """Start the default group if there is none, and choose this rank's device, as torch does.
 
     Raises:
         RuntimeError: the mesh is larger than the world.
-        ValueError: there is no default group, and the environment does not say how to start one.
+        ValueError: there is no default group, and the environment lacks the variables to start one.
     """
     try:
         mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
             raise
         program = os.path.basename(sys.argv[0]) or "program.py"
         raise ValueError(
-            f"{error}. There is no process group, and nothing says which rank this process is. "
+            f"{error}. There is no process group, and the environment does not set this rank. "
             f"Start the program with a launcher, such as `torchrun --nproc-per-node 4 {program}`, "
             "or call torch.distributed.init_process_group() with rank=, world_size= and a store "
             "before the first mesh."
@@ -99,12 +99,12 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
 
 def store_of(default_group: ProcessGroup) -> Any:
-    """Return the store that a default group was given; None for MPI, which has none."""
+    """Return the store of a default group; None for MPI, which has none."""
     return c10d._world.pg_map[default_group][1]
 
 
 def clone_store(store: Any) -> Any:
-    """Return another connection to a store; the store itself where it is not one of connections."""
+    """Return another connection to a store, or the store itself if it is not a `TCPStore`."""
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
@@ -112,22 +112,22 @@ def clone_store(store: Any) -> Any:
 
 
 def store_allows_rendezvous(default_group: ProcessGroup) -> bool:
-    """Whether ranks can have a rendezvous in the default group's store: it has c10d's operations.
+    """Whether ranks can have a rendezvous in the default group's store, which needs `compare_set`.
 
-    Not so for MPI, which has no store, for the fake backend, whose store does nothing, and for
-    stores written in Python without `compare_set`, such as torchelastic's for etcd.
+    They cannot with MPI, which has no store; with the fake backend, whose store does nothing; and
+    with stores written in Python without `compare_set`, such as torchelastic's for etcd.
     """
     base = store_of(default_group)
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
-    kind: Any = type(base)  # mypy takes a class's metaclass for unhashable
+    kind: Any = type(base)  # mypy believes that a class cannot be hashed
     return _has_compare_set(kind)
 
 
 def _has_compare_set(kind: type) -> bool:
     if issubclass(kind, (dist.TCPStore, dist.FileStore, dist.HashStore)):
         return True
-    # A class written in Python has what it, not c10d's own base class, defines.
+    # A class written in Python has an operation only if it defines it: c10d's base class raises.
     own = (base for base in kind.__mro__ if base not in dist.Store.__mro__)
     return any("compare_set" in vars(base) for base in own)
 
@@ -137,21 +137,21 @@ class _NoGroups(list[ProcessGroup]):
 
 
 def world_lifetime() -> object:
-    """Return an object that c10d lets go of when the default group is destroyed or aborted.
+    """Return an object that c10d drops when the default group is destroyed or aborted.
 
-    The default group itself will not do, nor its store: others may hold them. This object is a list
-    in c10d's registry of groups by tag, under a tag that nobody uses. c10d empties that registry
-    with the default group. 2.11-2.15.
+    Other code may keep references to the default group and its store, so these cannot serve. This
+    object is a list in c10d's registry of groups by tag, under a tag that nothing else uses. c10d
+    clears that registry when it ends the default group. 2.11-2.15.
     """
     return c10d._world.tags_to_pg.setdefault("meshverse: no groups", _NoGroups())
 
 
 class Ranks(dict[int, int]):
-    """Global ranks of a group's members -> ranks in the group, which can be referenced weakly."""
+    """Map from global rank to rank in a group, for weak references, which a dict does not allow."""
 
 
 class _Watch(weakref.ref[Ranks]):
-    """A weak reference that calls a function at the end of a group."""
+    """A weak reference to a group's `Ranks` that calls a function when the group ends."""
 
     __slots__ = ("arguments", "callback", "key")
     key: int
@@ -159,84 +159,85 @@ class _Watch(weakref.ref[Ranks]):
     arguments: tuple[Any, ...]
 
 
-_watches: dict[int, _Watch] = {}  # by id of what is watched
+_watches: dict[int, _Watch] = {}  # by the id of the `Ranks`
 
 
 def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *arguments: Any) -> None:
-    """Call a function once when somebody destroys or aborts the group.
+    """Call a function once when the group is destroyed or aborted.
 
-    If this is called several times for a group, the first function counts. c10d has no such event.
-    But it keeps a dictionary of the members' ranks, to which it has the only reference, and drops
-    it then. So a weak reference to that dictionary shows the end. 2.11-2.15. O(group) for a group
-    that `create_by_members` did not make.
+    If this is called several times for a group, only the first function is called. c10d reports no
+    such event, but it has the only reference to a dictionary of the members' ranks, which it drops
+    when the group ends. So a weak reference to that dictionary has a callback at the end of the
+    group. 2.11-2.15. O(group size) for groups of `dist.new_group`, whose dictionary is copied.
     """
     kept = c10d._world.pg_group_ranks
     ranks = kept.get(group)
     if type(ranks) is not Ranks:
-        if ranks is None or group is current_default_group():  # whose end is that of the world
+        if ranks is None or group is current_default_group():  # see `world_lifetime`
             return
         kept[group] = ranks = Ranks(ranks)
     key = id(ranks)
     if key not in _watches:
         watch = _Watch(ranks, _end_watch)
         watch.key, watch.callback, watch.arguments = key, callback, arguments
-        _watches[key] = watch  # whole: an interrupt can come at any line
+        _watches[key] = watch  # last, as an interrupt can come at any line
 
 
-# The dictionary is an argument, because the module's globals may be gone when a process ends.
+# The dictionary is a default argument, as the module's globals may be gone when a process ends.
 def _end_watch(watch: _Watch, watches: dict[int, _Watch] = _watches) -> None:
     watches.pop(watch.key, None)
     watch.callback(*watch.arguments)
 
 
 def shrunk_from(name: str) -> ProcessGroup | None:
-    """Return the group that `shrink_group` made in place of the group of this name, or None.
+    """Return the group with which `shrink_group` replaced the group of this name, or None.
 
-    The new group's description names the old one. 2.11-2.15.
+    The new group's description contains the old name. 2.11-2.15.
     """
-    groups = list(c10d._world.pg_names)  # other threads may add some
+    groups = list(c10d._world.pg_names)  # a copy, as other threads may add groups
     return next((group for group in groups if group.group_desc == f"{name}:shrunk"), None)
 
 
 def is_shrunk_default(group: ProcessGroup) -> bool:
-    """Whether `shrink_group` made this default group. Its ranks are numbered anew."""
+    """Whether `shrink_group` created this default group, in which ranks have new numbers."""
     return bool(group.group_desc == "default:shrunken")
 
 
 def can_be_reconfigured(group: ProcessGroup) -> bool:
     """Whether a group's members, and this process's rank in it, can change. 2.15.
 
-    The group's own `supports_reconfigure` is no answer: it is true of every gloo group.
+    The group's own `supports_reconfigure` does not say so: it is true for every gloo group.
     """
     options = (options_of(group._get_backend(device)) for device in group._device_types)
     return any(getattr(one, "enable_reconfigure", False) for one in options)
 
 
 def end_group(name: str, *, abort: bool) -> None:
-    """Free the group of this name, if c10d still knows it.
+    """Free the group of this name, if c10d still has it.
 
     Args:
-        name: c10d's.
-        abort: end what is going on in it, where the backend can, instead of waiting for it.
+        name: c10d's name of the group.
+        abort: whether to abort its running collectives, if the backend can, instead of waiting for
+            them.
     """
     group = find_group(name)
     if group is None:
         return
     tag = c10d._world.pg_to_tag.get(group)
-    c10d._world.pg_group_ranks.setdefault(group, {})  # that of a rank that was interrupted has none
+    c10d._world.pg_group_ranks.setdefault(group, {})  # missing if its creation was interrupted
     (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
-    # c10d keeps the tag of the group, with an empty list, for ever (2.11 to 2.15).
+    # c10d never removes the group's tag, under which it keeps an empty list. 2.11-2.15.
     tags = c10d._world.tags_to_pg
     if tag is not None and tags.get(tag) == []:
         tags.pop(tag, None)
 
 
 def abort_all() -> None:
-    """End the default group and all others at once, where their backends can."""
+    """Abort the default group, and with it all other groups."""
     c10d._abort_process_group()
 
 
-# The live process group registered under a name; RuntimeError if there is none.
+# Returns the live process group that is registered under a name; RuntimeError if there is none.
 resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
 
 

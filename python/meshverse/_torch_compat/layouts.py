@@ -1,7 +1,8 @@
-"""torch's layout classes, whose form depends on the version, to and from ours; with isolation tags.
+"""Conversion between our layouts and torch's, whose form depends on the version.
 
 torch compares layouts to find flattened meshes, in pipeline stages, and in caches of meshes. So in
-torch's form, the tag of an axis is part of its layout: it is equal only to one with the same tag.
+torch's form, the isolation tag of an axis is part of its layout, which is equal only to layouts
+with the same tag.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from .private_names import HAS_PRESERVE_RANK_ORDER, StockDeviceMesh, TorchLayout
 _MeshLayout: Any = stock_module._MeshLayout
 # 2.13 split the one layout class: `_FlatLayout` is an axis, `_MeshLayout` a tuple of axes.
 _FlatLayout: Any = getattr(stock_module, "_FlatLayout", None)
-# Before 2.13, a mesh made by flattening has another form, and is unequal to one made otherwise.
+# Before 2.13, a flattened mesh has a layout of another form, and equals no mesh that was created in
+# another way.
 FLATTENED_ARE_DISTINCT = _FlatLayout is None
-# Whether stock's `_create_flatten_mesh` returns the mesh: it does in 2.11. In 2.13 it returns None,
-# and torch.compile refuses a mesh that comes from there.
+# Whether torch's `_create_flatten_mesh` returns the mesh, as in 2.11. In 2.13 it returns None, and
+# torch.compile rejects a mesh that it returns.
 FLATTENING_GIVES_MESH = inspect.signature(
     StockDeviceMesh._create_flatten_mesh
 ).return_annotation not in (None, "None")
 
 
 def _flat(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    # Ours are canonical already, so the constructor's own coalescing (10 us per axis) is skipped.
+    # Our layouts are canonical, so this skips the constructor, which coalesces in 10 us per axis.
     axis = object.__new__(_FlatLayout)
     object.__setattr__(axis, "shape", sizes)
     object.__setattr__(axis, "stride", strides)
@@ -45,20 +47,20 @@ def _to_torch_axis(axis: AxisLayout) -> Any:
     return _MeshLayout(_unnested(axis.sizes, 1), _unnested(axis.strides, 1))
 
 
-@lru_cache(maxsize=4096)  # they are immutable, and many meshes have the same
+@lru_cache(maxsize=4096)  # layouts are immutable, and many meshes have equal ones
 def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
-    """Return torch's form of a layout, equal to the one stock torch builds for the same mesh.
+    """Return torch's form of a layout, equal to that of the same mesh in torch.
 
     Args:
-        layout: ours.
-        flattened: whether the mesh was made by flattening; 2.11 and 2.12 write those differently.
+        layout: our layout.
+        flattened: whether it is that of a flattened mesh, which has another form in 2.11 and 2.12.
     """
     if _FlatLayout is not None:
         return _MeshLayout([_flat(axis.sizes, axis.strides) for axis in layout])
     if flattened and len(layout[0].sizes) < 2:
         return _to_torch_axis(layout[0])
-    # 2.11 and 2.12 keep the stride of a size-1 axis, which ours do not: we give the stride it has
-    # in a root mesh, row-major over what follows.
+    # 2.11 and 2.12 keep the stride of an axis of size 1, and our layouts do not. This uses the
+    # stride that it has in a root mesh, which is row-major.
     strides: list[int | tuple[int, ...]] = []
     following = 1
     for axis in reversed(layout.axes):
@@ -69,7 +71,7 @@ def to_torch_layout(layout: Layout, *, flattened: bool) -> TorchLayout:
 
 
 def from_torch_layout(layout: TorchLayout) -> Layout:
-    """Return our form of a layout of torch's."""
+    """Return our form of torch's layout."""
     if _FlatLayout is not None:
         return Layout([AxisLayout(axis.shape, axis.stride) for axis in layout])
     axes = [layout[i] for i in range(len(layout))]
@@ -78,25 +80,26 @@ def from_torch_layout(layout: TorchLayout) -> Layout:
 
 
 def equals_stock(mesh: StockDeviceMesh, stock: StockDeviceMesh) -> bool:
-    """Whether a mesh of ours is the same as a stock mesh, by all that stock compares. O(world).
+    """Whether one of our meshes equals a stock mesh in all that torch compares. O(world size).
 
-    Stock hashes these too, so equal meshes have equal hashes also on 2.11 and 2.12. There they are
-    unequal if stock's axes of size 1 have other strides than `to_torch_layout` gives ours.
+    torch computes its hash from the same values, so equal meshes have equal hashes. On 2.11 and
+    2.12, the two are unequal if an axis of size 1 has another stride in the stock mesh than
+    `to_torch_layout` gives it.
 
     Args:
-        mesh: ours.
-        stock: of torch's class.
+        mesh: our mesh.
+        stock: mesh of torch's class.
     """
     fields = ["_flatten_rank_map", "_layout", "_device_type", "_mesh_dim_names", "_thread_id"]
     if HAS_PRESERVE_RANK_ORDER:
         fields.append("_preserve_rank_order")
-    elif keeps_rank_order(mesh):  # stock's groups are sorted
+    elif keeps_rank_order(mesh):  # the ranks of torch's groups are sorted
         return False
     return all(getattr(mesh, field) == getattr(stock, field) for field in fields)
 
 
 class _HashedMesh:
-    """A mesh in `hash_as_stock`: all that stock's `__hash__` reads, and another tuple of ranks."""
+    """A stand-in for a mesh in `hash_as_stock`, with another object for its tuple of ranks."""
 
     _hash_key = getattr(StockDeviceMesh, "_hash_key", None)
 
@@ -105,22 +108,22 @@ class _HashedMesh:
         self._layout, self._device_type = mesh._layout, mesh._device_type
         self._mesh_dim_names, self._thread_id = mesh._mesh_dim_names, mesh._thread_id
 
-    def __getattr__(self, name: str) -> Any:  # of a later torch
+    def __getattr__(self, name: str) -> Any:  # for attributes that a later torch may read
         return getattr(self._mesh, name)
 
 
 def hash_as_stock(mesh: StockDeviceMesh, ranks: object) -> int:
-    """Return the hash that stock gives a mesh, with an object for the tuple of its ranks.
+    """Return the hash that torch computes for a mesh, without creating the tuple of its ranks.
 
     Args:
-        mesh: ours.
-        ranks: has the hash of the tuple of ranks.
+        mesh: our mesh.
+        ranks: object whose hash is that of the tuple of ranks.
     """
     return StockDeviceMesh.__hash__(_HashedMesh(mesh, ranks))  # type: ignore[arg-type, no-any-return, no-untyped-call]
 
 
 def keeps_rank_order(mesh: StockDeviceMesh) -> bool:
-    """Whether the groups of a mesh, of either class, have their ranks in its order."""
+    """Whether the groups of a mesh of either class keep the mesh's order of ranks."""
     return bool(getattr(mesh, "_preserve_rank_order", False))
 
 
@@ -132,7 +135,7 @@ def _is_same(one: Any, other: object) -> bool:
 
 
 class _TaggedAxis(_FlatLayout or object):  # type: ignore[misc]
-    """An axis under a tag: 2.13 and newer."""
+    """The layout of an axis with a tag, in 2.13 and newer."""
 
     __eq__ = _is_same
 
@@ -144,7 +147,7 @@ class _TaggedAxis(_FlatLayout or object):  # type: ignore[misc]
 
 
 class _SlicedAxes(_MeshLayout):  # type: ignore[misc]
-    """The axes of a slice, with the tag that they have once they are flattened: 2.13 and newer."""
+    """The layout of a slice, with the tag for its flattened axis, in 2.13 and newer."""
 
     flattened_tag: str
 
@@ -153,11 +156,11 @@ class _SlicedAxes(_MeshLayout):  # type: ignore[misc]
 
 
 class _TaggedLayout(_MeshLayout):  # type: ignore[misc]
-    """A layout with its axes' tags: 2.11 and 2.12, which have no class for a single axis.
+    """A layout with tags, in 2.11 and 2.12, which have no class for a single axis.
 
     Attributes:
-        tags: one per axis.
-        flattened_tag: the tag of the axis that they are flattened into.
+        tags: one tag per axis.
+        flattened_tag: tag of the axis that the layout is flattened into.
     """
 
     tags: tuple[str, ...]
@@ -194,17 +197,17 @@ def _tag_whole(layout: Any, tags: tuple[str, ...], flattened_tag: str) -> Any:
 
 def _with_fields(kind: type, **fields: Any) -> Any:
     made: Any = object.__new__(kind)
-    vars(made).update(fields)  # torch's are frozen dataclasses
+    vars(made).update(fields)  # torch's classes are frozen dataclasses
     return made
 
 
 def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> TorchLayout:
-    """Return a layout of torch's with tags on its axes.
+    """Return torch's layout with tags on its axes.
 
     Args:
-        layout: torch's.
-        tags: one per axis, "" for none.
-        flattened_tag: the tag of the axis that they are flattened into.
+        layout: torch's layout.
+        tags: one tag per axis, "" for none.
+        flattened_tag: tag of the axis that the layout is flattened into.
     """
     if _FlatLayout is None:
         return _tag_whole(layout, tuple(tags), flattened_tag)
@@ -212,12 +215,12 @@ def tag_layout(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> 
 
 
 def with_flattened_tag(layout: TorchLayout, tags: Sequence[str], flattened_tag: str) -> TorchLayout:
-    """Return the layout of a slice that gets this tag when torch flattens it.
+    """Return torch's layout of a slice, which gets this tag when torch flattens it.
 
     Args:
-        layout: torch's. From 2.13 on, its axes have their tags already.
-        tags: one per axis, "" for none.
-        flattened_tag: the tag of the axis that they are flattened into.
+        layout: torch's layout. From 2.13 on, its axes already have their tags.
+        tags: one tag per axis, "" for none.
+        flattened_tag: tag of the axis that the layout is flattened into.
     """
     if _FlatLayout is None:
         return _tag_whole(layout, tuple(tags), flattened_tag)
@@ -225,7 +228,7 @@ def with_flattened_tag(layout: TorchLayout, tags: Sequence[str], flattened_tag: 
 
 
 def tags_of(layout: TorchLayout) -> tuple[str, ...]:
-    """Return the tags of a layout's axes; empty where none has one."""
+    """Return the tags of the axes of torch's layout; empty if no axis has one."""
     if _FlatLayout is None:
         tags: tuple[str, ...] = getattr(layout, "tags", ())
     else:

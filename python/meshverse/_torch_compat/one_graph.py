@@ -1,4 +1,4 @@
-"""Compiling one graph for all ranks (`compile_on_one_rank`): whether torch does it; symbols."""
+"""Compiling one graph for all ranks (`compile_on_one_rank`), and symbols in such graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed.config as distributed_config
 
 from .private_names import guards
 
-# 2.15 moved the switch to torch.compiler.config; what it left behind warns.
+# 2.15 moved the switch to torch.compiler.config; reading the old one warns.
 _config: Any = distributed_config
 if hasattr(torch.compiler.config, "compile_on_one_rank"):
     _config = torch.compiler.config
@@ -21,20 +21,20 @@ _LOCAL_TENSORS = "torch.distributed._local_tensor"
 
 
 def compiles_one_graph() -> bool:
-    """Whether what is compiled now is for all ranks. 2.11-2.15."""
+    """Whether torch compiles graphs for all ranks now. 2.11-2.15."""
     return bool(_config.compile_on_one_rank)
 
 
 def is_one_graph_compiled() -> bool:
-    """Whether a graph for all ranks is being compiled, or looked for in a cache. 2.11-2.15."""
+    """Whether torch is compiling a graph for all ranks, or searching a cache for one. 2.11-2.15."""
     return compiles_one_graph() and guards.TracingContext.try_get() is not None
 
 
 def is_one_graph_traced() -> bool:
-    """Whether a graph that all ranks shall run is being traced, with symbols for unknown numbers.
+    """Whether torch is tracing a graph for all ranks, in which unknown numbers can be symbols.
 
-    Stock asks the same where it decides whether a coordinate is a number of the graph. 2.11-2.15;
-    2.11 does not ask for symbols, and fails without them.
+    If so, torch puts no coordinate into the graph as a constant. It checks the same, except that
+    2.11 does not check for symbols, and fails without them. 2.11-2.15.
     """
     if not _config.compile_on_one_rank:
         return False
@@ -43,10 +43,10 @@ def is_one_graph_traced() -> bool:
 
 
 def coordinate_symbol(size: int) -> torch.SymInt | None:
-    """Return, for a fake kernel, a new symbol for a number of `range(size)` known at run time.
+    """Return a new symbol for a coordinate in `range(size)`, which is known only at run time.
 
-    None where the fake mode has no symbols. The public `new_dynamic_size` refuses where a user does
-    not allow shapes that depend on data: a coordinate's range is known. 2.11-2.15.
+    A fake kernel calls this. None if the fake mode has no symbols. The public `new_dynamic_size`
+    does not serve: it raises if the user does not allow shapes that depend on data. 2.11-2.15.
     """
     shape_env: Any = torch.library.get_ctx()._shape_env
     if shape_env is None:
@@ -56,9 +56,9 @@ def coordinate_symbol(size: int) -> torch.SymInt | None:
     symbol: torch.SymInt = shape_env.create_unbacked_symint()
     symbolic_shapes._constrain_range_for_size(symbol, min=0, max=size - 1)
     if torch.compiler.is_dynamo_compiling() or _is_dynamo_at_work():
-        # Dynamo keeps an operation on DTensors as one node. This symbol is made inside of one, so
-        # Dynamo's graph does not contain it. When the operation is traced in detail later, a new
-        # symbol is made.
+        # Dynamo's graph has one node for an operation on DTensors. This symbol is created inside
+        # such an operation, so that graph does not contain it. When the operation is later traced
+        # in detail, it gets a new symbol.
         shape_env.ignorable_fresh_unbacked_symbols.append(symbol.node.expr)
     return symbol
 
@@ -69,15 +69,17 @@ def _is_dynamo_at_work() -> bool:
         return False
     try:
         return symbolic_convert.InstructionTranslator.current_tx() is not None
-    except AttributeError:  # raised outside of tracing
+    except AttributeError:  # raised if Dynamo is not tracing
         return False
 
 
 def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | None:
-    """Return a number of each rank that LocalTensor mode simulates here; None outside the mode.
+    """Return a number that depends on the rank, while LocalTensor mode simulates several ranks.
+
+    None if this mode is off.
 
     Args:
-        value_of: the number that a global rank has.
+        value_of: function from global rank to its number.
     """
     local_tensors: Any = sys.modules.get(_LOCAL_TENSORS)
     mode = None if local_tensors is None else local_tensors.enabled_local_tensor_mode()
@@ -90,10 +92,11 @@ def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | N
 
 
 def let_inductor_call(operator: Any) -> None:
-    """Have inductor, if it is at work, call an operator without tensors; for a fake kernel.
+    """Let inductor call an operator that has no tensor arguments.
 
-    For an operator that it calls unchanged, inductor takes the device from the tensor arguments,
-    and fails if there are none. An operator's fake kernel always runs before that. 2.11-2.15.
+    For operators that it calls unchanged, inductor takes the device from the tensor arguments, and
+    fails if there are none. The operator's fake kernel calls this, as it runs before inductor needs
+    the device. Does nothing if inductor is not loaded. 2.11-2.15.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is None or operator in lowering.lowerings:
@@ -112,15 +115,16 @@ def let_inductor_call(operator: Any) -> None:
 
 
 def find_in_graph(reconstruct: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function by which torch gets a mesh that a graph uses from the graph's inputs.
+    """Return a function that finds a mesh of a graph among the graph's inputs, or derives it.
 
-    Stock's has two gaps, which this closes. It does not look whether the mesh itself is an input: a
-    root mesh becomes a constant, and inductor's cache gives the next process None in its place. And
-    it calls an operator by its name instead of an overload, which inductor refuses to compile.
-    2.12-2.15.
+    It fixes two errors of torch's function. That does not check whether the mesh itself is an
+    input: a root mesh becomes a constant, for which inductor's cache returns None to the next
+    process. And its graph node calls an operator instead of an overload of it, which inductor
+    rejects. 2.12-2.15.
 
     Args:
-        reconstruct: stock's, which derives a submesh in the graph; gives a proxy, or None.
+        reconstruct: torch's function, which derives a submesh in the graph and returns a proxy, or
+            None.
     """
 
     @functools.wraps(reconstruct)

@@ -1,4 +1,4 @@
-"""Options objects of c10d's backends: their class, their timeouts, new ones."""
+"""Options objects of c10d's backends: their class, their timeouts, and new objects like them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshverse._core import fresh_like
 
 from .private_names import BackendOptions, c10d_core
 
-# Fields of c10d's options objects that c10d itself fills in for each group, or that repeat what an
-# options key states beside them (`_timeout`, `backend`). `split_*` is written on NCCL's. 2.11-2.15.
+# Fields of options objects that c10d itself sets for each group (`split_*` on NCCL's options), or
+# that an options key already contains separately (`_timeout`, `backend`). 2.11-2.15.
 IGNORED_OPTION_FIELDS = frozenset(
     {
         "_timeout",
@@ -22,7 +22,7 @@ IGNORED_OPTION_FIELDS = frozenset(
         "split_from",
     }
 )
-_NOT_CPP = (FunctionType, type(None))  # a constructor written in Python, and no constructor
+_NOT_CPP = (FunctionType, type(None))  # types of an `__init__` in Python, and of a missing one
 
 
 def is_backend_options(value: object) -> bool:
@@ -42,10 +42,10 @@ def set_timeout(options: BackendOptions, timeout: timedelta) -> None:
 
 
 def options_of(backend: Any) -> BackendOptions | None:
-    """Return the options a backend was made with; None where it keeps none. 2.11-2.15.
+    """Return the options that a backend was created with; None if it does not keep them.
 
-    MPI's and UCC's do not, nor do C++ backends without `getBackendOptions`: their Python class has
-    no such attribute, or, behind c10d's debug wrapper, one that raises RuntimeError.
+    MPI, UCC and C++ backends without `getBackendOptions` keep none: the attribute is missing, or
+    raises RuntimeError behind c10d's debug wrapper. 2.11-2.15.
     """
     try:
         return backend.options
@@ -54,7 +54,7 @@ def options_of(backend: Any) -> BackendOptions | None:
 
 
 def said_timeout(options: BackendOptions | None) -> timedelta | None:
-    """Return the timeout an options object was given; None if it is that of a fresh one."""
+    """Return the timeout that the user set on an options object; None if it is the default."""
     timeout = options_timeout(options)
     if options is None or timeout == options_timeout(fresh_like(options)):
         return None
@@ -62,11 +62,10 @@ def said_timeout(options: BackendOptions | None) -> timedelta | None:
 
 
 def new_like(value: Any) -> Any | None:
-    """Return a new object of the same type, made without running its Python constructor.
+    """Return a new object of the same type, without running its Python constructor.
 
-    So it has no Python attributes. None if the constructor of its C++ base class needs arguments
-    that are not known here. Known are those of c10d's base class of options: a backend and a
-    timeout (2.11-2.15).
+    So it has no Python attributes. None if its C++ base class cannot be constructed: this calls it
+    without arguments and, for c10d's options, with a backend and a timeout. 2.11-2.15.
     """
     kind = type(value)
     base: Any = next(

@@ -1,7 +1,7 @@
-"""Versions of torch that are supported, and every private name of torch that we rely on.
+"""The oldest supported torch, and the private names of torch that Meshverse needs.
 
-Each name was checked on torch 2.11 to 2.15. `require_supported_torch` runs at import, before the
-rest of this package uses one, so a torch that moved one fails there, with one sentence.
+Each name was checked on torch 2.11 to 2.15. `require_supported_torch` runs at import, before any of
+these names is used. So with a torch that lacks one, the import fails with an error that names it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TorchLayout: TypeAlias = Any
 _OLDEST = "2.11"
 
 
-# 2.15 gave DeviceMesh `preserve_rank_order`; before, stock sorts the ranks of every group.
+# 2.15 added `preserve_rank_order` to DeviceMesh. Before, torch sorts the ranks of every group.
 HAS_PRESERVE_RANK_ORDER = "preserve_rank_order" in inspect.signature(StockDeviceMesh).parameters
 
-# From 2.12 on, meshes are opaque types to torch.compile; before, DeviceMesh has no metaclass.
+# From 2.12 on, meshes are opaque types to torch.compile. Before, DeviceMesh has no metaclass.
 MESHES_ARE_OPAQUE = type(StockDeviceMesh) is not type
 
-# Names used below, checked at import; names behind a version are in _PRIVATE_NAMES_SINCE_2_12.
-# docs/torch_versions.md describes each, and those that are read where a torch has them.
+# Names that every supported torch must have, checked at import. docs/torch_versions.md describes
+# them, and those that are used only if the installed torch has them.
 _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_abort_process_group"),
     (c10d, "_get_default_timeout"),
@@ -95,8 +95,8 @@ _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
     (opaque_object, "_OPAQUE_TYPES"),
     (stock_module, "_register_distributed_opaque_types"),
 )
-# By module: names that are read where a program compiles, of modules whose import takes seconds. So
-# not checked at import, but by a test.
+# Names by module, read only while a program compiles. Importing these modules takes seconds, so a
+# test checks the names, and not the import of this package.
 _PRIVATE_NAMES_WHILE_COMPILING: dict[str, tuple[str, ...]] = {
     "torch._dynamo.symbolic_convert": ("InstructionTranslator",),
     "torch._inductor.ir": ("FallbackKernel",),
@@ -108,7 +108,7 @@ _PRIVATE_NAMES_WHILE_COMPILING: dict[str, tuple[str, ...]] = {
 
 
 def require_supported_torch() -> None:
-    """Raise ImportError with one clear sentence if this torch lacks a name we rely on."""
+    """Raise ImportError if the installed torch lacks a name that Meshverse needs."""
     if not dist.is_available():
         raise ImportError("meshverse needs a torch built with torch.distributed; this one is not.")
     names = _PRIVATE_NAMES + (_PRIVATE_NAMES_SINCE_2_12 if MESHES_ARE_OPAQUE else ())

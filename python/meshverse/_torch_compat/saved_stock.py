@@ -16,11 +16,11 @@ class StockState(NamedTuple):
     """The attributes of a saved stock mesh, not checked. 2.11-2.15.
 
     Attributes:
-        fields: of the mesh, as `save_mesh` writes them.
-        rank_map: tensor of global ranks.
-        rank: global rank of the process that saved it.
-        group_names: the names its groups had in the program that saved it, one per axis.
-        root: the mesh it was derived from, which may be yet to be loaded; None for a root.
+        fields: fields of the mesh in the form that `saved_mesh.save_mesh` writes.
+        rank_map: tensor of the root mesh's global ranks.
+        rank: global rank of the process that saved the mesh.
+        group_names: names of its groups in the program that saved it, one per axis.
+        root: its root mesh, which may not be loaded yet; None if it is itself a root.
         flattened: meshes that were flattened from it or its submeshes.
     """
 
@@ -33,11 +33,11 @@ class StockState(NamedTuple):
 
 
 def read_stock_state(state: Mapping[str, Any]) -> StockState:
-    """Return what the pickled attributes of a stock mesh say.
+    """Return the contents of the pickled attributes of a stock mesh.
 
     Raises:
-        AttributeError, KeyError, OverflowError, TypeError, ValueError: they are of another version
-            of torch, or no mesh's.
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: the attributes are those of
+            another version of torch, or not those of a mesh.
     """
     layout = from_torch_layout(state["_layout"])
     as_rooted = to_torch_layout(layout, flattened=False)
@@ -61,18 +61,20 @@ def read_stock_state(state: Mapping[str, Any]) -> StockState:
 
 
 def is_unread(mesh: object) -> bool:
-    """Whether a stock mesh has no attributes yet, because the file's meshes refer to each other.
+    """Whether a stock mesh that is being loaded has no attributes yet.
 
-    Pickle then makes both objects first, and gives them their attributes one after the other.
+    If two meshes in a file refer to each other, pickle first creates both objects, and then sets
+    the attributes of one after the other.
     """
     return type(mesh) is StockDeviceMesh and not vars(mesh)
 
 
 def is_made_by_stock(name: str, ranks: list[int]) -> bool:
-    """Whether a group of this name is live, has these ranks in any order, and torch's mesh made it.
+    """Whether a live group of this name has these ranks, in any order, and a stock mesh uses it.
 
-    The description of such a group is "mesh_" and the name of the axis. Groups that a program makes
-    itself have other descriptions. The default group, on which torch puts meshes too, has none.
+    The description of a group that a stock mesh created is "mesh_" and the name of the axis. Groups
+    that a program creates have other descriptions. The default group, which meshes can use too,
+    counts as well.
     """
     group = find_group(name)
     if group is None:

@@ -1,4 +1,4 @@
-"""Suspending the communicators of a process group. torch has this per backend, from 2.12 on."""
+"""Suspending the communicators of a process group, which torch has per backend from 2.12 on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .private_names import ProcessGroup
 
 
 def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
-    """Return the memory counters of a group's backends, summed up; None if no backend has any.
+    """Return the sum of the memory counters of a group's backends; None if no backend has any.
 
-    A backend with counters can be suspended too: c10d implements both for the same backends.
+    Backends with counters are also those that can be suspended: c10d implements both or neither.
     """
     counters = [stats for backend in _backends(group) if (stats := _stats(backend)) is not None]
     if not counters:
@@ -23,14 +23,14 @@ def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
 
 
 def suspend(group: ProcessGroup) -> None:
-    """Suspend those of a group's backends that can be; all its ranks call this."""
+    """Suspend those of a group's backends that support it; all ranks of the group call this."""
     for backend in _backends(group):
         if _stats(backend) is not None:
             backend.suspend()
 
 
 def resume(group: ProcessGroup) -> None:
-    """Reverse `suspend`; all its ranks call this."""
+    """Resume the backends that `suspend` suspended; all ranks of the group call this."""
     for backend in _backends(group):
         if _stats(backend) is not None:
             backend.resume()
@@ -39,12 +39,12 @@ def resume(group: ProcessGroup) -> None:
 def _stats(backend: Any) -> dict[str, int] | None:
     try:
         return dict(backend.memory_stats())
-    except (AttributeError, RuntimeError):  # before 2.12; a backend that cannot
+    except (AttributeError, RuntimeError):  # before 2.12; a backend without counters
         return None
 
 
 def _backends(group: ProcessGroup) -> list[Any]:
-    """Return a group's backends, each once, in an order that all ranks share."""
+    """Return a group's backends, each once, in the same order on all ranks."""
     devices = sorted(group._device_types, key=lambda device: device.type)
     found = (group._get_backend(device) for device in devices)
     return list(dict.fromkeys(found))

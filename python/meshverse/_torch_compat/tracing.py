@@ -1,4 +1,4 @@
-"""Hooks that have torch.compile and torch's functions know our meshes; ways around modes."""
+"""Hooks for our meshes in torch.compile and torch's functions; creating tensors despite modes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from .private_names import (
     torch_ops,
 )
 
-# As it was before `hook_concatenate`.
+# The method of torch's class before `hook_concatenate` replaces it.
 stock_concatenate = StockDeviceMesh._concatenate
 
 _STOCK_MODULE = "torch.distributed.device_mesh"
 
 
 def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
-    """Make torch.compile treat a subclass of the stock mesh as a mesh, with a guard of its own.
+    """Make torch.compile treat a subclass of the stock mesh as a mesh, with its own guard.
 
-    From 2.12, meshes are opaque types, looked up along the MRO. The subclass gets an entry like
-    stock's, under stock's name in op schemas, but with this guard. 2.11 asks whether a value is of
-    the stock class itself, in one place; the import of Dynamo (0.8 s) is for 2.11 only.
+    From 2.12 on, meshes are opaque types, which torch looks up along the MRO. The subclass gets a
+    copy of torch's entry, with torch's name in operator schemas, but with this guard. 2.11 checks
+    in one function whether a value is of the stock class itself; replacing that function imports
+    Dynamo, which takes 0.8 s.
 
     Args:
         mesh_class: our class.
-        guard: gives the values of a mesh that must stay equal for a compiled graph to be used.
+        guard: function that returns the values of a mesh that must stay equal for a compiled graph
+            to be reused.
     """
     if not MESHES_ARE_OPAQUE:
         from torch._dynamo.variables.distributed import (  # type: ignore[attr-defined]
@@ -54,7 +56,8 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
         return
     stock_module._register_distributed_opaque_types()  # type: ignore[no-untyped-call]
     known = opaque_object._OPAQUE_TYPES
-    # Registers operators that graphs from torch's cache call, without tracing them here. 4 ms.
+    # This registers operators that graphs from torch's cache call. Tracing would register them too,
+    # but graphs from a cache are not traced in this process. Takes 4 ms.
     importlib.import_module("torch.distributed._ops.device_mesh")
     stock = known[StockDeviceMesh]
     reconstruct = stock.reconstruct_fn and find_in_graph(stock.reconstruct_fn)
@@ -64,16 +67,16 @@ def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], l
 def hook_concatenate(
     mesh_class: type[StockDeviceMesh], ours: Callable[[Sequence[Any]], StockDeviceMesh]
 ) -> None:
-    """Have `DeviceMesh._concatenate`, which FSDP2 calls by the stock name, use ours for our meshes.
+    """Make `_concatenate` of torch's class, which FSDP2 calls, use our function for our meshes.
 
     Args:
         mesh_class: our class.
-        ours: concatenates meshes of which one or more are ours.
+        ours: function that concatenates meshes of which at least one is ours.
     """
 
     @functools.wraps(stock_concatenate)
     def concatenate(device_mesh_list: Any) -> StockDeviceMesh:
-        # Stock takes what can be indexed, and fails with its own words for anything else.
+        # For an argument that is not a sequence, torch's function raises its own error.
         is_ours = isinstance(device_mesh_list, Sequence) and any(
             isinstance(mesh, mesh_class) for mesh in device_mesh_list
         )
@@ -83,13 +86,14 @@ def hook_concatenate(
 
 
 def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
-    """Warn as if a method of the stock mesh did, always from the same line of torch's file.
+    """Issue a warning as if a method of the stock mesh issued it.
 
-    Python's default filter shows a warning once per line, and filters name a warning's module.
+    The warning has the module and a line of torch's file, as Python's default filter shows a
+    warning once per line, and users' filters can name a module.
 
     Args:
-        message: stock's own.
-        method: of the stock mesh, which warns there.
+        message: torch's message.
+        method: method of the stock mesh that issues this warning.
     """
     warnings.warn_explicit(
         message,
@@ -102,20 +106,20 @@ def warn_as_stock(message: str, method: Callable[..., Any]) -> None:
 
 
 def is_stocks_own(method: Callable[..., Any]) -> bool:
-    """Whether a method of the stock mesh is the one that torch defines there.
+    """Whether a method of the stock mesh is the one that torch's class defines.
 
-    While LocalTensor mode simulates ranks, it has others in their place. 2.11-2.15.
+    While LocalTensor mode simulates ranks, it replaces such methods. 2.11-2.15.
     """
     return method.__module__ == _STOCK_MODULE
 
 
 def real_mesh(value: object) -> Any:
-    """Return the mesh inside a stand-in of torch.compile (`FakeScriptObject`), or the value."""
+    """Return the mesh inside torch.compile's `FakeScriptObject`, or the value itself."""
     return getattr(value, "real_obj", value)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a shape without data, as all are under `FakeTensorMode`. 2.11-2.15."""
+    """Whether the tensor has a shape but no data, as under `FakeTensorMode`. 2.11-2.15."""
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
@@ -126,12 +130,12 @@ def is_faking() -> bool:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Make ordinary CPU tensors inside, whatever modes, transforms or default device are active.
+    """Create ordinary CPU tensors inside the block, whatever modes or transforms are active.
 
-    Neither fake, proxy, functional nor the user's own modes see what is done inside, and what is
-    made inside `torch.func.grad` and the like is not wrapped for it. 2.11-2.15.
+    Fake, proxy, functional and users' modes do not see operations of the block; the default device
+    does not apply; and transforms such as `torch.func.grad` do not wrap its tensors. 2.11-2.15.
     """
-    if _is_eager():  # to enter all of these takes 60 us where caches are cold
+    if _is_eager():  # entering these contexts takes 60 us with cold caches
         yield
         return
     with (
@@ -155,8 +159,8 @@ def _is_eager() -> bool:
 
 @functools.cache
 def _ordinary_keys() -> frozenset[int]:
-    # The dispatch keys of a tensor whose memory holds its values as they are. Lazy, wrapped,
-    # sparse, quantized, meta and other tensors have other keys, or one more.
+    # The dispatch keys of a tensor whose memory contains its values. Lazy, wrapped, sparse,
+    # quantized, meta and other tensors have other or additional keys.
     with untraced():
         ordinary = torch.empty(0, device="cpu")
         with torch.inference_mode():
@@ -165,10 +169,10 @@ def _ordinary_keys() -> frozenset[int]:
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read from this process's memory by their address.
+    """Whether a tensor's values can be read from the CPU memory at its address.
 
-    True for a dense CPU tensor, Parameter included, and for no subclass that could mean something
-    else; false where values are still to be negated, or stand in another tensor.
+    True for a dense CPU tensor or Parameter. False for subclasses, which may mean other values; and
+    if the values are still to be negated or conjugated, or are in another tensor.
     """
     is_exact = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return is_exact and _is_ordinary(tensor) and not lacks_memory(tensor)
@@ -177,7 +181,8 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Whether a dense CPU tensor's memory is too small for its values.
 
-    It can be freed under a living tensor: FSDP does so, with `untyped_storage().resize_(0)`.
+    A program can free the memory of a tensor that it keeps, as FSDP does with
+    `untyped_storage().resize_(0)`.
     """
     if not _is_ordinary(tensor) or tensor.numel() == 0:
         return False

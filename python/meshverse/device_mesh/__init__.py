@@ -1,11 +1,11 @@
-"""`DeviceMesh` and what builds one, by the names of `torch.distributed.device_mesh`.
+"""`DeviceMesh` and the functions that create meshes, as in `torch.distributed.device_mesh`.
 
-- `device_mesh`: the class. What a mesh is and what derives from it is arithmetic in `layouts`; its
-  groups and the meshes derived from it are its universe's.
-- `init_mesh`, `partition`: functions that build one mesh, or several over disjoint ranks.
-- `group_names`: lists of names of groups, by which torch uses them.
-- `drawing`: a mesh as a picture.
-- `logged_once`: warnings about a program's meshes, logged once.
+- `device_mesh`: the class. The room `layouts` computes descriptions of meshes and of those derived
+  from them; the mesh's universe keeps its process groups and the derived meshes.
+- `init_mesh`, `partition`: functions that create one mesh, or several over disjoint ranks.
+- `group_names`: the lists in which torch finds the names of a mesh's process groups.
+- `drawing`: drawing a mesh as a picture.
+- `logged_once`: warnings about a program's meshes, each logged once.
 """
 
 from __future__ import annotations

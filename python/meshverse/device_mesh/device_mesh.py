@@ -1,4 +1,4 @@
-"""`DeviceMesh`: stock's, computed by arithmetic over one universe."""
+"""`DeviceMesh`: a subclass of torch's class that computes ranks by arithmetic within a universe."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ from meshverse.world.world import World
 
 from .drawing import draw
 from .group_names import GroupNames, MissingGroups, PromisedGroups
-from .logged_once import note_order, note_root
+from .logged_once import register_root, warn_of_sorted_ranks
 
-_NO_RANK = -1  # c10d's own word for it
+_NO_RANK = -1  # as in c10d
 
-# A mesh over at most this many ranks is hashed when it is made: torch will read the hash, and it
-# takes microseconds. Over more ranks the first hash takes longer, and waits until it is read.
-_SMALL_WORLD = 1024
+# If a mesh's universe has at most this many ranks, the mesh computes its hash when it is created:
+# that takes microseconds, and torch will read the hash. The first hash over more ranks takes
+# longer, so it is computed only when it is read.
+_SMALL_UNIVERSE = 1024
 
 _SLICES_A_FLATTENED_AXIS = (
     "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
@@ -79,10 +80,10 @@ _SLICES_A_FLATTENED_AXIS = (
 
 
 class _CheckedCoordinate:
-    """Descriptor that computes the coordinate on each read, for meshes whose rank may change.
+    """Descriptor that computes the coordinate on each read, as this process's rank may change.
 
-    It is put on the class when the first mesh needs it: CPython reads an attribute 10 ns faster
-    where the class has none of its name.
+    The class gets it only when the first mesh needs it: without a class attribute of the same name,
+    CPython reads an attribute of an object 10 ns faster.
     """
 
     def __get__(self, mesh: DeviceMesh | None, owner: type) -> Any:
@@ -90,41 +91,44 @@ class _CheckedCoordinate:
 
 
 class DeviceMesh(StockDeviceMesh):
-    """A drop-in `torch.distributed.DeviceMesh` whose cost does not grow with the job.
+    """A drop-in subclass of `torch.distributed.DeviceMesh` that shares process groups.
 
-    Construct it as stock: from a tensor or array of global ranks, or with `init_device_mesh`. All
-    of stock's methods are there with the same results. Derived meshes are interned (`m["tp"] is
-    m["tp"]`) and share process groups through `universe`.
+    Create it with `init_device_mesh`, or as in torch from a tensor or array of global ranks. It has
+    all methods of torch's class, with the same results. The meshes that are derived from a mesh are
+    in the same `universe`: axes with the same ranks and options share one process group, and the
+    same slice is the same object (`mesh["tp"] is mesh["tp"]`).
 
     Args:
         device_type: "cpu", "cuda", ... without an index.
-        mesh: global ranks, one axis a dimension; every rank at most once.
-        mesh_dim_names: one name an axis, each once.
-        backend_override: one (backend, options) pair an axis, or a mapping from axis index or
-            name as for `init_device_mesh`.
-        preserve_rank_order: group ranks follow the order of `mesh` instead of ascending ranks.
-        universe: a universe that has these ranks to build this mesh in; its timeout and options are
-            those of the groups.
-        isolate: tags for groups of their own: one for all axes, or by axis index or name; see
-            `meshverse.isolate`.
+        mesh: global ranks, each at most once; one dimension per axis.
+        mesh_dim_names: one name per axis, each at most once.
+        backend_override: one (backend, options) pair per axis, or a mapping from axis index or name
+            as for `init_device_mesh`.
+        preserve_rank_order: whether the ranks of a group keep their order in `mesh`. By default
+            they ascend, as in torch.
+        universe: existing universe to create this mesh in. It has these ranks, and sets the timeout
+            and options of the groups. If it also has other ranks, the mesh is in a part of it.
+        isolate: tags, for groups that are shared only with meshes under the same tag: one tag for
+            all axes, or tags by axis index or name; see `meshverse.isolate`.
 
     Raises:
-        ValueError: repeated or negative ranks, a rank outside the world, a bad override.
-        RuntimeError: a mesh larger than the world; names that repeat or do not match the axes.
-        TypeError: neither `mesh` nor torch's private arguments, or names that are no strings.
+        ValueError: ranks repeat, are negative or outside the world or `universe`; or an override is
+            not valid.
+        RuntimeError: the mesh is larger than the world, or names repeat or do not match the axes.
+        TypeError: a name is not a string; or both `mesh` and torch's private arguments are missing.
 
-    The arguments that begin with an underscore are those of torch's own code.
+    Arguments that begin with an underscore are for torch's own code.
     """
 
-    # Where users import it from; pickles and graphs know it by this name.
+    # Users import it from there, and pickles and graphs refer to it by that name.
     __module__ = __package__
 
     decouple_backend_at_save: ClassVar[bool] = False
-    """Whether meshes that are saved come back apart from this world: without its process groups,
-    and unequal to its meshes, until `bind()`. Otherwise a loaded mesh finds its universe again."""
+    """Whether a saved mesh is independent of this world when it is loaded: without process groups,
+    and unequal to live meshes, until `bind()`. Otherwise it is loaded into its live universe."""
 
-    # All attributes that this package sets on a mesh; a user or a subclass set any other. torch
-    # reads those that it has too.
+    # All attributes that this package sets on a mesh; any other was set by a user or a subclass.
+    # torch reads those that its own class has too.
     _description: MeshDescription
     _device_type: str
     _mesh_dim_names: tuple[str, ...] | None
@@ -135,14 +139,14 @@ class DeviceMesh(StockDeviceMesh):
     _rank: int
     _thread_id: int | None
     _pg_registry: dict[str, compat.ProcessGroup]
-    _slices: dict[object, DeviceMesh]  # by what they were requested with
+    _slices: dict[object, DeviceMesh]  # by the argument of `__getitem__`
     _hash: int | None
-    _identity: tuple[object, ...]  # what makes meshes equal
+    _identity: tuple[object, ...]  # equal for equal meshes
     _root_mesh: StockDeviceMesh | None
     _dim_group_names: list[str]  # type: ignore[assignment]  # torch writes it too
-    _coordinate_on_dim: Any  # of meshes whose rank cannot change; else see `_CheckedCoordinate`
+    _coordinate_on_dim: Any  # set if this rank cannot change; otherwise see `_CheckedCoordinate`
 
-    # --- making one -----------------------------------------------------------------------------
+    # --- creating a mesh ------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -173,9 +177,11 @@ class DeviceMesh(StockDeviceMesh):
                 universe = _root_mesh.universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
-        names = check_axis_names(mesh_dim_names or None, len(layout))  # () as stock
+        names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
         tags = normalize_tags(isolate, names, len(layout), tags_before)
-        if _root_mesh is not None and not _init_backend:  # torch adds groups that it has already
+        if _root_mesh is not None and not _init_backend:
+            # torch is deriving a mesh, to which it will give existing groups. So an `isolate` block
+            # around the call must not tag it.
             tags = tags_before
         self._build(
             MeshDescription(device_type, layout, names, preserve_rank_order).with_tags(tags),
@@ -199,17 +205,17 @@ class DeviceMesh(StockDeviceMesh):
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
-        """Become a root mesh, in a universe of its own or in a given one.
+        """Initialize this object as a root mesh, in a new or an existing universe.
 
         Args:
-            description: of the mesh.
-            rank_map: the ranks that it is over.
-            overrides: one an axis; empty where no axis has one.
-            call: what the user called, for messages.
-            universe: which has these ranks; None for a new one.
-            settings: arguments of `Universe`, if it is still to be made.
+            description: description of the mesh.
+            rank_map: ranks of the mesh.
+            overrides: one per axis; empty if no axis has one.
+            call: name of the function that the user called, for messages.
+            universe: existing universe that has these ranks; None for a new one.
+            settings: further arguments of `Universe` or `Universe.part`, if this creates one.
             init_backend: whether the mesh has process groups.
-            rank: this process's, where it is not that in the default group.
+            rank: global rank of this process; None for its rank in the default group.
         """
         known = None if universe is None else universe.known_part(rank_map)
         if known is not None:
@@ -223,9 +229,9 @@ class DeviceMesh(StockDeviceMesh):
             self._set_up_world()
         if known is None:
             make = Universe if universe is None else universe.part
-            known, is_apart = make(rank_map, rank=rank, **(settings or {})), True
+            known, is_new = make(rank_map, rank=rank, **(settings or {})), True
         else:
-            is_apart = False
+            is_new = False
         self._enter(known)
         names = None
         if init_backend:
@@ -234,15 +240,15 @@ class DeviceMesh(StockDeviceMesh):
             )
         self._take_group_names(names)
         known.meshes.keep(self)
-        if is_apart:
-            note_root(self)
+        if is_new:
+            register_root(self)
         else:
             known.meshes.note_names(description)
 
     def _set_up_world(self) -> None:
         world = World.current()
         if world is None or self.layout.size > world.size:
-            compat.set_up_device(self)  # starts the default group, or says what is wrong
+            compat.set_up_device(self)  # starts the default group, or raises
             world = World.current()
         if world is not None:
             world.set_up_device(self, self._device_type)
@@ -255,17 +261,18 @@ class DeviceMesh(StockDeviceMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """Create a mesh on process groups that exist already, one an axis.
+        """Create a mesh on existing process groups, one per axis.
 
         Args:
-            group: the group of a 1-D mesh, or one group for each axis.
+            group: the group of a 1-D mesh, or a list with one group per axis.
             device_type: "cpu", "cuda", ... without an index.
-            mesh: global ranks; needed with a list of groups.
-            mesh_dim_names: one name an axis; needed with a list of groups.
+            mesh: global ranks; required with a list of groups.
+            mesh_dim_names: one name per axis; required with a list of groups.
 
         Raises:
-            ValueError: `mesh` is not the ranks of the one group; or with several groups, `mesh` or
-                `mesh_dim_names` is missing, or `mesh` has another number of axes than groups.
+            ValueError: with a single group, `mesh` differs from its ranks; with a list of groups,
+                `mesh` or `mesh_dim_names` is missing, or their number of axes is not that of the
+                groups.
         """
         groups, ranks = read_groups(group, mesh, mesh_dim_names)
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
@@ -277,14 +284,14 @@ class DeviceMesh(StockDeviceMesh):
             ]
         )
         result._universe.meshes.keep(result)
-        note_root(result)
+        register_root(result)
         return result
 
     @classmethod
     def _made(
         cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> Self:
-        """Create a mesh of this class, which the universe does not intern."""
+        """Create a mesh of this class without interning it in the universe."""
         mesh = object.__new__(cls)
         mesh._fill(universe, description, group_names)
         return mesh
@@ -300,7 +307,7 @@ class DeviceMesh(StockDeviceMesh):
     def _in_universe(
         universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """Return the mesh of a universe with this description and these groups (None: without)."""
+        """Return a universe's mesh of this description and these groups (None for no groups)."""
         key = description, None if group_names is None else tuple(group_names)
         known = universe.meshes.find(key)
         if known is not None:
@@ -309,7 +316,7 @@ class DeviceMesh(StockDeviceMesh):
 
     def _describe(self, description: MeshDescription) -> None:
         self._description = description
-        # One step, where reading the fields by name would look each of them up.
+        # One step is faster than reading the fields by name.
         self._device_type, layout, self._mesh_dim_names, self._preserve_rank_order, _, _ = (
             description
         )
@@ -328,36 +335,36 @@ class DeviceMesh(StockDeviceMesh):
             self._keep_coordinate()
         else:
             _check_coordinates()
-        # If this mesh has isolation tags, `UniverseMeshes.intern` may give it another root.
+        # If this mesh has isolation tags, `UniverseMeshes.intern` may set another root.
         root = universe.meshes.root
         self._root_mesh = None if root is self else root
-        if universe.size <= _SMALL_WORLD:
+        if universe.size <= _SMALL_UNIVERSE:
             hash(self)
 
-    # --- what it is -----------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------
 
     @property
     def universe(self) -> Universe:
-        """The universe this mesh belongs to: its ranks, process groups and related meshes."""
+        """Universe of this mesh: its ranks, process groups and related meshes."""
         return self._universe
 
     @property
     def description(self) -> MeshDescription:
-        """The device type, axes and tags of this mesh, without its universe and groups."""
+        """Device type, axes and tags of this mesh, without its universe and groups."""
         return self._description
 
     @property
     def layout(self) -> Layout:
-        """The axis layouts of this mesh over the positions of its universe's rank map."""
+        """Layout of each axis over the positions of the universe's rank map."""
         return self._description.layout
 
     @property
     def flattened(self) -> Mapping[str, DeviceMesh]:
-        """The flattened meshes that this mesh finds by name, those of its root."""
+        """Flattened meshes by name: those that the root of this mesh has."""
         return self._root()._flatten_mapping
 
-    # Stock's versions of these three read `_layout`, which is made only for meshes of which torch
-    # reads it.
+    # torch's versions of these three read `_layout`. Ours do not, so `_layout` is computed only if
+    # torch itself reads it.
     @property
     def ndim(self) -> int:
         """Number of axes."""
@@ -369,39 +376,40 @@ class DeviceMesh(StockDeviceMesh):
         return self._shape
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Number of ranks of this mesh, or along one axis.
+        """Return the number of ranks of this mesh, or along one axis.
 
         Args:
-            mesh_dim: index of the axis.
+            mesh_dim: index of the axis; None for the whole mesh.
         """
         return self.layout.size if mesh_dim is None else self._shape[mesh_dim]
 
     def draw(
         self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
     ) -> Picture:
-        """Draw this mesh: the ranks by node, coloured by group, mine outlined.
+        """Draw the ranks of this mesh by node, coloured by process group, with this rank outlined.
 
-        `print()` shows it as text, `.show()` in colours (with rich), a notebook as SVG; `.to_svg()`
-        and `.to_html()` give it to write to a file. Of a submesh, all groups of its universe along
-        these axes are drawn. No group is made for it. O(ranks), when it is shown.
+        `print()` shows the picture as text, `.show()` in colour (with rich) and a notebook as SVG.
+        `.to_svg()` and `.to_html()` return documents as strings. Along the axes of a submesh, all
+        groups of its universe are drawn. Drawing creates no process group; showing the picture
+        takes O(number of ranks) time.
 
         Args:
-            axis: name or index of the axis, or name of a flattened axis, or several of them, a
-                panel each; by default all axes of this mesh.
-            node_size: ranks 0 to n-1 are on the first node, and so on. By default what torchrun
-                says (`LOCAL_WORLD_SIZE`); where nothing does, ranks are drawn in lines of eight.
+            axis: name or index of an axis, name of a flattened axis, or a sequence of these, each
+                drawn as a panel; by default all axes of this mesh.
+            node_size: number of ranks per node, in order of rank. By default torchrun's
+                `LOCAL_WORLD_SIZE`; without that, ranks are drawn in lines of eight.
 
         Raises:
-            KeyError: no such name.
-            IndexError: no such index.
-            ValueError: a node size that is not positive.
+            KeyError: there is no axis of this name.
+            IndexError: there is no axis of this index.
+            ValueError: the node size is not positive.
         """
         flattened = {name: mesh.description for name, mesh in dict(self.flattened).items()}
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL stock prints the ranks too. A rank outside a slice has
-        # none to print; stock has no such slices.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. A slice has no
+        # ranks on a rank outside the mesh; torch cannot create such slices.
         universe, layout = self._universe, self.layout
         if universe.position is not None or layout.size == universe.size:
             return StockDeviceMesh.__repr__(self)
@@ -415,25 +423,25 @@ class DeviceMesh(StockDeviceMesh):
     def _repr_html_(self) -> str:  # in a notebook
         return f"<pre>{escape(repr(self))}</pre>{self.draw().to_svg()}"
 
-    # --- slices, and meshes combined of the axes of several: on the groups that are there ---------
+    # --- slices and concatenated meshes, on existing groups ---------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         """Return the submesh of the named axes; the same object each time.
 
         Args:
-            mesh_dim_names: one name, or several as a tuple or list. Order as in the mesh. On a
-                root mesh, names of flattened axes too (deprecated in torch).
+            mesh_dim_names: one name, or a tuple or list of names in the order of the mesh. On a
+                root mesh, also names of flattened axes (deprecated in torch).
 
         Raises:
-            RuntimeError: the mesh has no names, or the axes overlap.
-            KeyError: an unknown name, or names in another order than in the mesh.
+            RuntimeError: the mesh has no axis names, or the axes overlap.
+            KeyError: a name is unknown, or the names are in another order than in the mesh.
         """
         if is_dynamo_compiling():
             return StockDeviceMesh.__getitem__(self, mesh_dim_names)  # type: ignore[index,return-value]
-        if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():  # a list has no hash
+        if isinstance(mesh_dim_names, (str, tuple)) and not current_tag():
             try:
                 known = self._slices.get(mesh_dim_names)
-            except TypeError:  # a tuple of lists has no hash either; `_slice` says what is wrong
+            except TypeError:  # a tuple that contains a list cannot be hashed; `_slice` raises
                 known = None
             if known is not None:
                 return known
@@ -453,7 +461,7 @@ class DeviceMesh(StockDeviceMesh):
         tags = mesh.tags and list(map(mesh.tags.__getitem__, indices))
         description = slice_axes(mesh, names, mesh.layout, indices, tags)
         group_names: Sequence[str] | None = self.group_names
-        if group_names:  # None without groups, empty outside the mesh
+        if group_names:  # None if the mesh has no groups, empty on a rank outside the mesh
             group_names = list(map(group_names.__getitem__, indices))
         if is_isolated:
             return self._derive(description, group_names)
@@ -463,13 +471,13 @@ class DeviceMesh(StockDeviceMesh):
         return submesh
 
     def _slice_flattened(self, names: AxisNames) -> DeviceMesh:
-        # As in torch, which deprecates it: slicing a root mesh by names of flattened meshes.
+        # Slicing a root mesh by names of flattened meshes, which torch deprecates.
         flattened = self.flattened if self == self._root() else {}
         check_known_axes(self._description, names, flattened)
         own = self._mesh_dim_names or ()
         sources = []
         for name in names:
-            if name not in own:  # before the checks that follow, as stock
+            if name not in own:  # torch too warns before it checks
                 compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
             sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh.layout[index] for mesh, index in sources])
@@ -479,15 +487,15 @@ class DeviceMesh(StockDeviceMesh):
 
     @staticmethod
     def concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
-        """Return a mesh with the axes of several, in the order given, on their process groups.
+        """Return a mesh with the axes of several meshes, in this order, on their process groups.
 
         Args:
-            device_mesh_list: meshes over the same ranks whose axes do not overlap.
+            device_mesh_list: meshes of universes with the same ranks, whose axes do not overlap.
 
         Raises:
-            RuntimeError: they overlap, or are over different ranks.
-            TypeError: one has no names.
-            IndexError: there is none.
+            RuntimeError: the axes overlap, or the universes have different ranks.
+            TypeError: a mesh has no axis names.
+            IndexError: the list is empty.
         """
         return DeviceMesh._concatenate(device_mesh_list)
 
@@ -496,15 +504,15 @@ class DeviceMesh(StockDeviceMesh):
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
             joined = compat.stock_concatenate(list(device_mesh_list))
-            for mesh in meshes:  # stock knows no lazy groups, so they are used now
+            for mesh in meshes:  # a mesh of torch's class cannot create lazy groups at first use
                 for index in range(len(mesh.group_names or ())):
-                    mesh._dim_group_names[index]
+                    mesh._dim_group_names[index]  # creates the group
             return joined
         first = meshes[0]
         for mesh in meshes:
             check_has_names(mesh._description, "concatenate", TypeError)
             if mesh._universe.rank_map != first._universe.rank_map:
-                raise RuntimeError(  # with torch's own spelling
+                raise RuntimeError(  # "meshs" is torch's spelling
                     "Cannot concatenate DeviceMeshes derived from different device meshs: "
                     f"{first} is over {first._universe.rank_map}, {mesh} is over "
                     f"{mesh._universe.rank_map}."
@@ -544,7 +552,7 @@ class DeviceMesh(StockDeviceMesh):
             submeshes.append(submesh)
         return submeshes
 
-    # --- flattened and unflattened meshes: on groups that may have to be made ---------------------
+    # --- flattened and unflattened meshes, which may need new groups ------------------------------
 
     def flatten(
         self,
@@ -555,16 +563,20 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         """Return a one-axis mesh over all ranks of this one, in the same order.
 
+        If these ranks were already flattened under the same name and tag, this returns the existing
+        mesh, and ignores `backend_override`. If its group was destroyed, a new mesh replaces it.
+
         Args:
-            mesh_dim_name: its name; by default the names of this mesh's axes joined by "_".
-            backend_override: of its group, if it shall differ from the default.
-            isolate: tag for a group of its own, inside those of my axes; see `meshverse.isolate`.
-                Torch keeps flattened meshes by name: one that is known under this name and this
-                tag already is given as it is, unless its group was destroyed.
+            mesh_dim_name: name of the new axis; by default the names of this mesh's axes, joined
+                by "_".
+            backend_override: backend name, options object or a pair of both for the group; by
+                default those of the universe.
+            isolate: tag, for a group that is shared only under the same tag; see
+                `meshverse.isolate`. It is added to the tags of this mesh's axes.
 
         Raises:
-            RuntimeError: this mesh has no names.
-            ValueError: the name is an axis of the root, or another flattened mesh has it.
+            RuntimeError: this mesh has no axis names.
+            ValueError: an axis of the root mesh, or another flattened axis, has this name.
         """
         if not self._mesh_dim_names:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
@@ -584,15 +596,16 @@ class DeviceMesh(StockDeviceMesh):
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: SingleOverride | None = None
     ) -> DeviceMesh:
-        if is_dynamo_compiling():  # which traces stock's method
+        if is_dynamo_compiling():  # torch.compile can trace torch's method, but not ours
             return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
         return self.flatten(mesh_dim_name, backend_override)
 
     def _create_flatten_mesh(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
     ) -> DeviceMesh | None:
-        # Called by stock's `_flatten`, which finds the mesh at the root; what is traced knows no
-        # `isolate` blocks. 2.11 may leave the name to us.
+        # torch's `_flatten` calls this while torch.compile traces it, and then reads the mesh from
+        # the root's `_flatten_mapping`. Traced code ignores `isolate` blocks. torch 2.11 may pass
+        # None as the name.
         name = mesh_dim_name or "_".join(self._mesh_dim_names or ())
         tag = merge_tags(self._description.axis_tags)
         made = self._flattened_under(tag, name, normalize_override(backend_override))
@@ -622,7 +635,7 @@ class DeviceMesh(StockDeviceMesh):
             universe.meshes.add_flattened(name, tag, known)
         is_at_root = root._flatten_mapping.get(name) is known
         if not is_at_root and tag == merge_tags(self._description.axis_tags):
-            root._flatten_mapping[name] = known  # where torch finds it
+            root._flatten_mapping[name] = known  # torch looks it up there
         return known
 
     def unflatten(
@@ -634,19 +647,22 @@ class DeviceMesh(StockDeviceMesh):
         *,
         isolate: str | Mapping[int | str, str] | None = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis split into several, the rightmost varying fastest.
+        """Return this mesh with one axis split into several, of which the last varies fastest.
 
         Args:
             dim: index or name of the axis to split.
-            mesh_sizes: sizes of the new axes; their product is the size of the axis.
+            mesh_sizes: sizes of the new axes; their product is the size of the split axis.
             mesh_dim_names: names of the new axes.
-            backend_override: by name or index of the new axes, where a group shall differ.
-            isolate: tags for groups of their own, inside that of the axis: one for all the new
-                axes, or by name or index of the new axes; see `meshverse.isolate`.
+            backend_override: backends and options of new axes, by axis name or index among the new
+                axes, as for `init_device_mesh`.
+            isolate: tags, for groups that are shared only under the same tag: one tag for all new
+                axes, or tags by name or index of the new axes; see `meshverse.isolate`. They are
+                added to the tag of the split axis.
 
         Raises:
-            ValueError: no such axis, or sizes that do not multiply out to it.
-            RuntimeError: another number of names than sizes, or a name that is taken.
+            ValueError: there is no such axis, or the product of the sizes is not its size.
+            RuntimeError: the number of names is not that of the sizes, or a name is taken.
+            TypeError: this mesh has no axis names.
         """
         return self._unflatten(dim, mesh_sizes, mesh_dim_names, backend_override, isolate)
 
@@ -684,9 +700,9 @@ class DeviceMesh(StockDeviceMesh):
     def _derive(
         self, description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """Return the mesh of my universe with this description and these groups.
+        """Return this universe's mesh of this description and these groups.
 
-        Inside an `isolate` block it is that mesh under the block's tag.
+        Inside an `isolate` block, the mesh has the block's tag, and groups under that tag.
         """
         block = current_tag()
         if not block:
@@ -697,7 +713,7 @@ class DeviceMesh(StockDeviceMesh):
     def _derive_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
-        """Return the mesh of my universe with this description, under these isolation tags."""
+        """Return this universe's mesh of this description, under these isolation tags."""
         group_names = self._group_names_under(tags, description, group_names)
         return self._in_universe(self._universe, description.with_tags(tags), group_names)
 
@@ -705,30 +721,32 @@ class DeviceMesh(StockDeviceMesh):
 
     @property
     def has_groups(self) -> bool:
-        """Whether process groups were made for this mesh, by its ranks; true on all ranks then."""
+        """Whether this mesh has process groups, lazy ones included; the same on all ranks."""
         return not isinstance(self._dim_group_names, MissingGroups)
 
     @property
     def group_names(self) -> tuple[str, ...] | None:
-        """c10d names of my groups, one per axis; None without process groups.
+        """c10d names of this rank's process groups, one per axis; None if the mesh has no groups.
 
-        Empty on a rank outside the mesh.
+        Empty on a rank outside the mesh. Reading the names creates no lazy group.
         """
         names = self._dim_group_names
         return None if isinstance(names, MissingGroups) else tuple(names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
-        """Return this rank's process group along one axis.
+        """Return this rank's process group along one axis; creates it now if it is lazy.
 
         Args:
-            mesh_dim: index or name of the axis, or name of a flattened axis; may be left out on a
-                mesh with one axis.
+            mesh_dim: index or name of the axis, or name of a flattened axis. May be omitted if the
+                mesh has one axis.
 
         Raises:
-            RuntimeError: the mesh has no process groups, or several and `mesh_dim` is left out.
-            KeyError: no such name.
+            RuntimeError: the mesh has no process groups, or its groups have ended; or the mesh has
+                several axes and `mesh_dim` is omitted.
+            KeyError: there is no axis of this name.
+            IndexError: there is no axis of this index, or this rank is outside the mesh.
         """
-        if is_dynamo_compiling():  # which traces stock's method
+        if is_dynamo_compiling():  # torch.compile can trace torch's method, but not ours
             return StockDeviceMesh.get_group(self, mesh_dim)
         try:
             name: str | None
@@ -738,7 +756,7 @@ class DeviceMesh(StockDeviceMesh):
                 name = self._dim_group_names[mesh_dim]
             else:
                 name = self._name_of_named_group(mesh_dim)
-            if name is None:  # stock says what is wrong
+            if name is None:  # torch's method raises
                 self._check_groups()
                 return StockDeviceMesh.get_group(self, mesh_dim)
             return compat.resolve_group(name)
@@ -748,37 +766,38 @@ class DeviceMesh(StockDeviceMesh):
                 raise
             rank, ranks = self._universe.rank, self._universe.rank_map
             raise IndexError(
-                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of it; "
-                "get_coordinate() is None on such a rank."
+                f"Rank {rank} is not in {self} over {ranks}, so it has no process group of this "
+                "mesh. On ranks outside a mesh, get_coordinate() returns None: check that first."
             ) from None
 
     def _name_of_named_group(self, mesh_dim: Any) -> str | None:
         root = self if self._root_mesh is None else self._root_mesh
         try:
             flattened = root._flatten_mapping.get(mesh_dim)
-        except TypeError:  # it has no hash, so it is no name
+        except TypeError:  # it cannot be hashed, so it is not a name
             return None
-        if flattened is not None:  # before an axis of mine of the same name, as in stock
+        if flattened is not None:  # as in torch, it comes before an axis of the same name
             return flattened._dim_group_names[0]
         names = self._mesh_dim_names or ()
         return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
     def bind(self, universe: Universe | None = None) -> DeviceMesh:
-        """Give a mesh that was loaded without process groups those of a universe.
+        """Give this mesh, which was loaded or created without process groups, those of a universe.
 
-        All meshes that were loaded with it are bound too. Missing groups are made with default
-        options, so all ranks of the mesh call this.
+        All other meshes without groups in its universe are bound too. This creates missing groups,
+        with the default options of the target universe, so all ranks of the meshes must call it.
 
         Args:
-            universe: that has these ranks; by default the first live one of the same ranks, or
-                else a new one.
+            universe: target universe, which has these ranks. By default a live one over the same
+                ranks: the one with the number of the universe that the mesh was saved from, or else
+                the oldest that created groups. If there is none, a new universe.
 
         Returns:
-            This mesh, which now equals the universe's own.
+            This mesh. It now equals the universe's own mesh.
 
         Raises:
-            RuntimeError: it has process groups already, or there is no default process group.
-            ValueError: the universe lacks some of these ranks.
+            RuntimeError: the mesh has process groups already, or there is no default process group.
+            ValueError: `universe` lacks some of these ranks.
         """
         mine = self._universe
         if universe is None:
@@ -787,24 +806,24 @@ class DeviceMesh(StockDeviceMesh):
         return self
 
     def abort(self) -> None:
-        """End the process groups of this mesh's universe at once, where their backend can.
+        """Abort the process groups of this mesh's universe, with running collectives (NCCL).
 
-        For ranks that are left waiting when another one has died; they need not all call it. Where
-        an axis is on the default group, that ends too, and with it all groups of this process.
+        Call it on ranks that wait for a rank that has died; not all ranks need to call it. If an
+        axis uses the default group, that is aborted too, and with it all groups of this process.
 
         Raises:
-            RuntimeError: this is no root mesh.
+            RuntimeError: this is not a root mesh.
         """
         if self._root_mesh is not None:
             raise RuntimeError(
                 f"abort() is not supported on a submesh, such as {self}: call it on the root mesh, "
-                f"{self._root_mesh}, whose groups all end together."
+                f"{self._root_mesh}. It aborts all groups of the universe."
             )
         self._universe.abort()
 
     @property
     def _may_have_groups(self) -> bool:
-        return self._device_type != "xla"  # whose meshes have none in stock
+        return self._device_type != "xla"  # as in torch
 
     def _check_groups(self) -> None:
         if not self.has_groups:
@@ -829,10 +848,18 @@ class DeviceMesh(StockDeviceMesh):
         call: str,
         first: int = 0,
     ) -> list[str]:
-        """Return names of my groups along some axes, made where needed; none outside the ranks.
+        """Return the c10d names of this rank's groups along some axes; creates missing groups.
 
-        `layout` is that of the mesh they are for, `names` are those of its axes from `first` on.
-        Overrides and tags have one entry per axis, or are empty if no axis has one.
+        Lazy groups are planned and get a name, but are not created. On a rank outside the universe,
+        the list is empty.
+
+        Args:
+            layout: layout of a mesh with these axes.
+            names: names of the axes.
+            overrides: one per axis; empty if no axis has one.
+            tags: isolation tags, one per axis; empty if no axis has one.
+            call: name of the function that the user called, for messages.
+            first: index in `layout` of the first of the axes, which are consecutive.
         """
         universe, keeps_order = self._universe, self._preserve_rank_order
         if not (overrides or tags or keeps_order):
@@ -846,13 +873,13 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not keeps_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
-            note_order(self, layout.axes[first : first + len(names)], names)
+            warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
     def _group_names_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> list[str] | None:
-        """Return names of groups like these, for axes that shall have another tag."""
+        """Return names of groups with the same ranks and options, under these isolation tags."""
         if group_names is None:
             return None
         pairs = enumerate(zip(description.axis_tags, tags, strict=True))
@@ -870,13 +897,13 @@ class DeviceMesh(StockDeviceMesh):
         return names
 
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
-        """Use these process groups, one per axis; None for a mesh without process groups."""
+        """Set the process groups of this mesh, one per axis; None for a mesh without groups."""
         if group_names is None:
             self._dim_group_names = MissingGroups(len(self._shape), self._refuse_groups)
             return
         universe = self._universe
-        # torch.compile cannot take in a mesh that is made within a graph with a list of another
-        # class.
+        # A plain list if possible: torch.compile rejects a mesh that is created inside a graph if
+        # its list is of another class.
         if universe.meshes.has_plain_names and all(
             name in universe.process_groups for name in group_names
         ):
@@ -888,16 +915,17 @@ class DeviceMesh(StockDeviceMesh):
     # --- this rank's coordinate -------------------------------------------------------------------
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return my rank in the process group along one axis. It makes no lazy group.
+        """Return this rank's number within its process group along one axis; lazy groups stay lazy.
 
         Args:
             mesh_dim: as for `get_group`.
 
         Raises:
-            As `get_group`.
+            RuntimeError, KeyError, IndexError: in the same cases as `get_group`.
         """
-        # While torch simulates ranks (LocalTensor mode), its class has another method here, which
-        # answers for all of them. And torch.compile can trace stock's method, but not this one.
+        # LocalTensor mode, which simulates several ranks, replaces this method of torch's class by
+        # one that returns a number for each of them. And torch.compile can trace torch's method,
+        # but not ours.
         if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         try:
@@ -908,7 +936,7 @@ class DeviceMesh(StockDeviceMesh):
             if planned is not None:
                 universe.groups.check_usable()
                 return planned.request.my_rank()
-            if mesh_dim is None and len(self._shape) != 1:  # stock says what is wrong
+            if mesh_dim is None and len(self._shape) != 1:  # torch's method raises
                 return StockDeviceMesh.get_local_rank(self, mesh_dim)
             return self.get_group(mesh_dim).rank()
         except RuntimeError:
@@ -919,7 +947,10 @@ class DeviceMesh(StockDeviceMesh):
             return rank
 
     def _local_rank_in_parent(self, mesh_dim: int | str | None) -> int | None:
-        """Return the parent's rank in its group in a fork, such as a data loader's worker."""
+        """Return the rank that the parent process of this fork has in its group; None if unknown.
+
+        Forks such as data loaders' workers may read it, although they cannot use the group.
+        """
         name = self._name_without_use(mesh_dim)
         if name is None:
             return None
@@ -927,7 +958,7 @@ class DeviceMesh(StockDeviceMesh):
         return compat.resolve_group(name).rank() if planned is None else planned.request.my_rank()
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
-        """Return the c10d name of the group along an axis, without making it; None if unknown."""
+        """Return the c10d name of the group along an axis without creating it; None if unknown."""
         mesh: StockDeviceMesh = self
         if mesh_dim is None and len(self._shape) == 1:
             mesh_dim = 0
@@ -940,16 +971,18 @@ class DeviceMesh(StockDeviceMesh):
                 mesh_dim = own_names.index(mesh_dim)
         names = mesh._dim_group_names
         if not isinstance(mesh_dim, int) or not -len(names) <= mesh_dim < len(names):
-            return None  # get_group says what is wrong
-        # `names[mesh_dim]` would count as use of the group, and make it.
+            return None  # get_group raises
+        # `names[mesh_dim]` would count as use of the group, and create it.
         return list.__getitem__(names, mesh_dim)
 
     def _find_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's coordinate, or None outside of the mesh.
+        """Return this rank's coordinate, or None if it is outside the mesh.
 
         Raises:
-            AttributeError: nobody knows its rank, as of stock's mesh for XLA without a group.
-            RuntimeError: this process is another rank now than the one that made the mesh.
+            AttributeError: this process has no rank, as with torch's XLA mesh without a default
+                group.
+            RuntimeError: this process's rank or the number of ranks has changed since the mesh was
+                created.
         """
         universe = self._universe
         if universe.rank < 0:
@@ -962,8 +995,8 @@ class DeviceMesh(StockDeviceMesh):
         return None if position is None else self._description.layout.coordinate(position)
 
     def _sym_get_coordinate(self, index: int) -> Any:
-        # Into a graph that is compiled for all ranks, stock puts a table of the ranks to search.
-        # Ours computes the coordinate. While torch simulates ranks, its method is called, as above.
+        # In a graph that is compiled for all ranks, torch's method searches a table of all ranks;
+        # this one computes the coordinate. For LocalTensor mode, see `get_local_rank`.
         if compat.is_stocks_own(StockDeviceMesh._sym_get_coordinate):
             if not compat.is_one_graph_traced():
                 coordinate = self._coordinate_on_dim
@@ -975,9 +1008,9 @@ class DeviceMesh(StockDeviceMesh):
                     return traced
         return StockDeviceMesh._sym_get_coordinate(self, index)
 
-    # --- what stock's methods and the rest of torch read: computed when it is first read ----------
+    # --- attributes that torch reads, computed at their first read --------------------------------
 
-    # Stock annotates these as attributes that can be written; torch does not write them.
+    # torch's class declares these as attributes that can be written, but torch does not write them.
     @computed
     def _layout(self) -> compat.TorchLayout:
         layout = compat.to_torch_layout(self.layout, flattened=self._description.flattened)
@@ -996,11 +1029,11 @@ class DeviceMesh(StockDeviceMesh):
     def mesh(self) -> torch.Tensor:
         """Global ranks of this mesh: int32 CPU tensor with one dimension per axis.
 
-        A copy of this mesh's own: to write to it changes no other mesh.
+        Each mesh has its own copy, so writing to it changes no other mesh.
 
         Raises:
-            RuntimeError: a part of the universe, read on a rank outside the universe, or in a
-                process that is another rank now than the one that made the mesh.
+            RuntimeError: the mesh has only some ranks of its universe, and this rank is outside the
+                universe, or its number has changed since the mesh was created.
         """
         universe, layout = self._universe, self.layout
         if layout.size == universe.size:
@@ -1026,7 +1059,7 @@ class DeviceMesh(StockDeviceMesh):
             return StockDeviceMesh._get_mesh_dim_by_name(self, mesh_dim_name)
         except KeyError as error:
             if mesh_dim_name in self.flattened:
-                hint = f"It is a flattened axis, of the mesh that mesh[{mesh_dim_name!r}] gives."
+                hint = f"It is a flattened axis: mesh[{mesh_dim_name!r}] returns its mesh."
             else:
                 known = [*(self._mesh_dim_names or ()), *self.flattened]
                 hint = did_you_mean(mesh_dim_name, known)
@@ -1035,12 +1068,13 @@ class DeviceMesh(StockDeviceMesh):
             raise KeyError(*error.args, hint.strip()) from None
 
     def _get_root_mesh_dim(self) -> int | None:
-        # The root of all meshes here is the first one; in stock, a slice of another root has that.
+        # torch looks the axis up in the root mesh that was sliced. In a universe, all meshes have
+        # the first root mesh as their root, so an axis of a later root mesh is looked up there.
         dim = self._universe.meshes.later_dim(self._description)
         return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
     def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
-        # DTensor flattens this layout, and looks for a flattened mesh with the result at the root.
+        # DTensor flattens this layout, and searches the root's flattened meshes for the result.
         layout = StockDeviceMesh._get_slice_mesh_layout(self, mesh_dim_names)
         if not self._description.tags:
             return layout
@@ -1051,7 +1085,7 @@ class DeviceMesh(StockDeviceMesh):
         ]
         return compat.with_flattened_tag(layout, tags, merge_tags(tags))
 
-    # --- equality: of all meshes of a world with the same ranks, axes, names and tags -------------
+    # --- equality: meshes of one world with the same ranks and the same description are equal -----
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -1067,8 +1101,8 @@ class DeviceMesh(StockDeviceMesh):
         mine, theirs = self._universe, other._universe
         if mine is theirs:
             return True
-        # torch's caches are keyed by meshes. What they hold for a mesh whose groups have ended must
-        # not be found for a new mesh.
+        # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
+        # groups have ended.
         if mine.is_over or theirs.is_over:
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
@@ -1076,20 +1110,21 @@ class DeviceMesh(StockDeviceMesh):
         return theirs.has_own_rank and not other.has_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
-        # A stock mesh does not know its world, so it is taken for one of this world.
-        is_apart = (
+        # A stock mesh does not know its world; this assumes the current one.
+        is_separate = (
             self._universe.token is not None
             or bool(self._description.tags)
             or self._universe.is_over
             or not self._may_be_of(World.current())
         )
-        return not is_apart and compat.equals_stock(self, stock)
+        return not is_separate and compat.equals_stock(self, stock)
 
     def _may_be_of(self, world: World | None) -> bool:
-        # What torch's caches hold for a mesh of an earlier world must not be found for one of this
-        # world: the earlier groups are gone, and this process may be another rank. A mesh without a
-        # world may be of any, as may one without groups whose rank was given: torch keeps those.
-        # Under torch's threaded test backend, each thread is a rank and has a world of its own.
+        # In torch's caches, a mesh of this world must not find an entry of a mesh of an earlier
+        # world, whose groups no longer exist, and in which this process may have had another rank.
+        # Two kinds of meshes may belong to any world: those created without a world, and those
+        # without groups whose rank was passed, which torch too uses in several worlds. Under
+        # torch's threaded test backend, each thread is a rank and has its own world.
         universe = self._universe
         if universe.world is world or universe.world is None or world is None:
             return True
@@ -1101,36 +1136,36 @@ class DeviceMesh(StockDeviceMesh):
 
     def _compute_hash(self) -> int:
         universe = self._universe
-        if universe.size <= _SMALL_WORLD:
+        if universe.size <= _SMALL_UNIVERSE:
             return int(StockDeviceMesh.__hash__(self))  # type: ignore[no-untyped-call]
-        # Without the tuple of all ranks, which stock's reads.
+        # torch's method would create the tuple of all ranks; this needs only the tuple's hash.
         self._hash = compat.hash_as_stock(self, universe.rank_views.hashed)
         return self._hash
 
     def _stable_hash(self) -> str:
         # torch finds compiled graphs on disk by this hash, and the ranks of a host share the disk.
-        # A graph contains its rank's coordinate and the names of its groups. Stock's hash leaves
-        # both out, so one rank can get the graph of another. A graph that one rank compiles for
-        # all ranks contains neither.
+        # A graph contains its rank's coordinate and the names of its groups. torch's hash includes
+        # neither, so one rank can load the graph of another. A graph that one rank compiles for all
+        # ranks contains neither.
         key = self._stable_key()
         if not compat.compiles_one_graph():
-            # These names do not count as use of the groups, so lazy groups stay lazy.
+            # Reading `group_names` creates no lazy group.
             key = *key, self._universe.rank, self.group_names
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @computed
     def _compile_guard(self) -> tuple[object, ...]:
-        """Values that must stay equal for a compiled graph to be used: all that makes meshes equal.
+        """Values that must stay equal for a compiled graph to be reused: those that `==` compares.
 
-        Short strings, where stock's guard compares the tuple of all ranks at every call. The world
-        counts, and which universes of it had ended, because a graph knows its process groups by
-        names.
+        They include the world, and how many of its universes had ended, because a graph refers to
+        its process groups by name. They are short, whereas torch's guard compares the tuple of all
+        ranks at every call.
         """
         world, generation = self._universe.world, self._universe.generation
         return *self._stable_key(), generation, None if world is None else world.label
 
     def _stable_key(self) -> tuple[object, ...]:
-        # What makes meshes equal in one world, the same in every process.
+        # Equal for equal meshes of one world, and the same in every process.
         description = self._description
         return (
             self._universe.rank_map.fingerprint,
@@ -1143,11 +1178,10 @@ class DeviceMesh(StockDeviceMesh):
             self._universe.token is None,  # a decoupled mesh equals no other
         )
 
-    # --- copies and pickles: a copy is the same object, as a universe has each mesh once ----------
+    # --- copies and pickles: copying returns the same object, as a universe has each mesh once ----
 
-    # A mesh of a user's subclass is really copied, as in stock, with the attributes that the
-    # subclass or its user set. Pickle finds how a mesh is saved in its dispatch table, where
-    # `saved_mesh` puts it.
+    # A mesh of a user's subclass is copied, as in torch, with the attributes that the subclass or
+    # its user set. The room `saved_mesh` registers the function that pickles meshes in `copyreg`.
 
     def __copy__(self) -> Self:
         copied = self._twin()
@@ -1162,7 +1196,7 @@ class DeviceMesh(StockDeviceMesh):
         return copied
 
     def _twin(self) -> Self:
-        """Return this mesh without what a subclass adds; the same object if it is interned."""
+        """Return a copy without attributes that a subclass adds; of our class, the mesh itself."""
         if self.decouple_backend_at_save:
             load, arguments, *_ = self._reduced()
             return cast("Self", load(*arguments))
@@ -1179,50 +1213,56 @@ class DeviceMesh(StockDeviceMesh):
         reduce: Any = copyreg.dispatch_table[DeviceMesh]
         return reduce(self)
 
-    # Called for subclasses only: pickle finds our class itself in its dispatch table.
+    # pickle calls this for subclasses only; for our class, it finds the function in `copyreg`.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self).__reduce__ is not object.__reduce__:  # the subclass defines its own way
+        if type(self).__reduce__ is not object.__reduce__:  # the subclass defines its own
             return self.__reduce__()
         return self._reduced()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes that a subclass or its user set on this mesh; `save_mesh` saves all else."""
+        """Return the attributes that a subclass or its user set on this mesh.
+
+        `saved_mesh.save_mesh` saves the others.
+        """
         own = _own_attributes(type(self))
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` gave.
+        """Set attributes that `__getstate__` returned.
 
         Raises:
-            ValueError: it holds what a mesh of ours has itself, which is not saved in this way.
+            ValueError: one of them is an attribute that Meshverse itself sets on each mesh.
         """
         own = sorted(_own_attributes(type(self)) & set(state))
         if own:
             raise ValueError(
-                f"A saved {type(self).__name__} sets {own}, which the mesh has itself: a subclass "
-                "may save attributes of its own only."
+                f"A saved {type(self).__name__} sets {own}, which every DeviceMesh has: a subclass "
+                "may save only attributes that it adds."
             )
         vars(self).update(state)
 
     @computed
     def _key_digests(self) -> list[str | None]:
-        """Digests of the options keys of my groups, one per axis; empty outside the mesh."""
+        """Digests of the options keys of this rank's groups, one per axis; empty outside the mesh.
+
+        Also empty while a group of a root under other tags is not requested yet.
+        """
         names = self._dim_group_names
         if isinstance(names, PromisedGroups) and not names.are_all_known:
             return []
         pairs = zip(self.layout, self.group_names or (), strict=False)
         return [self._universe.groups.key_digest(*pair) for pair in pairs]
 
-    # --- what its universe calls ----------------------------------------------------------------
+    # --- methods that the universe calls --------------------------------------------------------
 
     @property
     def _intern_key(self) -> Hashable:
-        """The key of this mesh within its universe: its description and its process groups.
+        """Key of this mesh within its universe: its description and its process groups.
 
-        A mesh of a user's subclass is identified by its id: it may have other attributes besides.
+        For a mesh of a user's subclass, its id: equal meshes may have different attributes.
         """
         if type(self) is not DeviceMesh:
-            return id(self)  # the universe keeps it, so no other mesh there will have this id
+            return id(self)  # the universe keeps the mesh, so no later mesh can get this id
         return self._description, self.group_names
 
     def _root(self) -> DeviceMesh:
@@ -1233,10 +1273,14 @@ class DeviceMesh(StockDeviceMesh):
         self._root_mesh = None if root is self else root
 
     def _add_flattened(self, name: str, flattened: DeviceMesh) -> None:
-        """Note a flattened mesh at this root, unless another has as many tags."""
+        """Register a flattened mesh at this root, by name.
+
+        It replaces an equal mesh of the same name (whose group was destroyed), and one with fewer
+        tags; a mesh with as many tags or more stays.
+        """
         known = self._flatten_mapping.get(name)
-        is_anew = known is not None and known.description == flattened.description
-        if known is None or is_anew or _n_tags(flattened) > _n_tags(known):
+        replaces_equal = known is not None and known.description == flattened.description
+        if known is None or replaces_equal or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
 
     def _keep_coordinate(self) -> None:
@@ -1246,7 +1290,10 @@ class DeviceMesh(StockDeviceMesh):
         self._coordinate_on_dim = None if position is None else layout.coordinate(position)
 
     def _forget_coordinate(self) -> None:
-        """Compute this rank's coordinate, and the ranks of a part of the mesh, at the next read."""
+        """Drop the stored coordinate, so that the next read computes it and checks the rank.
+
+        So too the stored ranks of a mesh with only some ranks of its universe: they depend on it.
+        """
         _check_coordinates()
         names = ["_coordinate_on_dim"]
         if self._description.layout.size != self._universe.size:
@@ -1256,13 +1303,13 @@ class DeviceMesh(StockDeviceMesh):
                 delattr(self, name)
 
     def _renew_group_names(self) -> None:
-        """Give torch a plain list of names of groups, or one that looks at each use."""
+        """Replace the list of group names by a plain list or a `GroupNames`, whichever fits now."""
         names: list[str] = vars(self).get("_dim_group_names", MissingGroups)
         if type(names) in (list, GroupNames):
             self._take_group_names(list(names))
 
     def _under(self, tags: Sequence[str]) -> DeviceMesh:
-        """Return this mesh under other isolation tags, as a root: its groups are made when used."""
+        """Return a root mesh like this under other tags; requests each group at its first use."""
         names = None if self.group_names is None else ()
         mesh = self._made(self._universe, self._description.with_tags(tags), names)
         mesh._take_root(None)
@@ -1271,7 +1318,7 @@ class DeviceMesh(StockDeviceMesh):
 
             def request(index: int) -> str:
                 with contextlib.suppress(AttributeError):
-                    del mesh._key_digests  # of no groups, if they were read before
+                    del mesh._key_digests  # if it was read before, it is empty
                 axis, description = slice(index, index + 1), self._description
                 if description.axis_tags[index] == tags[index]:
                     return str(self._dim_group_names[index])
@@ -1288,11 +1335,11 @@ class DeviceMesh(StockDeviceMesh):
         return mesh
 
     def _join(self, universe: Universe) -> None:
-        """Enter a universe, for `Universe.bind`: on its groups, made where it has none."""
+        """Enter a universe, for `Universe.bind`: use its groups, and create those it lacks."""
         block = current_tag()
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
-        # These may have been computed already, for another rank, universe or tags.
+        # These may have been computed for another rank, universe or tags.
         self._forget_coordinate()
         for computed_before in ("mesh", "_compile_guard", "_key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
@@ -1309,13 +1356,16 @@ class DeviceMesh(StockDeviceMesh):
 
 
 def _check_coordinates() -> None:
-    """Make meshes that keep no coordinate compute it on each read."""
+    """Make meshes without a stored coordinate compute it on each read."""
     if "_coordinate_on_dim" not in vars(DeviceMesh):
         DeviceMesh._coordinate_on_dim = _CheckedCoordinate()
 
 
 def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | None:
-    """Group names of axes of several meshes: None if one has no groups, [] outside the mesh."""
+    """Return the group names of axes of several meshes.
+
+    None if one of the meshes has no groups; empty on a rank outside them.
+    """
     joined: list[str] = []
     for mesh, index in axes:
         if not mesh.has_groups:
@@ -1331,7 +1381,7 @@ def _n_tags(flattened: DeviceMesh) -> int:
 
 @functools.cache
 def _own_attributes(mesh_class: type) -> frozenset[str]:
-    """Names of all that a mesh has itself."""
+    """Return the names of the attributes that Meshverse sets on a mesh."""
     members = [item for base in mesh_class.__mro__ for item in vars(base).items()]
     lazily = [name for name, value in members if isinstance(value, computed)]
     declared = [

@@ -1,4 +1,4 @@
-"""A mesh as a picture."""
+"""Drawing a mesh as a picture."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def draw(
     """Return a mesh of a universe as a picture; see `DeviceMesh.draw`.
 
     Args:
-        mesh: to draw.
-        universe: that it is in.
-        flattened: the flattened meshes that may be drawn too, by name.
-        axes: as of `DeviceMesh.draw`.
-        node_size: as of `DeviceMesh.draw`.
+        mesh: description of the mesh to draw.
+        universe: universe of the mesh.
+        flattened: descriptions of the flattened meshes that `axes` can name, by name.
+        axes: as the argument `axis` of `DeviceMesh.draw`.
+        node_size: as for `DeviceMesh.draw`.
     """
     labels = mesh.labels
     if axes is None:

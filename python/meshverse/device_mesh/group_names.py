@@ -1,7 +1,7 @@
-"""Lists of c10d names of a mesh's process groups, which torch reads, that know when they are used.
+"""Lists of the c10d names of a mesh's process groups; reading a name counts as use of the group.
 
-torch's collectives take a mesh's group as `mesh._dim_group_names[dim]`. Asking for a name makes a
-group that was left for later, and says what is wrong where the groups are gone or never were.
+torch's collectives get a mesh's group by reading `mesh._dim_group_names[dim]`. If that group is
+lazy, the read creates it; if the mesh has no groups or they have ended, it raises an error.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from meshverse.universe.universe import Universe
 
 
 class GroupNames(list[str]):
-    """c10d names of a mesh's groups, one per axis, some of which have to be looked at before use.
+    """The c10d names of a mesh's groups, one per axis, if a group must be checked before its use.
 
-    Where all groups are live, a mesh has a plain list instead. Reading a name by its index counts
-    as use of the group: the universe makes it first, or says why it cannot be used. (Not while
-    torch.compile traces, which could not follow that.) Iterating over the names does not count.
+    If all groups are live, the mesh has a plain list instead. When a name is read by its index, the
+    universe creates the group if it is lazy, or raises the error that says why it cannot be used.
+    Iterating and slicing do neither, nor do reads while torch.compile traces, which could not
+    follow them.
 
     Attributes:
-        universe: whose groups they are. Whoever makes this list sets it.
+        universe: universe of the groups. The code that creates this list sets it.
     """
 
-    # Set, and not an argument: with cold caches, a list with an `__init__` and a `__dict__` of its
-    # own took 35 us to make, where this one takes 13.
+    # An attribute instead of an argument of `__init__`: with cold caches, creating a list with an
+    # `__init__` and a `__dict__` took 35 us, and creating this one takes 13.
     __slots__ = ("universe",)
     universe: Universe
 
@@ -41,11 +42,11 @@ class GroupNames(list[str]):
 
 
 class MissingGroups(GroupNames):
-    """The names of a mesh without process groups: asking for one must raise, saying what to do.
+    """The names of a mesh without process groups: reading one raises an error.
 
     Args:
         ndim: number of axes.
-        refuse: raises.
+        refuse: function that raises the error, which says how to get groups.
     """
 
     __slots__ = ("_refuse",)
@@ -61,13 +62,15 @@ class MissingGroups(GroupNames):
 
 
 class PromisedGroups(GroupNames):
-    """The names of groups that are not requested yet: of a root that only stands for another mesh.
+    """The names of groups that the universe is asked for only when a name is first read.
 
-    Nobody may ever use such a root. So each axis's group is requested when its name is first read.
+    Meshes under another isolation tag get a root mesh under that tag. A program may never use the
+    groups of that root, so they are not requested when it is created.
 
     Args:
         ndim: number of axes.
-        request: requests the group of an axis from the universe, and returns its name.
+        request: function that requests the group of an axis from the universe, and returns its
+            name.
     """
 
     __slots__ = ("_request",)

@@ -1,4 +1,4 @@
-"""`init_device_mesh`: stock's, with what belongs to a universe beside it."""
+"""`init_device_mesh`: torch's function, with further arguments for the mesh's universe."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from meshverse.universe.universe import Universe
 
 from .device_mesh import DeviceMesh
 
-# Arguments that are those of the universe.
+# Arguments of `init_device_mesh` that are settings of a new universe.
 _OF_UNIVERSE = ("timeout", "options", "lazy", "check_consistency", "topology")
 
 
 class MeshPart(TypedDict, total=False):
-    """Arguments of `init_device_mesh`, but for the device type."""
+    """Arguments of `init_device_mesh` without the device type."""
 
     mesh_shape: Required[Sequence[int]]
     mesh_dim_names: Sequence[str] | None
@@ -64,47 +64,52 @@ def init_device_mesh(
     topology: Topology | None = None,
     traffic: Mapping[str, float] | None = None,
 ) -> DeviceMesh:
-    """Create a mesh of this shape over ranks 0, 1, 2, ..., the rightmost axis varying fastest.
+    """Create a mesh of this shape over ranks 0, 1, 2, ..., with the last axis varying fastest.
 
-    Starts the default process group if there is none, as stock does.
+    The mesh is the root mesh of a new universe, or is in the universe that you pass. As in torch,
+    this starts the default process group if there is none.
 
     Args:
         device_type: "cpu", "cuda", ... without an index.
         mesh_shape: size of each axis.
-        mesh_dim_names: one name an axis, each once.
-        backend_override: by axis name or index: a backend name, an options object, or both as a
-            pair. Axes that are not named get the default group's backend.
-        preserve_rank_order: group ranks follow the order of the axes, by default. False has the
-            ranks of each group ascend, as in torch: then DTensor gives out shards in another order
-            than coordinates, by which checkpoints go.
-        ranks: global ranks to place the mesh on, in row-major order, as many as it has; by default
-            0, 1, 2, ... Ranks outside get a mesh that they can hold, print and slice.
-        timeout: of every group's operations in this mesh's universe, also of groups derived later,
-            unless an axis's own options say another; by default that of the default group.
-        options: options object for the groups of the default group's backend in this mesh's
-            universe, also those derived later, where an axis has none of its own.
-        isolate: tags for groups of their own: one for all axes, or by axis index or name; see
-            `meshverse.isolate`.
-        lazy: make a group when it is first used, by its members, instead of now.
-        check_consistency: compare with the other ranks what is about to be made; by default unless
-            the environment says `MESHVERSE_CHECK_CONSISTENCY=0`.
-        universe: build the mesh in this universe, on its ranks and process groups. With `ranks=`
-            that are some of its ranks, in a part of it (`Universe.part`).
-        topology: where each rank of the world is: places the mesh in the order of ranks that keeps
-            axes with much traffic inside nodes, domains and switches (`Topology.order`), and has
-            `explain()` show how many nodes a group is on. The same on all ranks.
-        traffic: for a topology: by axis name, what a rank sends along it, relative to the others.
-            By default each axis has 10 times that of the axis before it.
+        mesh_dim_names: one name per axis, each at most once.
+        backend_override: by axis name or index, a backend name, an options object or a pair of
+            both. Other axes use the default group's backend.
+        preserve_rank_order: whether the ranks of a group keep their order along the axis. False
+            sorts them, as in torch: if `ranks` or `topology` gives another order, DTensor then
+            assigns shards in a different order than checkpoints expect. By default True for such
+            orders.
+        ranks: global ranks of the mesh in row-major order, as many as the shape has; by default 0,
+            1, 2, ... A rank outside can call this too: it gets a mesh that it can print and slice.
+        timeout: timeout for operations of all groups in this mesh's universe, also of groups
+            derived later, except axes whose own options set one; by default the default group's.
+        options: options object for all groups of the default group's backend in this mesh's
+            universe, also for groups derived later, except axes with options of their own.
+        isolate: tags, for groups that are shared only with meshes under the same tag: one tag for
+            all axes, or tags by axis index or name; see `meshverse.isolate`.
+        lazy: whether the members of a group create it at its first use, instead of in this call.
+        check_consistency: whether ranks compare their calls before they create groups, also in
+            later calls in this universe. By default True, unless the environment has
+            `MESHVERSE_CHECK_CONSISTENCY=0`.
+        universe: existing universe to create the mesh in, on its ranks and process groups. If
+            `ranks` are only some of its ranks, the mesh is in a part of it (`Universe.part`).
+        topology: node and switch of each rank of the world, the same on all ranks. The mesh lists
+            its ranks in an order that keeps axes with much traffic inside nodes, domains and
+            switches (`Topology.order`); `explain()` shows how many nodes each group spans.
+        traffic: only with `topology`: by axis name, the traffic of a rank along the axis, relative
+            to the other axes. By default, each axis has 10 times the traffic of the one before it.
 
     Raises:
-        RuntimeError: names that repeat or do not match the shape; a device type with an index; an
-            override for an axis that is not there; a mesh larger than the world; other ranks are
-            building another mesh.
-        ValueError: a size below 1, an unknown backend, another number of ranks than the universe
-            or `ranks` or `topology` has; a topology beside `ranks`, or traffic without one; or
-            what belongs to a universe given beside one; `ranks` that it has not.
-        TypeError: a timeout that is no timedelta, or options that are no options object; or a
-            universe that is none.
+        RuntimeError: names repeat or do not match the shape; the device type has an index; an
+            override is for an axis that does not exist; the mesh is larger than the world; or other
+            ranks are creating another mesh (`RanksDifferError`).
+        ValueError: a size is below 1; a backend is unknown; `ranks`, `universe` or `topology` has
+            another number of ranks than the mesh; a rank of `ranks` is not in `universe`;
+            `topology` comes with `ranks`, or `traffic` without `topology`; or a setting of the
+            universe (`timeout`, `options`, `lazy`, `check_consistency`, `topology`) comes with a
+            universe that exists already.
+        TypeError: `timeout` is not a timedelta, `options` is not an options object, `universe` is
+            not a `Universe`, or `topology` is not a `Topology`.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
@@ -115,10 +120,12 @@ def init_device_mesh(
 
 
 def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
-    """Return what builds a mesh, after all checks that need no other rank. Changes nothing.
+    """Return a function that builds a mesh, after all checks that need no other rank.
+
+    This creates no universe and no process group; the function does.
 
     Args:
-        arguments: of `init_device_mesh`, by name.
+        arguments: arguments of `init_device_mesh`, by name.
     """
     get = arguments.get
     device_type, universe = arguments["device_type"], get("universe")
@@ -137,10 +144,10 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
         settings = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
         if not lazy:
             settings.pop("lazy", None)
-        # In a universe that is there they come too late, also in a part of one.
+        # An existing universe or part keeps the settings that it was created with.
         if universe is not None and universe.known_part(rank_map) is not None:
             raise _belongs_to_universe(settings)
-        # Here too, before the default process group is started.
+        # The universe checks these too, but only after the default process group was started.
         Defaults.of(timeout, options)
     keeps_order = get("preserve_rank_order")
     if keeps_order is None:
@@ -167,7 +174,7 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
 
 
 def check_universe(universe: object) -> None:
-    """Raise TypeError for what is neither a universe nor None, such as a mesh."""
+    """Raise TypeError if this is neither a universe nor None, but for example a mesh."""
     if universe is not None and not isinstance(universe, Universe):
         raise TypeError(
             f"universe={universe!r} of type {type(universe).__name__}: give the universe of a "
@@ -178,8 +185,9 @@ def check_universe(universe: object) -> None:
 def _belongs_to_universe(settings: Iterable[str]) -> ValueError:
     listed = ", ".join(settings)
     return ValueError(
-        f"init_device_mesh(universe=..., {listed}): {listed} belong to a universe. Give them when "
-        "making it: the first mesh of it, or Universe(ranks, ...)."
+        f"init_device_mesh(universe=..., {listed}): {listed} belong to a universe, and this one "
+        "exists already. Give them when you create it: to its first mesh, or to "
+        "Universe(ranks, ...)."
     )
 
 
@@ -205,8 +213,8 @@ def _ordered(
         )
     if ranks is not None:
         raise ValueError(
-            "init_device_mesh(ranks=..., topology=...): both say in which order ranks are placed. "
-            "Leave one out: topology= gives ranks=topology.order(mesh_shape, mesh_dim_names)."
+            "init_device_mesh(ranks=..., topology=...): both set the order of the ranks. Leave one "
+            "out: topology= alone uses ranks=topology.order(mesh_shape, mesh_dim_names)."
         )
     return topology.order(layout.shape, names, traffic)
 
@@ -220,14 +228,14 @@ def _rank_map_for(
     if rank_map.size != layout.size:
         raise ValueError(
             f"mesh_shape {layout.shape} has {layout.size} ranks, but `ranks` lists "
-            f"{rank_map.size}: {rank_map}. The sizes must multiply out to it."
+            f"{rank_map.size}: {rank_map}. The product of the sizes must be that number."
         )
     if universe is None or ranks is not None:
         return rank_map
     if universe.size != layout.size:
         raise ValueError(
             f"mesh_shape {layout.shape} has {layout.size} ranks, but the universe to build it "
-            f"in has {universe.size}: {universe.rank_map}. The sizes must multiply out to it; for "
-            "a mesh over some of its ranks, give ranks= too."
+            f"in has {universe.size}: {universe.rank_map}. The product of the sizes must be that "
+            "number; for a mesh over only some of its ranks, give ranks= too."
         )
     return universe.rank_map

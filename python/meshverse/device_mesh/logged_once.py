@@ -1,12 +1,12 @@
-"""Warnings about a program's meshes that are logged once in a world, on one rank.
+"""Warnings about a program's meshes, each logged once per world, on one rank.
 
-- Groups that list their ranks in another order than the mesh does. torch sorts the ranks of a
-  group. DTensor and FSDP2 hand out shards by the rank in a group, and
-  `torch.distributed.checkpoint` goes by the coordinate in the mesh: where the two differ, what is
-  saved is permuted.
-- The same mesh made twice, on other process groups. Code that looks meshes up by value, above all
-  DTensor's caches, takes equal meshes for one another. A program that makes the same mesh twice,
-  for two models, may not expect that.
+- The groups of a mesh have their ranks in another order than the mesh, because torch sorts the
+  ranks of a group. DTensor and FSDP2 assign shards by rank within the group, and
+  `torch.distributed.checkpoint` by coordinate in the mesh. If the two disagree, saved tensors are
+  permuted.
+- A new root mesh equals an earlier one, but has other process groups. DTensor's caches look meshes
+  up by value, so they can return either mesh. A program that creates the same mesh for two models
+  may not expect that.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _logger = logging.getLogger(__name__)
 
 
 class _Logged(WorldState):
-    """Which of the warnings were logged in a world.
+    """The warnings that were logged in a world, and the root meshes that it has seen.
 
     Attributes:
-        order: acquired once, by the thread that logs the first one.
-        equal: whether the second one was logged.
-        first: by what makes meshes equal, the universe of the first one and its groups' names.
-        lock: protects these two.
+        order: lock that the thread that logs about sorted ranks acquires, and never releases.
+        equal: whether the warning about equal root meshes was logged.
+        first: the universe and the group names of the first root mesh of each kind, by a key that
+            equal meshes have in common.
+        lock: protects `equal` and `first`.
     """
 
     def __init__(self) -> None:
@@ -44,13 +45,15 @@ class _Logged(WorldState):
         self.lock = threading.Lock()
 
 
-def note_order(mesh: DeviceMesh, axes: Sequence[AxisLayout], names: Sequence[str]) -> None:
-    """Log that groups of a mesh have their ranks sorted, if the mesh lists them otherwise.
+def warn_of_sorted_ranks(
+    mesh: DeviceMesh, axes: Sequence[AxisLayout], names: Sequence[str]
+) -> None:
+    """Warn if a mesh lists ranks of an axis in an order that its sorted groups do not keep.
 
     Args:
-        mesh: whose groups have ascending ranks.
-        axes: along which groups were made.
-        names: of these axes.
+        mesh: mesh whose groups have ascending ranks.
+        axes: axes of the mesh along which groups were requested.
+        names: names of these axes.
     """
     universe = mesh.universe
     world, ascends = universe.world, universe.groups.ascends
@@ -62,19 +65,19 @@ def note_order(mesh: DeviceMesh, axes: Sequence[AxisLayout], names: Sequence[str
     if not is_logged and world.rank == universe.rank_map.rank_at(0):
         _logger.warning(
             "%s over %s lists ranks of axis %s in an order that is not ascending, and its process "
-            "groups have them sorted, as torch's do. DTensor and FSDP2 hand out shards by the rank "
-            "in a group, checkpoints go by the coordinate in the mesh: what is saved is permuted. "
-            "Give preserve_rank_order=True (meshverse.DeviceMesh has it for every torch, torch's "
-            "own from 2.15 on), or make the mesh with meshverse.init_device_mesh(..., ranks=...). "
-            "(Logged once.)",
+            "groups have them sorted, as in torch. DTensor and FSDP2 assign shards by the rank "
+            "within the group, checkpoints by the coordinate in the mesh: saved tensors are "
+            "permuted. Give preserve_rank_order=True (meshverse.DeviceMesh has it with every "
+            "torch, torch's own class from 2.15 on), or create the mesh with "
+            "meshverse.init_device_mesh(..., ranks=...). (Logged once.)",
             mesh,
             universe.rank_map,
             " and ".join(map(repr, sorted_by_torch)),
         )
 
 
-def note_root(mesh: DeviceMesh) -> None:
-    """Note a root mesh that was made; log if it equals one on other process groups."""
+def register_root(mesh: DeviceMesh) -> None:
+    """Register a new root mesh; warn if it equals an earlier one that has other process groups."""
     universe, names = mesh.universe, mesh.group_names
     world = universe.world
     if world is None or not names:
@@ -83,7 +86,7 @@ def note_root(mesh: DeviceMesh) -> None:
     with logged.lock:
         if logged.equal:
             return
-        # Not the rank map itself, which would be kept.
+        # The fingerprint instead of the rank map, which the key would keep alive.
         key = universe.rank_map.fingerprint, universe.token, mesh.description
         first, first_names = logged.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
@@ -94,12 +97,12 @@ def note_root(mesh: DeviceMesh) -> None:
         logged.equal = True
     if universe.position == 0:
         _logger.warning(
-            "%s over %s was made a second time, on process groups of its own. Equal meshes are one "
-            "mesh to DTensor's caches, as in torch: what is computed from tensors on one may come "
-            "out on the other, and communicate in its process groups. To have both on the same "
-            "groups, make the second with universe=first.universe, or call meshverse.install("
-            "share='world') before. To keep them apart, give the second isolate='some tag': meshes "
-            "that are used at the same time need that. (Logged once.)",
+            "%s over %s was made a second time, on process groups of its own. As in torch, "
+            "DTensor's caches cannot distinguish equal meshes: a result computed from tensors on "
+            "one may be on the other, and communicate in its process groups. To have both on the "
+            "same groups, make the second with universe=first.universe, or call meshverse.install("
+            "share='world') before. To keep them separate, give the second isolate='some tag': "
+            "meshes that are used at the same time need that. (Logged once.)",
             mesh,
             universe.rank_map,
         )

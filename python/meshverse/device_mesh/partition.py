@@ -1,4 +1,4 @@
-"""Meshes over disjoint parts of the world, each with a shape of its own."""
+"""Meshes over disjoint parts of the world, each with its own shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .init_mesh import MeshPart, check_universe, plan_mesh
 
 
 class Partition(dict[str, DeviceMesh]):
-    """Meshes by the names of their parts; a name that is none of them comes with the nearest."""
+    """Meshes by the name of their part; the error for an unknown name suggests the nearest one."""
 
     def __missing__(self, name: object) -> DeviceMesh:
         hint = did_you_mean(name, self)
@@ -26,24 +26,29 @@ class Partition(dict[str, DeviceMesh]):
 def init_mesh_partition(
     device_type: str, parts: Mapping[str, MeshPart], **common: Any
 ) -> dict[str, DeviceMesh]:
-    """Meshes over disjoint parts of the world, such as an actor and a reference model.
+    """Create meshes over disjoint parts of the world, such as an actor and a reference model.
 
-    Each part has a shape, a root and axes of its own. All ranks call this, or only those of the
-    parts; ranks outside a part get a mesh of it that they can hold, print and slice. Everything is
-    checked before the first group is made.
+    Each part has its own shape, axes and root mesh. All ranks of the parts call this; other ranks
+    can. A rank outside a part gets a mesh of the part that it can hold, print and slice. All
+    arguments are checked before the first group is created.
 
     Args:
         device_type: "cpu", "cuda", ... without an index.
-        parts: by name, the arguments of `init_device_mesh` for each. `ranks` are given for all
-            parts, or for none: then each part takes the ranks that follow those of the one before.
-        common: arguments of `init_device_mesh` for all parts. With `universe=mesh.universe` the
-            parts are of its ranks, and share process groups with `mesh` (`Universe.part`);
-            without, each part has a universe of its own.
+        parts: the arguments of `init_device_mesh` for each part, by name of the part. Give `ranks`
+            for all parts or for none; without `ranks`, each part takes the ranks that follow those
+            of the part before it.
+        common: arguments of `init_device_mesh` for all parts. With `universe=mesh.universe`, the
+            parts take ranks of that universe, and share process groups with `mesh`
+            (`Universe.part`). Without it, each part has its own universe.
+
+    Returns:
+        The mesh of each part, by name of the part.
 
     Raises:
-        TypeError: a part without `mesh_shape`, or with an argument that `init_device_mesh` lacks.
-        ValueError: two parts have a rank in common; `ranks` given for some parts only; ranks that
-            the world or the universe lacks; a `topology`; and as `init_device_mesh`.
+        TypeError: a part has no `mesh_shape`, or an argument is not one of `init_device_mesh`.
+        ValueError: two parts have a rank in common; `ranks` is given for only some parts; a rank is
+            not in the world or the universe; or `topology` is given.
+        RuntimeError, ValueError, TypeError: an error of `init_device_mesh`.
 
     Example:
         >>> meshes = init_mesh_partition(  # doctest: +SKIP
@@ -66,8 +71,8 @@ def init_mesh_partition(
             )
     if "topology" in common or any("topology" in part for part in parts.values()):
         raise ValueError(
-            "init_mesh_partition takes no topology=: a topology is of all ranks of one mesh. Order "
-            "the ranks of each part yourself: ranks=..."
+            "init_mesh_partition takes no topology=, which orders all ranks of one mesh. Order the "
+            "ranks of each part yourself: ranks=..."
         )
     check_universe(common.get("universe"))
     ranks = _ranks_of_parts(parts, common.get("universe"))
@@ -85,8 +90,8 @@ def _check_known(arguments: Mapping[str, Any], of: str) -> None:
     for argument in arguments:
         if argument not in known:
             raise TypeError(
-                f"{of} has {argument!r}, which is no argument of init_device_mesh."
-                f"{did_you_mean(argument, known)} There are {', '.join(known)}."
+                f"{of} has {argument!r}, which is not an argument of init_device_mesh."
+                f"{did_you_mean(argument, known)} Its arguments are {', '.join(known)}."
             )
 
 
@@ -96,7 +101,7 @@ def _ranks_of_parts(
     placed = [name for name, part in parts.items() if part.get("ranks") is not None]
     if placed and len(placed) < len(parts):
         raise ValueError(
-            f"Parts {placed} of {list(parts)} give their `ranks`, the others do not: give them for "
+            f"Parts {placed} of {list(parts)} have `ranks`, the others do not: give `ranks` for "
             "all parts, or for none."
         )
     ranks: dict[str, Sequence[int]] = {}
@@ -118,9 +123,9 @@ def _ranks_of_parts(
         if universe is not None and (outside := ranks_outside(rank_map, universe.rank_map)):
             raise ValueError(
                 f"Part {name!r} of a partition has ranks {outside}, which the universe of "
-                f"{universe.rank_map} lacks: parts of a universe are of its ranks."
+                f"{universe.rank_map} lacks: a part has only ranks of its universe."
             )
-        ranks[name] = rank_map.ranks().tolist()  # a list, whatever was given
+        ranks[name] = rank_map.ranks().tolist()  # a list, whatever type was given
         first += size
     return ranks
 

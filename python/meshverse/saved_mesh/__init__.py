@@ -1,8 +1,8 @@
-"""Meshes in files: those of this class, and those that torch's class saved.
+"""Meshes in files: saved by Meshverse's class or by torch's.
 
 - `state`: a saved mesh as plain data. It comes from a file, so every field is checked.
-- `pickles`: `save_mesh`, `load_mesh`, and how pickle and `torch.save` come to use them.
-- `stock_pickles`: a mesh that torch's class saved becomes one of ours, on groups that exist here.
+- `pickles`: `save_mesh`, `load_mesh`, and their registration with pickle and `torch.load`.
+- `stock_pickles`: meshes that torch's class saved, turned into ours on this process's groups.
 """
 
 from __future__ import annotations

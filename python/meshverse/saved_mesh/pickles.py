@@ -1,4 +1,7 @@
-"""Pickling meshes: O(axes) bytes and no process-group names; a loaded mesh finds its universe."""
+"""Pickling meshes without process-group names; a loaded mesh finds its universe again.
+
+The pickle of a mesh over ranks 0, 1, 2, ... takes O(number of axes) bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ _Mesh = TypeVar("_Mesh", bound=DeviceMesh)
 
 
 def save_mesh(mesh: DeviceMesh) -> MeshState:
-    """Return a mesh as plain data, root included.
+    """Return a mesh and its root as plain data.
 
-    The ranks are one number where they are 0, 1, 2, ...; other rank maps are listed. Of the process
-    groups it holds the options, never the names.
+    Ranks 0, 1, 2, ... are saved as their number, other ranks as a list. Of the process groups,
+    digests of their options are saved, and not their names.
     """
     universe = mesh.universe
     ranks = universe.rank_map
     state = {
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
         # If a mesh is an input of a graph, torch's caches find the graph by the mesh's pickle. So
-        # in a graph that is compiled for all ranks, the pickle is the same on all of them.
+        # the pickle must be the same on all ranks if a graph is compiled for all of them.
         "rank": _NO_RANK if compat.is_one_graph_compiled() else universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
@@ -47,37 +50,37 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
 def load_mesh(state: MeshState) -> DeviceMesh:
     """Return the mesh of a saved state.
 
-    In a live universe of the same ranks it is that universe's mesh, with its process groups where
-    they exist. Where there is no such universe, or the mesh was saved with
-    `decouple_backend_at_save`, it is loaded into a universe without process groups;
-    `mesh.bind()` gives it some.
+    If this process has a live universe with the same ranks, the result is that universe's mesh,
+    with process groups if the universe has one for each of its axes. If there is no such universe,
+    or the mesh was saved with `decouple_backend_at_save`, the result has no process groups until
+    `mesh.bind()`.
 
     Raises:
-        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
+        ValueError: `save_mesh` cannot have written this state; nothing was loaded.
     """
     return load_saved(read_state(state))
 
 
 def load_saved(saved: SavedState) -> DeviceMesh:
-    """Return the mesh of a saved state that was read; see `load_mesh`."""
+    """Return the mesh of a saved state that was already checked; see `load_mesh`."""
     return _loaded(DeviceMesh._in_universe, saved.mesh, _universe_of(saved))
 
 
 def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
-    """Return a mesh of a subclass from its saved state, without what the subclass adds.
+    """Return a mesh of a subclass from its saved state, without attributes that the subclass adds.
 
-    A new object each time, as in stock, because the subclass may give each other attributes.
+    As in torch, each call returns a new object, because each may get different attributes.
 
     Raises:
-        TypeError: no subclass of our `DeviceMesh`.
-        ValueError: a state that `save_mesh` could not have written; nothing is changed then.
+        TypeError: the class is not a subclass of our `DeviceMesh`.
+        ValueError: `save_mesh` cannot have written this state; nothing was loaded.
     """
     if not _is_ours(mesh_class):
-        raise TypeError(f"A saved mesh of {mesh_class!r}, which is no subclass of {DeviceMesh}.")
+        raise TypeError(f"A saved mesh of {mesh_class!r}, which is not a subclass of {DeviceMesh}.")
     saved = read_state(state)
     universe = _universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
-    if universe.root is None or not mesh.has_groups:  # so that bind() finds it
+    if universe.root is None or not mesh.has_groups:  # bind() looks through these meshes
         universe.meshes.keep(mesh)
     else:
         universe.meshes.note(mesh)
@@ -89,7 +92,7 @@ def _is_ours(mesh_class: object) -> bool:
 
 
 def _universe_of(saved: SavedState) -> Universe:
-    """Return the universe of a saved mesh: a live one, or one without process groups."""
+    """Return the universe to load a mesh into: a live one, or one without process groups."""
     universe = _live_universe_of(saved) or _universe_without_groups_of(saved)
     if universe.root is None and saved.root is not None:
         _loaded(DeviceMesh._in_universe, saved.root, universe)
@@ -97,9 +100,9 @@ def _universe_of(saved: SavedState) -> Universe:
 
 
 def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) -> _Mesh:
-    """Return a saved mesh in a universe, on the groups that it had, if they are there."""
+    """Return a saved mesh in a universe, with groups if the universe has those that it had."""
     mesh = make(universe, saved.description, _known_names(saved, universe))
-    if not mesh.has_groups:  # so that a second save names the options of its groups too
+    if not mesh.has_groups:  # so that saving it again saves these digests too
         mesh._key_digests = list(saved.keys)
     return mesh
 
@@ -110,8 +113,8 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
     universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved))
     if universe is None and dist.is_initialized():
         return Universe(saved.rank_map)
-    # A process without process groups has no rank of its own, and may load meshes that several
-    # ranks have saved. Each of these ranks gets a universe of its own here.
+    # A process without a default group has no rank, and may load meshes that several ranks saved.
+    # Here, it has a universe for each of these ranks.
     is_of_rank = universe is not None and (
         universe.world is not None
         or (universe.rank == saved.rank and not _has_another_root(universe, saved))
@@ -120,9 +123,10 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
 
 
 def _has_another_root(universe: Universe, saved: SavedState) -> bool:
-    """Whether a universe has a root other than that of a saved mesh.
+    """Whether a universe has another root than a saved mesh.
 
-    Separate programs, or one without process groups, may number their universes alike.
+    Different programs may give different universes the same number, as may one program without
+    process groups.
     """
     root = universe.root
     if saved.root is None or not isinstance(root, DeviceMesh):
@@ -142,8 +146,8 @@ def _universe_without_groups_of(saved: SavedState) -> Universe:
     return universe
 
 
-# The live universes without process groups, by the universe and rank they were saved from. So
-# meshes that one rank saved one by one from one universe are loaded into one universe again.
+# The live universes without process groups, by the universe and rank that their meshes were saved
+# from. So meshes of one universe that one rank saved in several files are again in one universe.
 _without_groups: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
     weakref.WeakValueDictionary()
 )
@@ -186,7 +190,7 @@ def _reduce(mesh: DeviceMesh) -> tuple[Any, ...]:
     return load_mesh_as, (type(mesh), save_mesh(mesh)), mesh.__getstate__()
 
 
-# Pickles name these two functions by this module. That name stays, whichever file they are in.
+# Pickles refer to these two functions by the name of this package, so that name must not change.
 load_mesh.__module__ = load_mesh_as.__module__ = __package__
 copyreg.pickle(DeviceMesh, _reduce)
 torch.serialization.add_safe_globals([load_mesh, load_mesh_as])

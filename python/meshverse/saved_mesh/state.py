@@ -1,7 +1,8 @@
-"""A saved mesh as plain data, checked: it comes from a file, so nothing in it is taken on trust.
+"""Reading a saved mesh from plain data: it comes from a file, so every field is checked.
 
-All fields are read before any object is created. If `save_mesh` writes a new field, add it here: to
-one of the two tables of readers at the end, and to the tuple that they fill.
+All fields are checked before a mesh or universe is created. If `save_mesh` writes a new field, add
+it to one of the two tables of readers at the end of this file, and to the tuple that `read_state`
+fills from that table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class SavedMesh(NamedTuple):
     """One mesh of a saved state.
 
     Attributes:
-        description: what the mesh is.
-        keys: digests of the options keys of its groups, one per axis; empty if it had no groups.
+        description: description of the mesh.
+        keys: digests of the options keys of its groups, one per axis; empty if the mesh had no
+            groups, or was saved by a rank outside.
     """
 
     description: MeshDescription
@@ -36,12 +38,12 @@ class SavedState(NamedTuple):
     """The contents of a saved state, as `save_mesh` wrote it.
 
     Attributes:
-        rank_map: of the universe.
-        rank: global rank of the process that saved it.
-        serial: of the universe.
-        decoupled: whether the mesh is loaded into a universe of its own, without process groups.
+        rank_map: ranks of the mesh's universe, by position.
+        rank: global rank of the process that saved the mesh; -1 without a default group.
+        serial: number of the universe.
+        decoupled: whether the mesh is loaded without process groups, into a separate universe.
         mesh: the mesh.
-        root: its root, unless it was one itself.
+        root: its root mesh; None if the mesh itself was a root.
     """
 
     rank_map: RankMap
@@ -56,8 +58,8 @@ def read_state(state: object) -> SavedState:
     """Read and check a saved state.
 
     Raises:
-        ValueError: a field is missing, unknown, or not what `save_mesh` could have written; names
-            the field, its value and the rule.
+        ValueError: a field is missing or unknown, or has a value that `save_mesh` cannot have
+            written. The message gives the field, its value and the rule.
     """
     fields = _read_fields(state, "state", _STATE_FIELDS, optional=("root",))
     rank_map = fields["ranks"]
@@ -78,11 +80,11 @@ def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
         check_layout(layout, rank_map)
         names = check_axis_names(fields["names"], len(layout))
     except (AssertionError, RuntimeError, ValueError) as error:
-        what = f"A saved mesh whose {name!r} is no mesh over {rank_map}"
+        what = f"A saved mesh whose {name!r} is not a mesh over {rank_map}"
         raise ValueError(f"{what}: {error}") from error
     for field, values in (("keys", keys), ("tags", tags)):
         if values and len(values) != len(layout):
-            rule = f"one for each of the {len(layout)} axes, or none"
+            rule = f"a list with one for each of the {len(layout)} axes, or an empty list"
             raise _refusal(f"{name}.{field}", values, rule)
     if fields["flattened"] and len(layout) != 1:
         raise _refusal(f"{name}.flattened", True, f"False for {len(layout)} axes")
@@ -98,7 +100,7 @@ def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
     )
 
 
-# --- single fields: each takes the value and the field's name ------------------------------------
+# --- readers of single fields, which take the value and the field's name -------------------------
 
 _Reader: TypeAlias = Callable[[Any, str], Any]
 
@@ -132,7 +134,7 @@ def _rank_map(ranks: Any, name: str) -> RankMap:
 
 
 def _layout(axes: Any, name: str) -> Layout:
-    pairs = _listed(_listed(_as_it_is))(axes, name)
+    pairs = _listed(_listed(_unchecked))(axes, name)
     if any(len(pair) != 2 for pair in pairs):
         raise _refusal(name, axes, "a list of pairs of sizes and strides")
     sizes_of = _listed(_integer(1, LARGEST_RANK + 1))
@@ -145,9 +147,9 @@ def _layout(axes: Any, name: str) -> Layout:
 
 
 def _tags(tags: Any, name: str) -> list[str]:
-    read = _listed(_text)(tags, name)
+    read = _listed(_string)(tags, name)
     try:
-        for tag in filter(None, read):  # "" for an axis without one
+        for tag in filter(None, read):  # an axis without a tag has ""
             for part in tag_parts(tag):
                 check_tag(part)
     except ValueError as error:
@@ -156,7 +158,7 @@ def _tags(tags: Any, name: str) -> list[str]:
 
 
 def _listed(read: _Reader) -> Callable[[Any, str], list[Any]]:
-    """Return a reader of lists or tuples of what `read` reads."""
+    """Return a reader of lists or tuples, which reads each element with `read`."""
 
     def read_all(values: Any, name: str) -> list[Any]:
         if type(values) not in (list, tuple):
@@ -172,21 +174,21 @@ def _or_none(read: _Reader) -> _Reader:
 
 def _integer(smallest: int, largest: int) -> Callable[[Any, str], int]:
     def read(value: Any, name: str) -> int:
-        if type(value) is not int or not smallest <= value <= largest:  # a bool is no number here
+        if type(value) is not int or not smallest <= value <= largest:  # True is not accepted
             raise _refusal(name, value, f"an integer from {smallest} to {largest}")
         return value
 
     return read
 
 
-def _text(value: Any, name: str) -> str:
+def _string(value: Any, name: str) -> str:
     if type(value) is not str:
         raise _refusal(name, value, "a string")
     return value
 
 
 def _device_type(value: Any, name: str) -> str:
-    if not _text(value, name):
+    if not _string(value, name):
         raise _refusal(name, value, "a string that is not empty")
     return value  # type: ignore[no-any-return]
 
@@ -197,26 +199,26 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _as_it_is(value: Any, _: str) -> Any:
+def _unchecked(value: Any, _: str) -> Any:
     return value
 
 
 _STATE_FIELDS: dict[str, _Reader] = {
     "ranks": _rank_map,
-    "rank": _integer(-1, LARGEST_RANK),  # -1 where there was no default process group
+    "rank": _integer(-1, LARGEST_RANK),  # -1 if there was no default process group
     "serial": _integer(-(2**63), 2**63 - 1),
     "decoupled": _flag,
-    "mesh": _as_it_is,  # these are read when the ranks are known
-    "root": _as_it_is,
+    "mesh": _unchecked,  # `read_state` reads these two after the ranks
+    "root": _unchecked,
 }
 
 _MESH_FIELDS: dict[str, _Reader] = {
     "device_type": _device_type,
     "axes": _layout,
-    "names": _or_none(_listed(_text)),
+    "names": _or_none(_listed(_string)),
     "preserve_rank_order": _flag,
     "flattened": _flag,
-    "keys": _listed(_or_none(_text)),
+    "keys": _listed(_or_none(_string)),
     "tags": _tags,
 }
 

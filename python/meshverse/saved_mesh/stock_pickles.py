@@ -1,10 +1,10 @@
 """Meshes that torch's own class saved, loaded under `install()`.
 
-Such a mesh knows its process groups by the numbers they had in the program that saved it. Stock
-looks these up again, which is right where the same groups were made in the same order. Under
-`install()` they were not: no mesh of ours has a number for a name, and a number may be a group of
-the program's own. So the mesh becomes one of ours, on the groups that live universes have for its
-axes, or without groups until it is bound.
+torch names process groups by numbers, and saves a mesh with these names. When torch loads it, it
+looks them up, which is right if the loading program created the same groups in the same order.
+Under `install()` that is not so: groups of our meshes are not named by numbers, and a number may
+name a group that the program itself created. So the loaded mesh becomes one of ours, with the
+groups that live universes have for its axes, or without groups until it is bound.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from meshverse.world.world import World
 from .pickles import load_saved, mesh_fields
 from .state import SavedState, read_state
 
-# Errors from the attributes of a mesh of a file, or of another version of torch.
+# Errors while reading saved attributes that are wrong, or of another version of torch.
 _UNREADABLE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
-    """Turn a stock mesh that is being loaded into one of ours, on the groups that exist here.
+    """Turn a stock mesh that is being loaded into one of ours, on this process's groups.
 
-    It stays torch's if it has no groups, and if its groups exist here: then it is a copy of a mesh
-    that torch made in this process, or on the default group.
+    It stays a mesh of torch's class if it has no groups. So it does if torch's class created groups
+    of the same names and ranks in this process, or if it is on the default group: then it is a copy
+    of a mesh of this process.
 
     Args:
-        mesh: without attributes yet.
-        state: the attributes that were saved.
+        mesh: the mesh, still without attributes.
+        state: its saved attributes.
 
     Returns:
-        Whether it was taken in; otherwise torch loads it.
+        Whether this loaded the mesh; if not, torch has to.
     """
     if "_dim_group_names" not in state:
         return False
@@ -54,10 +55,10 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
         return False
     live = _live_mesh(saved)
     if live is None and compat.is_unread(stock.root):
-        _leave_without_groups(mesh, state)  # until its root is loaded, which takes it in
+        _leave_without_groups(mesh, state)  # its root will load it, in the loop below
         return True
-    # The objects that are being loaded refer to this very object, so it cannot be replaced by the
-    # live mesh. It has all attributes in common with it, also those that bind() will give.
+    # Other objects in the file refer to this object, so the live mesh cannot replace it. Instead,
+    # the two share one `__dict__`, so that later changes such as those of bind() reach both.
     mesh.__class__ = DeviceMesh
     mesh.__dict__ = vars(live or load_saved(saved))
     for flattened in stock.flattened:
@@ -67,7 +68,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
 
 
 def _as_ours(stock: compat.StockState) -> SavedState:
-    """Return a stock mesh as a saved state of ours, with the same checks. O(world)."""
+    """Return a stock mesh as a saved state of ours, with the same checks. O(world size)."""
     state = {
         "ranks": rank_map_of(plain_ranks(stock.rank_map)).ranks().tolist(),
         "rank": stock.rank,
@@ -84,11 +85,11 @@ def _as_ours(stock: compat.StockState) -> SavedState:
 
 
 def _are_stocks(names: list[str], saved: SavedState) -> bool:
-    """Whether these are live groups of a mesh that torch made here, those of these axes."""
+    """Whether torch's class created live groups of these names and ranks in this process."""
     layout, ranks, world = saved.mesh.description.layout, saved.rank_map, World.current()
     position = None if world is None else ranks.position_of(world.rank)
     if position is None:
-        return world is not None and not names  # a rank outside has none
+        return world is not None and not names  # a rank outside the mesh has no groups
     universes = universes_over(ranks)
     return len(names) == len(layout) and all(
         compat.is_made_by_stock(name, RankGroups(axis, ranks).ranks_of(position))
@@ -98,10 +99,11 @@ def _are_stocks(names: list[str], saved: SavedState) -> bool:
 
 
 def _live_mesh(saved: SavedState) -> DeviceMesh | None:
-    """Return the mesh of the first live universe with a group for every axis, on these groups.
+    """Return a mesh on the groups of a live universe that has one for every axis, or None.
 
-    It depends on the groups that were made and their order, which are the same on all ranks. It
-    does not depend on which meshes there are: each rank may have made other slices.
+    Of several such universes, this takes the one whose groups were requested for the most of these
+    axis names, and of equals the first. The choice depends only on the groups and the order of
+    their creation, which are the same on all ranks; it does not depend on slices, which may not be.
     """
     description = saved.mesh.description
     axes = list(zip(description.layout, description.axis_names or description.labels, strict=True))
@@ -129,7 +131,7 @@ def _leave_without_groups(mesh: StockDeviceMesh, state: dict[str, Any]) -> None:
 
 def _refuse() -> None:
     raise RuntimeError(
-        "This mesh was saved by torch's own DeviceMesh, and its process groups are not here: they "
-        "were numbers of the program that saved it. Make a mesh of the same ranks and axes with "
-        "init_device_mesh() and load again, or take what you need by to_local()."
+        "This mesh was saved by torch's own DeviceMesh, and this process does not have its process "
+        "groups, which the file names by numbers of the program that saved it. Make a mesh of the "
+        "same ranks and axes with init_device_mesh() and load again, or use to_local()."
     )
