@@ -122,10 +122,10 @@ def test_a_plan_tells_what_crosses_every_level() -> None:
     data = json.loads(planned.to_json())
     spans = [(g["nodes"]["max"], g["domains"]["max"], g["switches"]["max"]) for g in data["groups"]]
     assert spans == [(8, 4, 2), (1, 1, 1)]
-    assert "switches a group" in str(planned)
+    assert "switches per group" in str(planned)
     uneven = Topology({"node": list("aab"), "switch": list("sst")})
     notes = plan(["dp=3"], topology=uneven).warnings
-    assert any("The switches are uneven" in note for note in notes)
+    assert any("The switches have different sizes" in note for note in notes)
 
 
 def test_a_plan_and_explain_tell_the_same_nodes() -> None:
