@@ -31,7 +31,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("RANK", "1", "RANK='1' in the environment: the launcher must set it to an int from 0 to 0"),
+        (
+            "RANK",
+            "1",
+            "RANK='1' in the environment: the launcher must set it to an int from 0 to 0",
+        ),
         ("RANK", "-1", "RANK='-1'"),
         ("RANK", "zero", "RANK='zero'"),
         (
