@@ -123,7 +123,7 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
 def _torn(inner: Level, outer: Level) -> torch.Tensor:
     """Return the ranks whose outer part is not that of the first rank of their inner part."""
     first = torch.empty(len(inner.parts), dtype=torch.int64)
-    # The last write to an index wins: in reverse order, that of the first rank.
+    # In reverse order, so that the first rank of a part is the last one written.
     first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
     return (outer.of_rank[first][inner.of_rank] != outer.of_rank).nonzero().flatten()
 
