@@ -6,7 +6,7 @@ of its steps leave a node, or none if n is 1. The same holds at each level of th
 
 Most clusters are even: all parts of a level have equally many ranks. There, the placements tried
 first cut the mesh into equal boxes, one per node, inside equal larger boxes, one per domain and per
-switch. For each size of the boxes, the cheapest such chain of boxes is computed. On uneven
+switch. For several sizes of the boxes, the cheapest chains of such boxes are computed. On uneven
 clusters, the same placements are tried with the cluster's ranks in several orders. In worlds of at
 most 40 ranks, swaps of two ranks may improve the result. If the mesh can be placed in few ways, all
 of them are tried instead.

@@ -284,11 +284,11 @@ class Topology:
 
         The result never costs more than the order 0, 1, 2, ..., which is returned if nothing
         cheaper is found. If the mesh can be placed in at most 40,000 ways, all of them are tried.
-        Otherwise a cheaper placement than the result may exist: only placements that cut the mesh
-        into nested boxes, one per part of the cluster, are tried, on uneven clusters with several
-        ways to fill the parts. The search depends on neither time nor chance, so all ranks find
-        the same order. It takes some tenths of a second for 10,000 ranks; meanwhile torch uses one
-        thread in this process.
+        Otherwise a cheaper placement than the result may exist: the search tries placements that
+        cut the mesh into nested boxes, one per part of the cluster, on uneven clusters with several
+        ways to fill the parts, and in worlds of at most 40 ranks swaps of two ranks. The search
+        depends on neither time nor chance, so all ranks find the same order. It takes some tenths
+        of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
 
         Args:
             mesh_shape: size of each axis.
