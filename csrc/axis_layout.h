@@ -42,16 +42,16 @@ class AxisLayout {
   // The position at every index, in order of index. O(size).
   std::vector<std::int64_t> positions() const;
 
-  // {self(i) + complement(n)(j)} is 0..n-1, each exactly once; the complement is ascending.
+  // The ascending layout for which {self(i) + complement(n)(j)} is 0..n-1, each exactly once.
   // Throws std::invalid_argument if there is no such layout, also std::overflow_error if the span
   // (size * stride) of a mode needs more than 63 bits.
   AxisLayout complement(std::int64_t n) const;
 
-  // Sorted by stride, each stride is a multiple of the span (size * stride) of the mode before it.
-  // Implies that no two indices share a position.
+  // Whether each stride, in ascending order, is a multiple of the span (size * stride) of the mode
+  // before it. Then no two indices share a position.
   bool is_orthogonal() const;
 
-  // No stride is greater than the one to its left.
+  // Whether no stride is greater than the one to its left.
   bool is_sorted() const;
 
   // The same set of positions, in ascending order.

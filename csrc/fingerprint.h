@@ -24,12 +24,13 @@ inline std::uint64_t mix_differently(std::uint64_t word) {
   return word ^ (word >> 33);
 }
 
-// 64-bit hash of a sequence: fold `word` into `seed`, order mattering.
+// 64-bit hash of a sequence, built word by word: adds `word` to the hash `seed`. The order counts.
 inline std::uint64_t hash_combine(std::uint64_t seed, std::uint64_t word) {
   return mix(seed + 0x9e3779b97f4a7c15ULL + mix(word));
 }
 
-// 128 bits that stand for a value: accidental equality is not expected in the life of the universe.
+// 128-bit hash of a value. Values with equal fingerprints are taken for equal: an accidental
+// collision of 128 bits is not expected in the lifetime of the universe.
 struct Fingerprint {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
@@ -50,8 +51,8 @@ struct Fingerprint {
   }
 };
 
-// Accumulates a Fingerprint. Strings are length-prefixed, so no two sequences of calls run
-// together.
+// Accumulates a Fingerprint. Strings are prefixed by their length, so that add("ab").add("c") and
+// add("a").add("bc") differ.
 class FingerprintBuilder {
  public:
   FingerprintBuilder& add(std::uint64_t word) {
@@ -74,7 +75,7 @@ class FingerprintBuilder {
     return *this;
   }
 
-  // The lanes are crossed at the end, so that either half alone is a good 64-bit hash too.
+  // Each half of the result depends on both lanes, so that it is a good 64-bit hash by itself.
   Fingerprint finish() const {
     return {mix(high_ ^ mix(low_)), mix_differently(low_ + mix(high_))};
   }

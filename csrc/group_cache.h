@@ -1,5 +1,5 @@
 // Cache with one entry for each (axis layout, options key). Single-flight: however many threads
-// request an entry, one creates it.
+// request an entry at the same time, one creates it.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ struct GroupKeyHash {
 };
 
 // Nothing is evicted: creating a group is collective, so a rank that evicted one by itself would
-// create it again alone and hang. Only `remove` and `clear` remove entries. A failure is never
-// cached, for the same reason.
+// create it again alone and hang. Only `remove` and `clear` remove entries. A failure is not
+// cached, so that all ranks can try again.
 //
 // `Entry` is a handle whose copy is cheap and runs no foreign code. `WhileWaiting` lives as long as
 // a wait for another thread, and is destroyed after the cache's lock is released: it can release a
@@ -54,9 +54,9 @@ class GroupCache {
   };
 
   // The entry of `key`: the existing one, or the result of make().
-  // If another thread is making it, callers wait for that thread; if it fails, one of them tries
+  // If another thread is creating it, callers wait for that thread; if it fails, one of them tries
   // next. Exceptions of make() and of give_up_if_asked() pass through. Throws std::runtime_error
-  // where the wait would be a deadlock.
+  // if the wait would be a deadlock.
   template <class Make>
   Entry get_or_create(const GroupKey& key, Make&& make) {
     while (true) {
@@ -105,7 +105,7 @@ class GroupCache {
     return created_.size();
   }
 
-  // Removes the entry of `key`; false if there is none, or it is still being made.
+  // Removes the entry of `key`; false if there is none, or it is still being created.
   bool remove(const GroupKey& key) {
     std::shared_ptr<Slot> slot;  // destroyed after the lock is released, as in clear()
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -117,7 +117,8 @@ class GroupCache {
     return true;
   }
 
-  // Removes every entry. One that is being made meanwhile is returned to its maker, but not kept.
+  // Removes every entry. An entry that another thread is creating meanwhile is returned to that
+  // thread, but not kept.
   void clear() {
     // Declared before the lock, to be destroyed after it is released: destroying an entry may run
     // foreign code, which may call this cache.
@@ -145,7 +146,7 @@ class GroupCache {
   template <class Make>
   Entry fill(const std::shared_ptr<Slot>& slot, Make&& make) {
     try {
-      // Outside the lock: making an entry is slow, and may request other entries of this cache.
+      // Outside the lock: make() is slow, and may request other entries of this cache.
       Entry entry = make();
       settle(slot, State::kReady, entry);
       return entry;
@@ -204,7 +205,7 @@ class GroupCache {
     std::unique_lock<std::mutex>& lock_;
   };
 
-  // Returns once `slot` is no longer being made.
+  // Returns when `slot` is no longer being created.
   void wait_for(const Slot& slot) {
     const WhileWaiting while_waiting;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -233,7 +234,7 @@ class GroupCache {
     }
   }
 
-  mutable std::mutex mutex_;  // protects all below, and the state and entry of every slot
+  mutable std::mutex mutex_;  // protects all members below, and the state and entry of every slot
   std::condition_variable settled_;
   Slots slots_;
   std::vector<std::shared_ptr<Slot>> created_;  // ready slots, in order of creation

@@ -54,7 +54,7 @@ class Layout {
   // axes + other.axes.
   Layout concatenate(const Layout& other) const;
 
-  // Those of the collapsed layout.
+  // The properties of the collapsed layout.
   bool is_orthogonal() const;
   bool is_sorted() const;
 
@@ -62,7 +62,8 @@ class Layout {
   // Throws std::invalid_argument unless is_orthogonal(), std::out_of_range for a negative position.
   std::vector<std::int64_t> coordinate(std::int64_t position) const;
 
-  // position == base(position) + the position of coordinate(position). O(modes).
+  // The position of coordinate (0, ..., 0) in that copy:
+  // position == base(position) + the position of coordinate(position) in this layout. O(modes).
   // Throws as coordinate() does.
   std::int64_t base(std::int64_t position) const;
 
@@ -81,7 +82,8 @@ class Layout {
   std::int64_t cosize_ = 1;
 };
 
-// `outer` after each axis of `inner`: compose(outer, inner).axis(k)(i) == outer(inner.axis(k)(i)),
+// Each axis of `inner`, mapped by `outer`: compose(outer, inner).axis(k)(i) ==
+// outer(inner.axis(k)(i)),
 // and compose(outer, inner).collapse()(i) == outer(inner.collapse()(i)).
 // Throws std::invalid_argument if `inner` reaches an index that `outer` lacks, or if its strides
 // cross the modes of `outer` in a way that no layout expresses.

@@ -24,7 +24,7 @@ std::vector<Mode> zip_modes(const std::vector<std::int64_t>& sizes,
 // One mode for each size, the rightmost of stride 1. Throws std::overflow_error as AxisLayout does.
 std::vector<Mode> row_major_modes(const std::vector<std::int64_t>& sizes);
 
-// "(2,4,1)": how the messages of this library write lists of integers.
+// "(2,4,1)": the form of integer lists in the messages of this library.
 std::string join(const std::vector<std::int64_t>& values);
 
 }  // namespace meshverse

@@ -16,7 +16,7 @@ std::string quote(const std::string& text) {
   return quoted + "'";
 }
 
-// The fewest digits that read back as the same double.
+// A double with the fewest digits that read back as the same value.
 std::string shortest(double value) {
   char text[32];
   for (int digits = 15; digits <= 17; ++digits) {

@@ -31,7 +31,7 @@ struct FloatBits {
   friend bool operator==(const FloatBits& a, const FloatBits& b) { return a.bits == b.bits; }
 };
 
-// A value as its kind and a text that is unique within the kind: ("bytes", "ab"),
+// A value as its kind and a string that is unique within the kind: ("bytes", "ab"),
 // ("timedelta", "1500000 us"), ("torch.Color", "RED"), ("list", "").
 struct Tagged {
   std::string kind;
@@ -66,22 +66,22 @@ struct OptionsKey {
   std::string options_type;  // empty if `fields` are relative to known defaults
   OptionFields fields;
 
-  // Members that equality, hash and digest cover. `options_type` is one, as fields that are not
-  // relative to defaults mean nothing without their type.
+  // Members that equality, hash and digest cover. `options_type` is included, because fields that
+  // are not relative to defaults have no meaning without their type.
   auto members() const { return std::tie(backend, timeout_us, tag, options_type, fields); }
   friend bool operator==(const OptionsKey& a, const OptionsKey& b) {
     return a.members() == b.members();
   }
   std::uint64_t hash() const;
 
-  // The same in every process for equal keys; of a handle, only its type counts.
+  // A hash that is the same in every process for equal keys; of a handle, only its type counts.
   Fingerprint digest() const;
 
   // "OptionsKey('nccl', timeout=600s, config.min_ctas=4, tag='x')".
   std::string to_string() const;
 };
 
-// Text of a value: True, 4, 'text', list, <a Device handle>.
+// A value as a string for messages: True, 4, 'text', list, <a Device handle>.
 std::string to_string(const OptionValue& value);
 
 }  // namespace meshverse

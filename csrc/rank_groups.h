@@ -33,17 +33,18 @@ class RankGroups {
   std::int64_t coordinate(std::int64_t position) const;
 
   // The global ranks of the group of `position`, in the order of the axis. O(group_size).
+  // Throws std::out_of_range for a position outside the rank map.
   std::vector<std::int64_t> ranks_of(std::int64_t position) const;
 
-  // Hash of the group of `position`: of its ranks in the order of the axis, and of `salt`. Equal on
-  // all members, and for any axis with the same ranks. Throws as ranks_of() does. O(group_size).
+  // Hash of the ranks of the group of `position`, in the order of the axis, and of `salt`. Equal on
+  // all members, and for every axis with the same ranks. Throws as ranks_of() does. O(group_size).
   Fingerprint fingerprint_of(std::int64_t position, std::string_view salt) const;
 
   // fingerprint_of() for the group with these ranks.
   static Fingerprint fingerprint_of_ranks(const std::vector<std::int64_t>& ranks,
                                           std::string_view salt);
 
-  // The global ranks of all groups, as int64 of shape (n_groups, group_size). O(world).
+  // The global ranks of all groups, as int64 of shape (n_groups, group_size). O(world size).
   RankArray all() const;
 
  private:

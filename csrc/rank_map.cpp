@@ -75,7 +75,7 @@ class RankMapTable {
 
   // The map with this fingerprint: the existing one, or a new one.
   RankMap::Ptr intern(std::int64_t size, Integers ranks, const Fingerprint& fingerprint) {
-    // Built, indexed and checked outside the lock: a thread that loses a race only loses this work.
+    // Built, indexed and checked outside the lock: a thread that loses a race wastes only this.
     RankMap::Ptr created(new RankMap(size, std::move(ranks), fingerprint), release);
     const std::lock_guard<std::mutex> lock(mutex_);
     std::weak_ptr<RankMap>& entry = maps_[fingerprint];
@@ -90,7 +90,7 @@ class RankMapTable {
     delete map;
   }
 
-  // Keeps a new map that has taken the place of the expired one meanwhile.
+  // Erases the entry of an expired map, unless a new map has replaced it meanwhile.
   void forget_if_expired(const Fingerprint& fingerprint) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = maps_.find(fingerprint);

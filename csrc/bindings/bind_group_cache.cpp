@@ -113,12 +113,12 @@ PyMethodDef methods[] = {
 
 Return the entry of ``(axis, key)``: the existing one, or the result of ``make()``.
 
-If another thread is making the entry, this one waits for it; in the main thread, an exception of a
+If another thread is creating the entry, this one waits for it; in the main thread, an exception of a
 signal handler, such as KeyboardInterrupt, ends the wait. If ``make`` raises, nothing is kept: the
-exception passes through, and the next caller makes the entry.
+exception passes through, and the next caller creates the entry.
 
 Raises:
-    RuntimeError: Waiting would be a deadlock, as when ``make`` requests the entry that it makes.
+    RuntimeError: Waiting would be a deadlock, as when ``make`` requests the entry that it creates.
 )"),
     method<&get>("get", R"(get($self, axis, key, /)
 --
@@ -132,7 +132,7 @@ Return the entries of ``n`` axes of a layout under one key, or None unless all e
 An axis that does not ascend is sorted first.
 
 Raises:
-    IndexError: The layout has less than ``first + n`` axes.
+    IndexError: The layout has fewer than ``first + n`` axes.
 )"),
     {}};
 
@@ -163,7 +163,7 @@ void bind_group_cache(py::module_& module) {
             return self.remove({axis, key});
           },
           "axis"_a, "key"_a,
-          "Remove the entry of ``(axis, key)``; False if there is none, or it is being made.")
+          "Remove the entry of ``(axis, key)``; False if there is none, or it is being created.")
       .def("clear", &PyGroupCache::clear, "Remove every entry.")
       .def("__len__", &PyGroupCache::size);
   set_new(cache, [](const py::object&) { return std::make_unique<PyGroupCache>(); });

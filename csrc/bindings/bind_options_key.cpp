@@ -176,33 +176,33 @@ The key of a backend with these options.
 Every property, slot and attribute of the options is read, nested ones too, by its dotted name
 (``config.min_ctas``, ``devices[0]``). Only values that differ from those of a fresh object of the
 same type count, so that no options and default options give one key. Objects without
-fields count by identity, and the key keeps them alive.
+fields are compared by identity, and the key keeps them alive.
 
 Args:
     backend: Name of the backend.
     options: Options object of the backend, None for its defaults.
     timeout: Timeout of the group, None for the backend's own.
-    tag: Keys of different tags are never equal.
-    ignored: Names of fields that do not count, dotted where nested.
+    tag: Isolation tag. Keys with different tags are never equal.
+    ignored: Names of fields to ignore, dotted if nested.
 
 Raises:
-    TypeError: ``options`` is no options object, or a field of it cannot be read or compared.
+    TypeError: ``options`` is not an options object, or a field of it cannot be read or compared.
 )"},
       method<&with_tag>("with_tag", R"(with_tag($self, tag, /)
 --
 
-The same key with another tag.)"),
+A copy of the key with another tag.)"),
       method<&without_timeout>("without_timeout", R"(without_timeout($self, /)
 --
 
-The same key of a group whose timeout does not count.)"),
+A copy of the key without a timeout.)"),
       method<&reduced>("__reduce__", "__reduce__($self, /)\n--\n\nFor pickle."),
       {}};
   static PyGetSetDef properties[] = {
       property<&tag_of>("tag", "Isolation tag, empty for none."),
       property<&digest_of>("digest",
-                           "32 hexadecimal digits, the same in every process; objects without "
-                           "fields count by type."),
+                           "Hash of the key: 32 hexadecimal digits, the same in every process; of "
+                           "objects without fields, only the type counts."),
       {}};
   const std::vector<PyType_Slot> slots = {{Py_tp_repr, untyped(&unary<&OptionsKey::to_string>)}};
   // Only pickle calls the class, with the arguments that `__reduce__` returned.
@@ -210,7 +210,7 @@ The same key of a group whose timeout does not count.)"),
       "meshverse._core.OptionsKey",
       R"(The settings that a process group was requested with: backend, options, isolation tag.
 
-An immutable snapshot: changing the options later does not change the key. Made by ``of``.
+An immutable snapshot: later changes of the options do not change the key. Created by ``of``.
 
 >>> key = OptionsKey.of("gloo", tag="x")
 >>> key
@@ -232,15 +232,15 @@ void bind_options_key(py::module_& module) {
         return data_in(options, to_names(ignored));
       },
       "options"_a, "ignored"_a = py::tuple(),
-      R"(The containers and objects that a key of ``options`` looks into, the options first.
+      R"(The containers and objects whose parts a key of ``options`` reads, the options first.
 
-Empty where they count by identity, or do something when they end. All else below them are scalars
-and handles (locks, devices, whatever holds one), which a copy of the options has in common with
-them.
+Empty if the options are compared by identity or have a destructor. Everything else below them is a
+scalar or a handle (a lock, a device, an object that holds one), which a copy of the options shares
+with them.
 
 Args:
     options: Options object of a backend.
-    ignored: Names of fields that are not looked at.
+    ignored: Names of fields that are not read.
 
 Raises:
     TypeError: As ``OptionsKey.of`` does.

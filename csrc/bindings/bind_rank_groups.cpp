@@ -45,7 +45,7 @@ Raises:
           "offsets", [](const RankGroups& self) { return self.offsets(); },
           "First position of every group: the complement of the axis.")
       .def("group_index", &RankGroups::group_index, "position"_a,
-           R"(Place of the group of ``position`` in the order in which torch creates the groups.
+           R"(Index of the group of ``position``, in the order in which torch creates the groups.
 
 Raises:
     IndexError: ``position`` is outside the rank map.
@@ -70,7 +70,7 @@ Raises:
           "position"_a, "salt"_a = "",
           R"(Hash of the ordered ranks of the group of ``position`` and of ``salt``: 32 hex digits.
 
-All members of the group get the same one, in every process; no other group does.
+All members of the group compute the same hash, in every process; other groups have another one.
 
 Raises:
     IndexError: ``position`` is outside the rank map.

@@ -119,7 +119,7 @@ void bind_rank_map(py::module_& module) {
   py::class_<RankMap, RankMap::Ptr> rank_map(module, "RankMap", py::is_final(), plain_class(),
                                              R"(An immutable map from position to global rank.
 
-Made by ``identity`` or ``from_ranks``. Interned: equal content is the same object.
+Created by ``identity`` or ``from_ranks``. Interned: maps with equal content are one object.
 
 >>> RankMap.from_ranks([0, 1, 2]) is RankMap.identity(3)
 True
@@ -129,7 +129,7 @@ RankMap(4 ranks: 0, 2, 4, 6)
   refuse_constructor(rank_map, kHowToMakeRankMap);
   rank_map
       .def_static("identity", &RankMap::identity, "n"_a,
-                  "Position ``p`` holds rank ``p``, for ``0..n-1``. Takes no memory to speak of.")
+                  "Position ``p`` holds rank ``p``, for ``0..n-1``. Takes O(1) memory.")
       .def_static("from_ranks", &from_ranks, "ranks"_a,
                   R"(Position ``p`` holds ``ranks[p]``.
 
@@ -149,7 +149,7 @@ Raises:
     IndexError: ``position`` is not in ``0..size-1``.
 )")
       .def("position_of", &RankMap::position_of, "rank"_a,
-           "Position that holds the global ``rank``, or None where none does.")
+           "Position that holds the global ``rank``, or None if no position does.")
       .def("is_sorted", &RankMap::is_sorted, "Whether the ranks ascend.")
       .def("sorted", &RankMap::sorted,
            R"(The map of the same ranks in ascending order: equal for maps over one set of ranks.
@@ -161,20 +161,20 @@ RankMap(4 ranks: 0, 2, 4, 6)
            R"(Global rank at every position, as int32 of shape ``(size,)``.
 
 Raises:
-    ValueError: A rank does not fit.
+    ValueError: A rank does not fit into int32.
 )")
       .def("tuple_hash", &RankMap::tuple_hash,
-           R"(The hash of the tuple of ranks, without making it. O(size).
+           R"(The hash of the tuple of ranks, without creating the tuple. O(size).
 
 Raises:
-    ValueError: There are more than ``2**31``.
+    ValueError: There are more than ``2**31`` ranks.
 
 >>> RankMap.identity(3).tuple_hash() == hash((0, 1, 2))
 True
 )")
       .def_property_readonly(
           "fingerprint", [](const RankMap& self) { return self.fingerprint().hex(); },
-          "32 hexadecimal digits that stand for the content, on every machine.")
+          "Hash of the content: 32 hexadecimal digits, the same on every machine.")
       // As maps are interned, Python's hash by identity would do. This one is the same in every
       // process, so that what is derived from it is reproducible.
       .def("__hash__",

@@ -80,7 +80,7 @@ Raises:
       .def(py::init<RankMap::Ptr, std::int64_t, Layout>(), py::arg("rank_map").none(false),
            "base"_a, "axes"_a)
       .def("coordinates_of", &Holders::coordinates_of, "rank"_a,
-           "Index of a global rank on every axis, or None if it is none of these ranks.")
+           "Index of a global rank along every axis, or None if it is not one of these ranks.")
       .def("__repr__", [](const Holders& self) {
         return "Holders(" + self.axes().to_string() + " from rank " +
                std::to_string(self.rank_at(0)) + ")";
@@ -106,15 +106,15 @@ Raises:
       "node_of_rank"_a = py::none(),
       R"(Plan the transfers of one rank when tensors are resharded: what it sends, receives, keeps.
 
-Every element of a target is received once, or not at all if the rank holds it. The cost depends on
-this rank's shards and peers, not on the number of ranks.
+A rank receives every element of its targets once, or not at all if it holds the element. The cost
+depends on this rank's shards and peers, not on the number of ranks.
 
 Args:
     holders: Sets of ranks that hold tensors.
-    moves: For each tensor its shape, bytes of an element in messages, and the sharding of source
-        and target. A sharding is the index in ``holders``; for each of their axes the dimension
-        that it splits, or -1; for each axis the factor of a strided split, or 1; and whether
-        strided splits are applied after the others, as FSDP2 does.
+    moves: For each tensor its shape, bytes of an element in messages, and the shardings of source
+        and target. A sharding has four parts: the index of its ranks in ``holders``; for each of
+        their axes the dimension that it splits, or -1; for each axis the factor of a strided split,
+        or 1; and whether strided splits are applied after the others, as FSDP2 does.
     rank: Global rank to plan for.
     world_size: Number of ranks.
     round_bytes: Bytes of the longest message. More bytes are exchanged in several rounds.
@@ -130,11 +130,11 @@ Returns:
     target's, n extents.
 
 Raises:
-    ValueError: A side that does not fit its tensor or holders, a negative size, a factor that is
-        not in ``1..2**24``, an element larger than a round, a tensor of more than ``2**24`` rounds,
-        a rank outside the world, a world of more than ``2**31`` ranks, ``node_of_rank`` for another
-        number of ranks.
-    OverflowError: The bytes of a tensor do not fit 64 bits.
+    ValueError: A sharding does not fit its tensor or holders, a size is negative, a factor is not
+        in ``1..2**24``, an element is larger than a round, a tensor needs more than ``2**24``
+        rounds, a rank is outside the world, the world has more than ``2**31`` ranks, or
+        ``node_of_rank`` has another number of ranks.
+    OverflowError: The bytes of a tensor need more than 63 bits.
 )");
 
   module.def(

@@ -34,8 +34,7 @@ void set_new(Type& type, Make make, const Arguments&... arguments) {
   type.attr("__new__") = py::staticmethod(py::cpp_function(make, py::arg("cls"), arguments...));
 }
 
-// Makes the constructor raise a TypeError with the cure, for classes whose objects are created in
-// another way.
+// Makes the constructor raise a TypeError that says how to create objects of the class instead.
 template <class Value, class... Options>
 void refuse_constructor(py::class_<Value, Options...>& type, const char* cure) {
   const auto refuse = [cure](const py::args&, const py::kwargs&) -> std::unique_ptr<Value> {
@@ -55,19 +54,19 @@ std::int64_t to_integer(py::handle value, const char* name);
 // A sequence of Python integers as 64-bit ones. Raises as to_integer() does.
 std::vector<std::int64_t> to_integers(py::handle values, const char* name);
 
-// The same; a single integer counts as a sequence of one.
+// As to_integers(), but a single integer counts as a sequence of one.
 std::vector<std::int64_t> to_one_or_more_integers(py::handle values, const char* name);
 
-// The arguments (sizes, strides=None) of a call, each an integer or a sequence of them. `format` is
-// that of PyArg_ParseTupleAndKeywords: "O|O:" and the function's name.
+// The arguments (sizes, strides=None) of a call, each an integer or a sequence of integers.
+// `format` is for PyArg_ParseTupleAndKeywords: "O|O:" and the function's name.
 struct SizesAndStrides {
   std::vector<std::int64_t> sizes;
   std::optional<std::vector<std::int64_t>> strides;
 };
 SizesAndStrides to_sizes_and_strides(PyObject* positional, PyObject* keywords, const char* format);
 
-// The only argument of a call, positional or by `name`. If it is missing: `otherwise`, or a
-// TypeError if `format`, as above, requires it.
+// The only argument of a call, positional or by `name`. If it is missing, returns `otherwise`, or
+// raises a TypeError if `format`, as above, requires it.
 PyObject* to_argument(PyObject* positional, PyObject* keywords, const char* format,
                       const char* name, PyObject* otherwise = nullptr);
 

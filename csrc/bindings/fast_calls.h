@@ -53,7 +53,7 @@ Object& self_of(PyObject* self) {
   }
 }
 
-// An argument: an integer, a text, a value, or any Python object as a handle.
+// An argument: an integer, a string, a value, or any Python object as a handle.
 template <class Argument>
 decltype(auto) from_python(PyObject* given) {
   if constexpr (std::is_same_v<Argument, py::handle>) {
@@ -69,7 +69,8 @@ decltype(auto) from_python(PyObject* given) {
 
 // --- the call ---
 
-// Members and functions whose first argument is the object.
+// The types of the object and of the other arguments, for const member functions and for functions
+// whose first argument is the object.
 template <class Function>
 struct Signature;
 template <class Result, class Self, class... Arguments>
@@ -108,13 +109,13 @@ PyObject* get(PyObject* self, void* /*closure*/) {
   return call_with<function>(self, nullptr, std::index_sequence<>());
 }
 
-// A slot of a type for a function of the object alone, such as tp_repr.
+// The function for a slot that takes only the object, such as tp_repr.
 template <auto function>
 PyObject* unary(PyObject* self) {
   return call_with<function>(self, nullptr, std::index_sequence<>());
 }
 
-// A method, for a table of a type. `doc` begins with "name($self, arguments, /)\n--\n\n".
+// An entry of a type's table of methods. `doc` begins with "name($self, arguments, /)\n--\n\n".
 template <auto function>
 PyMethodDef method(const char* name, const char* doc) {
   // Cast via a function type without arguments: the compiler warns of any other cast.
@@ -122,7 +123,7 @@ PyMethodDef method(const char* name, const char* doc) {
   return {name, reinterpret_cast<PyCFunction>(untyped), METH_FASTCALL, doc};
 }
 
-// A read-only attribute.
+// An entry of a type's table of properties: a read-only attribute.
 template <auto function>
 PyGetSetDef property(const char* name, const char* doc) {
   return {name, &get<function>, nullptr, doc, nullptr};

@@ -17,7 +17,7 @@
 namespace meshverse::bindings {
 namespace {
 
-// Deep enough for any options; stops objects that create new ones on each access.
+// Deep enough for any options; bounds the reading of objects that create new ones on each access.
 constexpr std::size_t kMaxDepth = 8;
 
 // Types of Python's standard library that distinguish kinds of values.
@@ -130,12 +130,13 @@ py::list members_of(py::handle type) {
 
 // Names of an object's data fields: properties and slots of its class, then its own attributes.
 std::set<std::string> field_names(py::handle object) {
-  // These have attributes, but do not consist of them.
+  // Modules, classes and functions have attributes, but do not consist of them.
   PyObject* const pointer = object.ptr();
   if (PyModule_Check(pointer) || PyType_Check(pointer) || PyFunction_Check(pointer)) return {};
   py::dict fields;
   const auto classes = py::reinterpret_borrow<py::tuple>(Py_TYPE(pointer)->tp_mro);
-  // From the most basic class but `object` on, so that what overrides a field can take it out.
+  // From the most basic class (except `object`) to the type itself, so that an override can remove
+  // a field.
   for (std::size_t i = classes.size() - 1; i-- > 0;) {
     for (const py::handle item : members_of(classes[i])) {
       const py::handle name = PyTuple_GET_ITEM(item.ptr(), 0);
@@ -210,7 +211,7 @@ class Reader {
     return !names.empty();
   }
 
-  // The fields that were read. A name that is taken gets a mark, so that no value is lost.
+  // The fields that were read. If two have one name, the second name gets a mark: no value is lost.
   OptionFields fields() {
     OptionFields fields;
     for (auto& [name, value] : fields_) {
@@ -358,7 +359,7 @@ class Reader {
     add(name, Tagged{"set", ""});
     std::vector<py::object> items;
     for (const py::handle item : set) items.push_back(py::reinterpret_borrow<py::object>(item));
-    // So that equal sets of handles are read in one order.
+    // Sorted, so that equal sets of handles are read in the same order.
     std::sort(items.begin(), items.end(), [](const py::object& a, const py::object& b) {
       return std::less<PyObject*>()(a.ptr(), b.ptr());
     });

@@ -1,6 +1,6 @@
 // Reading of options objects of any type by reflection, for options keys.
 //
-// Scalars (numbers, texts, enums, paths, this module's values) are compared by value, containers
+// Scalars (numbers, strings, enums, paths, this module's values) are compared by value, containers
 // and data by their parts, and all other objects, called handles, by identity. Three kinds of
 // objects are data:
 // - dataclasses and namespaces, whatever they hold;
@@ -23,15 +23,15 @@ namespace meshverse::bindings {
 
 namespace py = pybind11;
 
-// A snapshot of `options`: the fields that differ from a fresh object of its type, if that can be
-// created without arguments; else all fields, with the type's name.
+// A snapshot of options: the fields that differ from those of a fresh object of the same type, if
+// one can be created without arguments; else all fields, with the type's name.
 struct OptionsSnapshot {
   std::string options_type;
   OptionFields fields;
 };
 
-// Fields are read by dotted name; those in `ignored` are not read at all.
-// Raises TypeError for what is not an options object, and for fields that cannot be read.
+// Reads all fields by their dotted names, except those in `ignored`. Raises TypeError for something
+// that is not an options object, and for fields that cannot be read.
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored);
 
 // The containers and data that `read_options` reads, the options first; none if the options are

@@ -22,7 +22,7 @@
 
 namespace meshverse::bindings {
 
-// Returns the result of body() as a new reference; null, with Python's error set, where it throws.
+// Returns the result of body() as a new reference; if it throws, null, with Python's error set.
 template <class Body>
 PyObject* or_error(Body&& body) {
   try {
@@ -43,7 +43,7 @@ template <class Value>
 constexpr bool is_value = std::is_same_v<Value, AxisLayout> || std::is_same_v<Value, Layout> ||
                           std::is_same_v<Value, OptionsKey>;
 
-// Whether such a value may refer to Python objects, and so be in a cycle.
+// Whether such a value may refer to Python objects, and so be part of a reference cycle.
 template <class Value>
 constexpr bool has_references = std::is_same_v<Value, OptionsKey>;
 
@@ -57,12 +57,12 @@ void* untyped(Function* function) {
 template <class Value>
 class ValueType {
  public:
-  // Makes the value of `Type(...)` from its positional and keyword arguments.
+  // Creates the value of `Type(...)` from its positional and keyword arguments.
   using Constructor = Value (*)(PyObject* positional, PyObject* keywords);
 
-  // Makes the type, of the name `module.Type`. The tables end with {}; the type refers to them.
-  // A process has one such type: whoever loads the module once more, as another interpreter of the
-  // process does, shares it.
+  // Creates the type with the name `module.Type`. The tables must end with {} and live as long as
+  // the type. A process has one such type: if another interpreter of the process loads the module
+  // again, it gets the same type.
   template <Constructor construct>
   static py::object create(const char* name, const char* doc, PyMethodDef* methods,
                            PyGetSetDef* properties, std::vector<PyType_Slot> slots) {
@@ -82,8 +82,8 @@ class ValueType {
     unsigned int flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE;
     if constexpr (has_references<Value>) {
       flags |= Py_TPFLAGS_HAVE_GC;
-      // No tp_clear, as tuples have none. What a value refers to is older than the value. So some
-      // other object of a cycle was changed to close it, and Python clears that one.
+      // No tp_clear, as for tuples: a value refers only to objects that are older than it. So a
+      // cycle was closed by a change of another object in it, and Python clears that one.
       slots.push_back({Py_tp_traverse, untyped(&traverse)});
     }
     slots.insert(slots.end(), common.begin(), common.end());

@@ -68,10 +68,10 @@ class Model {
     cache_.clear();
     entries_.clear();
     order_.clear();
-    making_.clear();  // what is being made goes to its maker, and is not kept
+    making_.clear();  // entries that are being created are returned, but not kept
   }
 
-  // Asks for an entry, whose making may ask for others, and may fail.
+  // Requests an entry. Its creation may request others, and may fail.
   void ask(int key, int depth) {
     if (const auto there = at(key)) {
       LAW(cache_.get_or_create(group_key(key), [] { return std::make_shared<int>(); }) == there);

@@ -60,7 +60,7 @@ Integers narrow(const std::vector<Wide>& positions) {
   return narrowed;
 }
 
-// The layout of these modes, where its positions fit.
+// The layout of these modes; nullopt if its positions do not fit.
 std::optional<AxisLayout> make(const std::vector<Mode>& modes) {
   const std::vector<Wide> positions = spell(modes);
   if (largest(positions) >= kLargest) {  // cosize is one more

@@ -1,4 +1,4 @@
-// Options keys against an encoding of them that is obviously one to one.
+// Options keys, compared with an encoding of them that is obviously one-to-one.
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -117,7 +117,7 @@ std::string encode(const OptionsKey& key, bool handles_by_type) {
   return encoder.out();
 }
 
-// Equality is that of the contents; so is the hash, and the digest but for handles.
+// Equality and hash are those of the contents, and so is the digest, except for handles.
 void check_keys(const OptionsKey& one, const OptionsKey& other) {
   const bool same = encode(one, false) == encode(other, false);
   LAW((one == other) == same);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-// A fuzzer keeps the input that led here.
+// Aborts, so that the fuzzer saves the input.
 #define LAW(condition)                                                                   \
   do {                                                                                   \
     if (!(condition)) {                                                                  \
@@ -48,10 +48,10 @@ class Input {
     return word;
   }
 
-  // Of low..high, both included; at most 256 of them.
+  // A number in low..high, both included; the range may have at most 256 numbers.
   std::int64_t of(std::int64_t low, std::int64_t high) { return low + byte() % (high - low + 1); }
 
-  // A few letters: short, so that equal ones come up.
+  // A few letters: few enough for equal strings to occur.
   std::string text() {
     std::string text;
     for (std::int64_t length = of(0, 3); length > 0; --length) {

@@ -1,4 +1,4 @@
-// Ranks that hold tensors of one side of a move: a grid of mesh axes over a rank map.
+// Ranks that hold the sources, or the targets, of a reshard: a grid of mesh axes over a rank map.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ class Holders {
   // The rank at a position relative to the base.
   std::int64_t rank_at(std::int64_t offset) const { return rank_map_->rank_at(base_ + offset); }
 
-  // The lowest rank and the highest.
+  // The lowest and the highest rank.
   std::pair<std::int64_t, std::int64_t> bounds() const { return bounds_; }
 
-  // The index of a rank along each axis; nullopt if it is none of these ranks.
+  // The index of a rank along each axis; nullopt if it is not one of these ranks.
   std::optional<std::vector<std::int64_t>> coordinates_of(std::int64_t rank) const;
 
  private:
@@ -47,7 +47,7 @@ class Replicas {
   std::int64_t rank_at(std::int64_t index) const;
   // The lowest and highest rank of all holders, not only of these replicas.
   std::pair<std::int64_t, std::int64_t> bounds() const { return holders_->bounds(); }
-  // nullopt if the rank does not hold this shard.
+  // The index of a rank among the replicas; nullopt if it does not hold this shard.
   std::optional<std::int64_t> index_of(std::int64_t rank) const;
 
  private:

@@ -25,12 +25,12 @@ class Filling {
     begin();
   }
 
-  // Adds a box, in several messages where it does not fit into this one.
+  // Adds a box; begins further messages if it does not fit into this one.
   void add(Box box) {
     while (box.bytes() > room()) {
       const auto rows = std::find_if(box.extent.begin(), box.extent.end(),
                                      [](std::int64_t extent) { return extent > 1; });
-      if (rows == box.extent.end()) {  // one element, for which the next message has room
+      if (rows == box.extent.end()) {  // one element, which fits into the next message
         end();
         continue;
       }
@@ -100,7 +100,7 @@ Box Box::split_off(std::size_t dim, std::int64_t extent_there) {
 Box part_of(const Box& box, const Share& share) {
   Box part = box;
   if (share.is_whole()) return part;
-  if (box.extent.empty()) {  // one element: the first sender gives it
+  if (box.extent.empty()) {  // one element: the first sender sends it
     if (share.from != 0) part.itemsize = 0;
     return part;
   }

@@ -18,15 +18,16 @@ struct Box {
   std::vector<std::int64_t> extent;
 
   std::int64_t bytes() const;
-  // The first elements along a dimension; the box keeps the others.
+  // Removes the first `extent_there` elements along a dimension from the box, and returns them.
   Box split_off(std::size_t dim, std::int64_t extent_there);
 };
 
 // The part of a box that one of several senders sends; it may have no elements.
 Box part_of(const Box& box, const Share& share);
 
-// Packs the boxes for one peer into messages, in an order that sender and receiver both derive:
-// large elements first, which keeps elements aligned. Appends to `plan`, which is sorted later.
+// Packs the boxes for one peer into messages, and appends them to `plan`, which is sorted later.
+// Sender and receiver derive the same order of boxes: large elements first, so that elements are
+// aligned.
 void pack(std::vector<Box>& boxes, std::int64_t step, std::int64_t peer, bool is_sent,
           std::int64_t round_bytes, Plan& plan);
 

@@ -64,8 +64,8 @@ std::vector<DimSharding> dim_shardings(const std::vector<std::int64_t>& shape,
                                   "factors from 1 to " +
                                   std::to_string(kMostPieces));
     }
-    // An axis of one rank splits nothing. The other axes are few, as their sizes multiply out to
-    // the number of ranks.
+    // An axis of one rank splits nothing. The other axes are few, because the product of their
+    // sizes is the number of ranks.
     if (dim == -1 || axis_sizes[axis] == 1) continue;
     splits[static_cast<std::size_t>(dim)].push_back({axis, axis_sizes[axis], factor});
   }
@@ -86,7 +86,7 @@ std::vector<Spans> spans_at(const std::vector<DimSharding>& dims, const Coordina
   return all;
 }
 
-// One side of a move, as this rank sees it.
+// One side of the transfer of a tensor, as this rank sees it.
 struct Side {
   const Holders& holders;
   std::vector<DimSharding> dims;
@@ -113,7 +113,7 @@ struct Side {
   }
 };
 
-// A shard of the other side along one dimension, with the elements that this rank's shard has too.
+// A shard of the other side along one dimension, and the elements that it shares with this rank's.
 struct Option {
   std::int64_t offset;  // of its coordinates along the axes that split this dimension
   std::vector<Run> runs;
@@ -133,8 +133,8 @@ std::vector<Option> options(const Spans& mine, const DimSharding& theirs, const 
   return found;
 }
 
-// Calls `visit(choice)` for every choice of one item of each list, the last list's item changing
-// fastest. Not by recursion, as a tensor may have more dimensions than there is room on the stack.
+// Calls `visit(choice)` for every choice of one item from each list; the last list's item changes
+// fastest. Without recursion, because the stack may be too small for the dimensions of a tensor.
 template <class Item, class Visit>
 void each_choice(const std::vector<const std::vector<Item>*>& lists, const Visit& visit) {
   std::vector<const Item*> choice;

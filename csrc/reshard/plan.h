@@ -10,7 +10,7 @@
 
 namespace meshverse::reshard {
 
-// How one side lays a tensor out.
+// Sharding of one tensor over the holders of one side (source or target).
 struct Sharding {
   std::size_t holders;                // index in the list of all holders
   std::vector<std::int64_t> dims;     // by axis: the dimension that it splits, or -1
@@ -18,7 +18,7 @@ struct Sharding {
   bool right_to_left;                 // see DimSharding
 };
 
-// One tensor (or box of one) that moves from the source to the target.
+// One tensor, or a box of one, to transfer from the source to the target.
 struct Move {
   std::vector<std::int64_t> shape;
   std::int64_t itemsize;  // bytes of an element in messages
@@ -26,10 +26,10 @@ struct Move {
   Sharding target;
 };
 
-// Throws std::invalid_argument if a sharding does not fit its shape or holders, round_bytes is less
-// than an element or far too small for a tensor, this rank or a holder is outside the world, or the
-// world has more than 2**31 ranks; std::overflow_error if the bytes of a tensor need more than 63
-// bits.
+// Plans the transfers of one rank. Throws std::invalid_argument if a sharding does not fit its
+// shape or holders, if round_bytes is less than an element or a tensor would need more than 2**24
+// rounds, if this rank or a holder is outside the world, or if the world has more than 2**31 ranks;
+// std::overflow_error if the bytes of a tensor need more than 63 bits.
 Plan plan(const std::vector<Holders>& holders, const std::vector<Move>& moves, const Nodes& nodes,
           std::int64_t rank, std::int64_t round_bytes);
 

@@ -14,9 +14,9 @@ namespace meshverse::reshard {
 //              extents
 struct Plan {
   // For each message: step, round, peer, whether it is sent, bytes, index of its first box in
-  // `boxes`, number of boxes. Sorted by (step, round), the order in which all ranks exchange them.
-  // In step s a rank sends to rank + s and receives from rank - s, modulo the world size; more than
-  // `round_bytes` for one peer are exchanged in several rounds.
+  // `boxes`, number of boxes. Sorted by (step, round), the order in which all ranks exchange
+  // messages. In step s, a rank sends to rank + s and receives from rank - s, modulo the world
+  // size. If more than `round_bytes` go to one peer, they are exchanged in several rounds.
   std::vector<std::int64_t> messages;
   std::vector<std::int64_t> boxes;
   std::vector<std::int64_t> kept;

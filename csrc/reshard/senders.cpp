@@ -11,13 +11,13 @@ namespace {
 constexpr std::int64_t kSmallestShare = 4096;
 constexpr std::int64_t kMostShares = 8;
 
-// If each sender has this many receivers, one with one more sends at most a quarter more: then
-// boxes are not shared.
+// If each sender has at least this many receivers, boxes are not shared: a sender with one receiver
+// more than another then sends at most a quarter more.
 constexpr std::int64_t kManyReceivers = 4;
 
-// The receivers that share senders. The receivers before `first` get all from one sender each, in
-// turn. The boxes of the other n receivers, fewer than the senders, are laid end to end and cut
-// into equal parts, one for each sender.
+// The receivers that share senders. Each receiver before `first` gets all from one sender; the
+// senders take turns. The other n receivers are fewer than the senders: their boxes are laid end to
+// end and cut into equal parts, one for each sender.
 struct Rest {
   std::int64_t first;    // index of the first of these receivers
   std::int64_t n;        // number of these receivers

@@ -1,4 +1,4 @@
-// Which replica of a shard sends to which receiver.
+// Choice of the replica of a shard that sends to each receiver.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace meshverse::reshard {
 
-// Which node each rank is on.
+// The node of each rank.
 class Nodes {
  public:
   // Consecutive blocks of `node_size` ranks; use 1 if nodes are unknown.
   // Throws std::invalid_argument unless both are at least 1.
   Nodes(std::int64_t world_size, std::int64_t node_size);
-  // The number of the node of every rank.
+  // Takes the number of the node of every rank.
   explicit Nodes(std::vector<std::int64_t> node_of_rank);
 
   std::int64_t node_of(std::int64_t rank) const;
@@ -33,7 +33,7 @@ class Nodes {
   std::unordered_map<std::int64_t, std::vector<std::int64_t>> ranks_by_node_;
 };
 
-// The parts from..to-1, if a box is cut into `of` equal parts.
+// Parts from..to-1 of a box that is cut into `of` equal parts.
 struct Share {
   std::int64_t from;
   std::int64_t to;
@@ -62,19 +62,20 @@ class RankList {
   std::vector<std::int64_t> ranks_;
 };
 
-// Matching of receivers to senders when several ranks have the same shard, as one rank sees it.
+// Matching of receivers to senders if several ranks have the same shard, as one rank sees it.
 //
-// A rank that has the shard receives nothing. If a rank on its node has the shard, a receiver gets
-// it from its node. All replicas on a node send about equally much within it, and all replicas send
-// about equally much to the receivers without one on their node. With 2 senders and 5 receivers,
-// receivers 0 and 2 get all from one sender, 1 and 3 from the other, and 4 gets half from each.
+// A rank that has the shard receives nothing. A receiver gets the shard from its own node if a rank
+// there has it. All replicas on a node send about equally many bytes within the node, and all
+// replicas send about equally many bytes to receivers whose node has no replica. With 2 senders and
+// 5 receivers, receivers 0 and 2 get all from one sender, 1 and 3 from the other, and 4 gets half
+// from each.
 class Matching {
  public:
   // O(1) if the two sets of ranks are on different nodes, else O(targets * ranks of a node).
   Matching(const Replicas& sources, const Replicas& targets, const Nodes& nodes, std::int64_t rank);
 
-  // Shares of a box that this rank receives. `bytes` is the size of the box; a different `turn` for
-  // each tensor lets the senders take turns.
+  // Shares of a box that this rank receives. `bytes` is the size of the box. Callers pass a
+  // different `turn` for each tensor, so that the senders take turns.
   std::vector<Transfer> receives(std::int64_t bytes, std::int64_t turn) const;
   // Shares of a box that this rank sends.
   std::vector<Transfer> sends(std::int64_t bytes, std::int64_t turn) const;
@@ -90,7 +91,7 @@ class Matching {
                      std::int64_t rank);
 
   std::optional<Group> as_receiver_;
-  std::vector<Group> as_sender_;  // for its node, and for other nodes
+  std::vector<Group> as_sender_;  // receivers on its node, and receivers on other nodes
 };
 
 }  // namespace meshverse::reshard

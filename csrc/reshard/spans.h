@@ -1,4 +1,4 @@
-// The elements of one dimension of a tensor that each shard has.
+// Elements of each shard along one dimension of a tensor.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,7 @@ struct Span {
   std::int64_t stop;
 };
 
-// A shard's elements of one dimension: ascending, which is the order in which the shard stores
-// them.
+// A shard's elements along one dimension, in ascending order, in which the shard stores them.
 using Spans = std::vector<Span>;
 
 std::int64_t count(const Spans& spans);
@@ -39,25 +38,26 @@ struct Run {
   std::int64_t extent;
 };
 
-// Returns the elements that two shards have in common. O(spans).
+// The elements that two shards have in common. O(number of spans).
 std::vector<Run> overlap(const Spans& mine, const Spans& theirs);
 
 // The way in which the axes of a mesh split one dimension.
 class DimSharding {
  public:
-  // Takes splits in the order of the axes. With `right_to_left`, the plain splits come first, and
-  // strided splits then chunk what is left, from the last axis to the first: FSDP2 does so with a
-  // tensor that is split already. The two ways differ only if pieces are not equally long.
+  // Takes splits in the order of the axes, and applies them in this order. With `right_to_left`, it
+  // applies plain splits first, and then strided splits from the last axis to the first: so FSDP2
+  // splits a tensor that is split already. The two orders differ only if pieces are not equally
+  // long.
   DimSharding(std::int64_t size, std::vector<Split> splits, bool right_to_left);
 
   // The splits in the order in which they are applied.
   const std::vector<Split>& splits() const { return splits_; }
 
-  // The elements of the shard at these coordinates, one for each split.
+  // The elements of the shard at these coordinates; there is one coordinate for each split.
   Spans spans(const std::vector<std::int64_t>& coordinates) const;
 
-  // Visits every shard that has some of the wanted elements, with its coordinates and spans.
-  // The cost depends only on the shards that are visited.
+  // Calls `visit` for every shard that has some of the wanted elements, with its coordinates and
+  // spans. The cost depends only on these shards.
   using Visit = std::function<void(const std::vector<std::int64_t>&, const Spans&)>;
   void visit(const Spans& wanted, const Visit& visit) const;
 

@@ -121,7 +121,8 @@ std::optional<Integers> tile(const Integers& positions, std::int64_t n) {
   return offsets;
 }
 
-// complement(n) is the tiling of 0..n-1 where there is one; and the groups are its copies.
+// complement(n) gives the tiling of 0..n-1 if there is one, and throws otherwise; the groups are
+// its copies.
 void complement_tiles_or_throws(const std::vector<AxisLayout>& layouts) {
   for (const AxisLayout& layout : layouts) {
     for (const std::int64_t n : {1, 2, 4, 6, 8, 12, 16, 24, 32, 48}) {
@@ -203,7 +204,7 @@ void composition_goes_axis_by_axis(const std::vector<AxisLayout>& layouts) {
   }
 }
 
-// splice() is what it is for vectors of axes; so is concatenate(), which is splice() at the end.
+// splice() does what it does for vectors of axes. concatenate() is splice() at the end.
 void layouts_splice_like_vectors(const std::vector<AxisLayout>& layouts) {
   const std::vector<AxisLayout> axes(layouts.begin() + 1, layouts.begin() + 5);
   const std::vector<AxisLayout> others(layouts.begin() + 7, layouts.begin() + 9);
@@ -351,7 +352,7 @@ void cache_refuses_endless_waits() {
 
 struct GivenUp {};
 
-// Gives up when it is asked to.
+// A WhileWaiting that gives up when the test asks it to.
 struct Impatient {
   static inline std::atomic<int> waits{0};
   static inline std::atomic<bool> asked{false};
@@ -363,8 +364,8 @@ struct Impatient {
   }
 };
 
-// A thread that gave up waiting is noted to wait no longer: what it makes then can be waited for by
-// the very thread that it waited for.
+// A thread that gave up a wait is no longer recorded as waiting: the thread that it waited for can
+// then wait for an entry that it creates.
 void cache_lets_a_wait_be_given_up() {
   GroupCache<std::shared_ptr<int>, Impatient> cache;
   const auto make = [](int value) { return std::make_shared<int>(value); };
@@ -399,7 +400,7 @@ void cache_lets_a_wait_be_given_up() {
   CHECK(*cache.get_or_create(group_key(2, "gloo"), must_not_make) == 11);
 }
 
-// Only what differs is left, and nothing that differs is lost.
+// differing_fields() has every field that differs, and no other.
 void differing_fields_tell_options_apart() {
   const OptionFields defaults{{"a", std::int64_t{1}}, {"b", std::string("x")}};
   CHECK(differing_fields(defaults, defaults).empty());

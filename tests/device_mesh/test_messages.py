@@ -164,12 +164,12 @@ def test_the_log_tells_each_group_and_why_it_is_new(world: Any, caplog: Any) -> 
     lines = [line for line in _logged(caplog) if line.startswith("process group of axis")]
     shard, tp, mine, other, lazy = lines
     assert "axis 'dp_shard' with ranks [0, 8, 16, 24, 32, 40, ... 10232]" in shard
-    assert "made by its members, requested at " in shard
+    assert "created by its members, requested at " in shard
     assert f"{__file__}:" in shard
     assert "the first group of these ranks" in tp
     assert "Not shared with axis 'tp', which has options" in mine
     assert "Not shared with axis 'tp', which has options" in other
-    assert "made by its members at first use" in lazy
+    assert "created by its members at first use" in lazy
     assert "of a mesh of another universe, made without universe=" in lazy
     assert max(map(len, lines)) < 500
 

@@ -31,13 +31,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("RANK", "1", "RANK='1' in the environment: the launcher has to give an int from 0 to 0"),
+        (
+            "RANK",
+            "1",
+            "RANK='1' in the environment: the launcher must set it to an int from 0 to 0",
+        ),
         ("RANK", "-1", "RANK='-1'"),
         ("RANK", "zero", "RANK='zero'"),
         (
             "WORLD_SIZE",
             "0",
-            "WORLD_SIZE='0' in the environment: the launcher has to give an int of",
+            "WORLD_SIZE='0' in the environment: the launcher must set it to an int of",
         ),
         ("WORLD_SIZE", "1.0", "WORLD_SIZE='1.0'"),
         ("MASTER_PORT", "http", "MASTER_PORT='http'"),

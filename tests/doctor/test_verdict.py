@@ -47,7 +47,7 @@ def test_all_is_well() -> None:
     dp, tp = found.axes
     assert (dp.nodes, dp.planned_nodes, tp.nodes, tp.planned_nodes) == (2, 2, 1, 1)
     assert dp.bytes_per_second == pytest.approx(2 * 3 / 4 * 1_000_000 / 1e-2)
-    assert "All is well." in str(found)
+    assert "No problem." in str(found)
 
 
 def test_a_wrong_sum_is_a_problem() -> None:
@@ -74,8 +74,8 @@ def test_ranks_that_are_not_in_blocks_raise() -> None:
         each["host"] = f"n{rank % 2}"
     found = judge(PLAN, measured)
     assert found.notes == [
-        f"A group of axis {axis} spans up to {real}. With ranks in blocks of LOCAL_WORLD_SIZE it "
-        f"would be {meant}."
+        f"A group of axis {axis} spans up to {real}. With LOCAL_WORLD_SIZE consecutive ranks "
+        f"on each host, it would span {meant}."
         for axis, real, meant in (("dp", "1 host", 2), ("tp", "2 hosts", 1))
     ]
     assert found.is_well
@@ -95,7 +95,9 @@ def test_stragglers_are_named_by_rank_and_host() -> None:
     measured[7]["compute_seconds"] = 1e-2
     found = judge(PLAN, measured)
     assert found.stragglers == [7]
-    assert found.notes == ["Rank 7 on n1 computes 10.0 times as long as the median rank."]
+    assert found.notes == [
+        "Rank 7 on n1 is slow: it multiplies matrices in 10.0 times the median time."
+    ]
 
 
 def test_a_rank_that_slow_groups_have_in_common_is_named() -> None:

@@ -100,7 +100,7 @@ def test_every_axis_reduces_the_right_sum_on_a_backend_that_splits(
 
 
 def _check_ways(answers: list[dict[str, Any]], world: World) -> None:
-    way = "split off the default group" if world.is_bound else "made by its members"
+    way = "split off the default group" if world.is_bound else "created by its members"
     for seen in answers:
         assert way in seen["hows"]
         assert seen["hows"] <= {"the default group", way}

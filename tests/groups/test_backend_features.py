@@ -58,7 +58,7 @@ def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
 def test_a_default_group_that_is_bound_to_nothing_is_not_split(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     hows = {group["how"] for group in mesh.universe.explain().to_dict()["groups"]}
-    assert hows == {"made by its members"}
+    assert hows == {"created by its members"}
     current = World.current()
     assert current is not None
     assert not current.can_split("fake")

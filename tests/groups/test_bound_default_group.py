@@ -208,7 +208,7 @@ def test_an_axis_may_have_the_backend_of_one_device(
     answers = bound_crew.run(_of_one_device, 4, str(via_store_library), str(tmp_path))
     for rank, seen in enumerate(answers):
         assert seen["reached"] == _expected(rank)["dp"]
-        assert seen["hows"] == {"dp": "made by its members", "tp": "split off the default group"}
+        assert seen["hows"] == {"dp": "created by its members", "tp": "split off the default group"}
         assert seen["counts"] == (1, 0)
         assert seen["devices"] == [splitting.DEVICE]
         assert re.search(rf"\n  tp .* {splitting.DEVICE}:{NAME} ", seen["report"])
@@ -236,7 +236,7 @@ def test_an_order_of_ranks_to_keep_is_kept(
         assert seen["place"] == line.index(rank)
         assert seen["reached"] == [int(other in line) for other in range(4)]
         # From 2.15 on, c10d asks any backend to make a group by a split.
-        assert seen["how"].startswith("made by all ranks" if AT_LEAST_2_15 else "made by its")
+        assert seen["how"].startswith("created by all ranks" if AT_LEAST_2_15 else "created by its")
 
 
 # As DeepSpeed 0.19 looks for it in the error of a mesh, to make other groups (utils/groups.py).

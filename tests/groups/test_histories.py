@@ -119,7 +119,7 @@ def test_where_members_only_is_not_safe_all_ranks_take_part(crew: Crew) -> None:
     for rank, (reached, part, how) in enumerate(crew.run(_with_init_barrier, 4)):
         assert reached == _expected((2, 2), rank)
         assert part == expected_ranks(np.array([[1, 3]]), _AXES, rank, 4)
-        assert how == {"made by all ranks (TORCH_DIST_INIT_BARRIER=1)"}
+        assert how == {"created by all ranks (TORCH_DIST_INIT_BARRIER=1)"}
 
 
 def _a_world_anew() -> Reached:

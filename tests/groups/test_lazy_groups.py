@@ -74,9 +74,9 @@ def test_explain_tells_what_was_made_and_when() -> None:
     mesh.get_group("cp")
     report = mesh.universe.explain()
     assert [group.how for group in report.groups] == [
-        "not made yet (lazy)",
-        "made by its members at first use",
-        "not made yet (lazy)",
+        "not created yet (lazy)",
+        "created by its members at first use",
+        "not created yet (lazy)",
     ]
     assert (report.requested, report.created, report.avoided) == (3, 1, 2)
 

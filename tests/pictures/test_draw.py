@@ -104,7 +104,7 @@ def test_a_universe_without_groups_says_so(world) -> None:
     report = universe.explain()
     assert report.picture is None
     for draw in (universe.draw, report.to_html):
-        with pytest.raises(ValueError, match="nothing to draw of ranks 0 to 7 yet: make a mesh"):
+        with pytest.raises(ValueError, match="nothing to draw of ranks 0 to 7 yet: create a mesh"):
             draw()
 
 
@@ -235,11 +235,11 @@ def test_a_page_draws_each_view_and_lists_the_groups_of_a_rank(world) -> None:
     shared = "<ul><li>pp of view 1</li><li>pp of view 2</li></ul>"
     assert rows[0][6:9] == [shared, "1 (1 MiB)", "1 (1 MiB)"]
     assert (
-        "Besides the default group, each rank holds 4 communicators (about 4 MiB of device "
-        "memory). Stock torch, which makes one for every request, would hold 4 (about 4 MiB of "
+        "Besides the default group, each rank has 4 communicators (about 4 MiB of device "
+        "memory). With torch, which creates one for every request, it would have 4 (about 4 MiB of "
         "device memory)."
     ) in page
-    assert "What to mind" not in page
+    assert "Warnings" not in page
 
 
 @in_worlds((8, 5))

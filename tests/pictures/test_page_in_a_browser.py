@@ -139,7 +139,7 @@ def test_a_screen_reader_reads_headers_and_drawings(browser: Browser, planned: P
     nodes, title = read(), "1: pp=8,dp=160,tp=8,loss=pp*dp"
     assert ("DisclosureTriangle", title) in nodes
     assert any(role in ("image", "img") and name == title for role, name in nodes)
-    assert ("columnheader", "Stock would hold") in nodes
+    assert ("columnheader", "torch would create") in nodes
     assert ("rowheader", "tp") in nodes
 
 

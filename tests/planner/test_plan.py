@@ -137,7 +137,7 @@ def test_what_to_mind_is_said() -> None:
     (note,) = plan(["dp=4,tp=8", "fsdp=4,tp=8"], node_size=8).warnings
     assert "Axes dp, fsdp share one process group" in note
     notes = plan(["dp=10"], node_size=4).warnings
-    assert any("The nodes are uneven: they have 2 to 4 ranks" in note for note in notes)
+    assert any("The nodes have different sizes: from 2 to 4 ranks" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_to_mind_is_said() -> None:
     [
         ([], {}, "There is no view to plan"),
         (["dp=2,tp=4", "a=3"], {}, "has 3 ranks, but the world has 8"),
-        (["dp=2"], {"rank": 2}, "rank=2 is outside the world: give one of 0 to 1"),
+        (["dp=2"], {"rank": 2}, "rank=2 is outside the world: give one from 0 to 1"),
         (["dp=2"], {"rank": -1}, "rank=-1 is outside"),
         (["dp=2"], {"node_size": 0}, "0 ranks on each node"),
         (["dp=2"], {"places": [Places("node", torch.zeros(3))]}, "of 3 ranks are given"),
@@ -153,9 +153,9 @@ def test_what_to_mind_is_said() -> None:
         ([{"dp": -1}], {}, "dp=-1"),
         ([{"dp": True}], {}, "dp=True"),
         ([{"dp": 2.0}], {}, "dp=2.0 in the view"),
-        ([{"a=2,b": 4}], {}, "'a=2,b' is no name of an axis"),
-        ([{1: 2}], {}, "1 is no name of an axis"),
-        ([{"a\x1b[31m": 2}], {}, "is no name of an axis"),
+        ([{"a=2,b": 4}], {}, "'a=2,b' cannot name an axis"),
+        ([{1: 2}], {}, "1 cannot name an axis"),
+        ([{"a\x1b[31m": 2}], {}, "cannot name an axis"),
         (["dp=2"], {"rank": True}, "rank=True is outside"),
         (["dp=2"], {"rank": 0.0}, "rank=0.0 is outside"),
         (["dp=2"], {"rank": "1"}, "rank='1' is outside"),
@@ -166,14 +166,14 @@ def test_what_to_mind_is_said() -> None:
         (["dp=2"], {"world_size": "2"}, "world_size='2': give an int above 0"),
         (["dp=2"], {"world_size": True}, "world_size=True: give an int above 0"),
         (["dp=2"], {"world_size": 0}, "A world of 0 ranks: give an int above 0"),
-        (["dp=2"], {"world_size": 2**64}, "a plan is of at most 16,777,216"),
-        (["dp=99999999999999999999,tp=99999"], {}, "a plan is of at most 16,777,216"),
-        (["dp=16777217"], {}, "has 16,777,217 ranks: a plan is of at most 16,777,216"),
-        (["dp=2"], {"backend": "nccl\x1b[31m"}, "is no name of a backend or a level"),
+        (["dp=2"], {"world_size": 2**64}, "a plan can have at most 16,777,216"),
+        (["dp=99999999999999999999,tp=99999"], {}, "a plan can have at most 16,777,216"),
+        (["dp=16777217"], {}, "has 16,777,217 ranks: a plan can have at most 16,777,216"),
+        (["dp=2"], {"backend": "nccl\x1b[31m"}, "cannot name a backend or a level"),
         (
             ["dp=2"],
             {"places": [Places("ra\x1bck", torch.zeros(2, dtype=torch.int64))]},
-            "is no name of a backend or a level",
+            "cannot name a backend or a level",
         ),
     ],
 )
@@ -221,4 +221,4 @@ def test_the_table_names_every_group_once() -> None:
         "world",
     ]
     assert rows[-1].split()[:5] == ["world", "10240:1", "10,240", "1", "none"]
-    assert any(line.startswith("Rank 777 requests 9 process groups: 6 are made") for line in lines)
+    assert any(line.startswith("Rank 777 requests 9 process groups: 6 created") for line in lines)

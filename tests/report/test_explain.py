@@ -35,9 +35,9 @@ def test_data_says_what_c10d_has(mesh) -> None:
     assert [group["layout"] for group in report["groups"]] == ["1:0", "2:4", "4:1", "8:1"]
     assert [group["created"] for group in report["groups"]] == [True, True, True, False]
     assert [group["how"] for group in report["groups"]] == [
-        "made by its members",
-        "made by its members",
-        "made by its members",
+        "created by its members",
+        "created by its members",
+        "created by its members",
         "the default group",
     ]
 
@@ -66,7 +66,7 @@ def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
     assert "of ranks 0 to 7, seen by rank 5" in head
     assert "Requested 4 process groups: 3 created, 1 reused. Saved: 0" in head
     assert re.split("  +", titles.strip()) == [
-        *("axes", "requested", "layout", "size", "my ranks", "backend", "options", "group"),
+        *("axes", "requested", "layout", "size", "ranks", "backend", "options", "group"),
     ]
     assert [re.split("  +", row.strip())[:6] for row in rows] == [
         ["pp", "1 time", "1:0", "1", "5", "fake"],
@@ -235,7 +235,7 @@ def test_groups_that_another_universe_made_again_are_counted_and_the_cure_is_nam
         report = mesh.universe.explain()
         assert report.to_dict()["n_duplicates"] == 2
         *_, last = str(report).splitlines()
-        assert last.startswith("2 of these process groups were made again in another universe")
+        assert last.startswith("2 of these process groups were also created by another universe")
         assert 'meshverse.install(share="world") before the first mesh' in last
 
 

@@ -17,18 +17,18 @@ _NETWORK = "SwitchName=s0 Nodes=a,b\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"node": {"a": [0, 1000000000]}}', "the ranks of node 'a'"),
+        ('{"node": {"a": [0, 1000000000]}}', "is not a list of ranks, for node 'a'"),
         ('{"node": {"a": [0, 1000000000]}}', "with ranks below 16777216"),
         ('{"node": {"a": "0,16777216"}}', "with ranks below 16777216"),
         ('{"node": {"a": "' + "9" * 5000 + '"}}', "with ranks below 16777216"),
-        ('{"node": {"a": [' + "9" * 5000 + "]}}", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"node": {"a": "0,0,1"}}', "rank 0 is twice on node 'a'. Name it once."),
-        ('{"node": {"a": "0-3,2"}}', "rank 2 is twice on node 'a'. Name it once."),
-        ('{"node": {"a": [0, 1, 1]}}', "rank 1 is twice on node 'a'. Name it once."),
+        ('{"node": {"a": [' + "9" * 5000 + "]}}", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"node": {"a": "0,0,1"}}', "rank 0 is twice on node 'a'. List it once."),
+        ('{"node": {"a": "0-3,2"}}', "rank 2 is twice on node 'a'. List it once."),
+        ('{"node": {"a": [0, 1, 1]}}', "rank 1 is twice on node 'a'. List it once."),
         ('{"node": {"a": "0-16777215' + ",0-16777215" * 9 + '"}}', "rank 0 is twice on node 'a'"),
-        ('{"node": {"a": [], "b": [0]}}', "[], the ranks of node 'a'"),
-        ('{"node": {"a": []}}', "[], the ranks of node 'a'"),
+        ('{"node": {"a": [], "b": [0]}}', "[] is not a list of ranks, for node 'a'"),
+        ('{"node": {"a": []}}', "[] is not a list of ranks, for node 'a'"),
         ('{"node": {"a": "0"}, "node": {"a": "0-1"}}', "has 'node' twice in one object"),
         ('{"node": {"a": "0", "a": "1"}}', "has 'a' twice in one object"),
         ('{"": {"a": "0"}}', "has no levels"),
@@ -51,7 +51,7 @@ def test_only_some_missing_ranks_are_listed(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"node": {"a": ranks}}))
     with pytest.raises(ValueError, match=re.escape("ranks 1,3,5,7,")) as caught:
         Topology.from_file(tmp_path / "t.json")
-    assert ",... are on no node. Name each of the ranks 0 to 16000000" in str(caught.value)
+    assert ",... are on no node. List each of the ranks 0 to 16000000" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
@@ -66,7 +66,7 @@ def test_a_mark_at_the_beginning_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
 def test_another_encoding_raises(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "t.json").write_text('{"n\xf6de": {"a": "0"}}', encoding=encoding)
-    with pytest.raises(ValueError, match=re.escape("t.json is no text in UTF-8")):
+    with pytest.raises(ValueError, match=re.escape("t.json is not text in UTF-8")):
         Topology.from_file(tmp_path / "t.json")
 
 

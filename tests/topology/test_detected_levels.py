@@ -63,7 +63,7 @@ def _one_gives_no_names(bad_rank: int, given: dict[str, Any]) -> str:
 @pytest.mark.parametrize("given", [{"node": 5}, {"switches": {3: "leaf"}}], ids=str)
 def test_a_rank_that_gives_no_names_is_named(crew: Crew, bad_rank: int, given) -> None:
     answers = crew.run(_one_gives_no_names, 4, bad_rank, given)
-    assert "given as where this rank is: give strings" in answers[bad_rank]
+    assert "is not a location of this rank: give strings" in answers[bad_rank]
     assert answers[bad_rank].startswith("TypeError")
     for text in answers[:bad_rank] + answers[bad_rank + 1 :]:
         assert text.startswith(f"RuntimeError: Topology.detect() failed on rank {bad_rank}: ")

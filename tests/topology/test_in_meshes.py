@@ -50,7 +50,7 @@ def test_explain_tells_how_many_nodes_a_group_is_on(world) -> None:
     assert nodes == {"dp": 2, "tp": 1, "a": 1, "b": 1}
     assert json.loads(report.to_json())["groups"][0]["nodes"] == 2
     _, titles, first, *_ = str(report).splitlines()
-    assert re.split("  +", titles.strip())[3:6] == ["size", "nodes", "my ranks"]
+    assert re.split("  +", titles.strip())[3:6] == ["size", "nodes", "ranks"]
     assert re.split("  +", first.strip())[3:6] == ["2", "2", "4, 5"]
 
 
@@ -122,10 +122,10 @@ def test_a_plan_tells_what_crosses_every_level() -> None:
     data = json.loads(planned.to_json())
     spans = [(g["nodes"]["max"], g["domains"]["max"], g["switches"]["max"]) for g in data["groups"]]
     assert spans == [(8, 4, 2), (1, 1, 1)]
-    assert "switches a group" in str(planned)
+    assert "switches per group" in str(planned)
     uneven = Topology({"node": list("aab"), "switch": list("sst")})
     notes = plan(["dp=3"], topology=uneven).warnings
-    assert any("The switches are uneven" in note for note in notes)
+    assert any("The switches have different sizes" in note for note in notes)
 
 
 def test_a_plan_and_explain_tell_the_same_nodes() -> None:

@@ -48,9 +48,13 @@ def test_a_domain_that_fits_nowhere_raises() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("", ValueError, "A level has no name"),
-        (" ", ValueError, "A level has no name"),
-        (3, TypeError, "A level is called by a string, such as 'node', but got 3 of type int"),
+        ("", ValueError, "The name of a level is empty"),
+        (" ", ValueError, "The name of a level is empty"),
+        (
+            3,
+            TypeError,
+            "The name of a level must be a string, such as 'node', but got 3 of type int",
+        ),
         (None, TypeError, "but got None of type NoneType"),
         (("node",), TypeError, "but got ('node',) of type tuple"),
     ],

@@ -190,7 +190,10 @@ _FOUR = Topology({"node": list("aabb")})
         (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": math.nan}), "traffic['tp']=nan"),
         (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": True}), "traffic['tp']=True"),
         (lambda: _FOUR.order((2, 2), factors={"rack": 2}), "the levels are ['node']"),
-        (lambda: _FOUR.cost([0, 1, 2, 2], (2, 2)), "has each of 0 to 3 once, but got [0, 1, 2, 2]"),
+        (
+            lambda: _FOUR.cost([0, 1, 2, 2], (2, 2)),
+            "each of the ranks 0 to 3 once, but got [0, 1, 2, 2]",
+        ),
         (lambda: _FOUR.cost([0, 1], (2, 2)), "but got [0, 1]"),
     ],
 )

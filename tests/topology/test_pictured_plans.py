@@ -16,8 +16,8 @@ _VIEWS = ["dp=4,tp=4"]
 def test_the_page_names_several_parts_of_each_level() -> None:
     topology = Topology.uniform(16, node_size=4, switch_size=8)
     page = plan(_VIEWS, topology=topology).to_html()
-    assert "switches a group" in page
-    assert "nodes a group" in page
+    assert "switches per group" in page
+    assert "nodes per group" in page
     assert "switchs" not in page
 
 

@@ -266,7 +266,7 @@ def test_lazy_groups_and_warm_up() -> None:
     with groups_created(3):
         assert len(job.universe.warm_up()) == 4
     hows = {group.how for group in job.universe.explain().groups}
-    assert hows == {"made by its members at first use"}
+    assert hows == {"created by its members at first use"}
 
 
 # --- saved and loaded ----------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class TestWorldWideWithOthers:
         with groups_created(1):
             part = DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("part",))
         assert part.get_group() is not mesh.get_group("tp")
-        assert "made by all ranks" in part.universe.explain().groups[0].how
+        assert "created by all ranks" in part.universe.explain().groups[0].how
 
     @pytest.mark.parametrize("lazy", [(True, False), (False, True), (True, True)])
     def test_lazy_and_eager_meshes_share(self, lazy: tuple[bool, bool]) -> None:
@@ -152,7 +152,7 @@ class TestWorldWideWithOthers:
                 assert other.get_group(axis) is one.get_group(axis)
         for mesh in (one, other):
             assert set(mesh.group_names) <= set(mesh._pg_registry)
-            assert not any("not made yet" in g.how for g in mesh.universe.explain().groups)
+            assert not any("not created yet" in g.how for g in mesh.universe.explain().groups)
         assert sum(mesh.universe.explain().created for mesh in (one, other)) == 2
 
     def test_who_makes_a_lazy_group_says_so(self) -> None:

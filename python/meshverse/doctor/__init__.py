@@ -1,8 +1,8 @@
-"""Checking a job's machines before the job: are all ranks there, and do they reach each other?
+"""Checks of a job's machines before the job starts: ranks, clocks, process groups and their speed.
 
-- `membership`: which ranks are there, which ones the others wait for, and which one reports.
+- `membership`: the ranks that have started, those that others wait for, and the one that reports.
 - `doctor`: the steps of an examination, and the measurements of one rank.
-- `examination`: the result, judged from the measurements of all ranks; as data and as a table.
+- `examination`: the result of an examination, from the measurements of all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examination, step by step. All ranks of a job do it together."""
+"""Steps of an examination, which all ranks of a job take together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from .membership import Membership, NotAllHereError, Report, rank_from_environme
 _calls = itertools.count()
 _LONGEST, _SHORTEST = timedelta(days=30), timedelta(milliseconds=1)
 
+# Number of repetitions of each measurement.
 _STORE_TURNS, _CLOCK_TURNS, _SMALL_TURNS, _LARGE_TURNS, _COMPUTE_TURNS = 20, 5, 20, 5, 5
-_MATRIX = 512
+_MATRIX = 512  # rows and columns
 
 
 def examine(
@@ -38,32 +39,32 @@ def examine(
     large_bytes: int = 16 << 20,
     report: Report | None = None,
 ) -> Examination:
-    """Check the ranks of a job, and the process groups that these views of it make.
+    """Check the ranks of a job, and the process groups that the job's views need.
 
-    All ranks of the job call this, each in a process that torchrun (or another launcher that sets
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) has started, and before `init_process_group`: it
-    makes the default process group itself, and destroys it.
+    All ranks of the job must call this before `init_process_group`, each in a process started by
+    torchrun or by another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It
+    creates a default process group and destroys it at the end.
 
     Args:
-        views: as of `meshverse.planner.plan`; the world's size is that of the job. By default one
+        views: views as for `meshverse.planner.plan`, over all ranks of the job. By default, one
             axis of all ranks.
-        backend: by default "nccl" where there is CUDA, else "gloo".
+        backend: backend of all groups; by default "nccl" if CUDA is available, else "gloo".
         timeout: how long to wait for another rank: from 1 ms to 30 days.
-        large_bytes: of the large all-reduce, on each rank.
-        report: called on one rank with the `Examination`, or with the `NotAllHereError` that all
-            ranks raise. The others wait until it has returned. So it can print, although a
-            launcher such as torchrun ends all ranks as soon as one has failed.
+        large_bytes: size of the large all-reduce on each rank.
+        report: function that one rank calls with the `Examination`, or with the `NotAllHereError`
+            that all ranks raise. The others wait until it has returned (at most about 30 seconds
+            and the timeout), so it can print before a launcher such as torchrun ends all ranks.
 
     Returns:
-        The same on all ranks.
+        The examination, the same on all ranks.
 
     Raises:
-        NotAllHereError: a rank did not answer in time; the message names it.
-        ValueError: the views do not fit the job, the launcher's variables are missing or no
-            numbers, the backend is not there, a timeout or size that cannot be, or there is a
-            default process group already. Nothing was started then.
+        NotAllHereError: a rank did not answer in time, or failed; the message names it.
+        ValueError: the views do not fit the job, the launcher's variables are missing or malformed,
+            the backend is not available, the timeout or a size is out of range, or a default
+            process group exists already. Nothing was started.
     """
-    call = next(_calls)  # first: also a rank that cannot take part has then had this call
+    call = next(_calls)  # counted before any error, so that all ranks count the same
     rank, world_size = rank_from_environment()
     _check_limits(timeout, large_bytes)
     planned = plan(
@@ -75,13 +76,13 @@ def examine(
     _check_backend(planned.backend)
     if dist.is_initialized():
         raise ValueError(
-            "There is a default process group already. The examination makes its own: call it "
-            "before init_process_group() or after destroy_process_group()."
+            "There is a default process group already. examine() creates its own: call it before "
+            "init_process_group() or after destroy_process_group()."
         )
     report = report or (lambda _: None)
     try:
         membership = Membership(rank, world_size, timeout, call, report)
-    except NotAllHereError as error:  # of this rank alone: it cannot reach the others
+    except NotAllHereError as error:  # this rank cannot reach the store, so it reports by itself
         report(error)
         raise
     with membership.heartbeat():
@@ -107,10 +108,10 @@ def _check_backend(backend: str) -> None:
     """Check that torch has every part of a backend, such as "cpu:gloo,cuda:nccl".
 
     Raises:
-        ValueError: it has not, or it is NCCL and there is no CUDA device.
+        ValueError: torch lacks a part, or a part is NCCL and there is no CUDA device.
     """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    there = [name for name in known if dist.is_backend_available(name)]
+    available = [name for name in known if dist.is_backend_available(name)]
     parts = backend.split(",")
     for part in parts:
         device, _, name = part.rpartition(":")
@@ -118,9 +119,9 @@ def _check_backend(backend: str) -> None:
             raise ValueError(
                 f"{part!r} in the backend {backend!r} has no device: write 'cpu:gloo,cuda:nccl'."
             )
-        if name not in there:
+        if name not in available:
             raise ValueError(
-                f"The backend {backend!r} is not in this torch, which has {', '.join(there)}."
+                f"The backend {backend!r} is not in this torch, which has {', '.join(available)}."
             )
         if name == "nccl" and not torch.cuda.is_available():
             raise ValueError(f"The backend {backend!r} needs a CUDA device, and there is none.")
@@ -132,7 +133,7 @@ def _default_backend() -> str:
 
 @contextmanager
 def _own_device(backend: str) -> Iterator[torch.device]:
-    """Make this rank's device the current one; set afterwards what was set before."""
+    """Yield this rank's device; a CUDA device is the current one until the end of the block."""
     if "nccl" not in backend:
         yield torch.device("cpu")
         return
@@ -144,7 +145,7 @@ def _own_device(backend: str) -> Iterator[torch.device]:
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Keep NCCL from ending the process if a rank does not answer: no rank would name that one."""
+    """Make NCCL raise after a timeout, instead of ending the process before it can report."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -156,11 +157,11 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class _Examiner:
-    """Takes the measurements of one rank.
+    """Measurements of one rank, in steps that all ranks take together.
 
     Args:
-        planned: the groups to make.
-        membership: of the job, for its steps.
+        planned: plan of the groups to create.
+        membership: membership of the job, which records the steps.
         timeout: how long to wait for another rank.
     """
 
@@ -169,7 +170,7 @@ class _Examiner:
         self._host = socket.gethostname()
 
     def measure(self, large_bytes: int) -> dict[str, Any]:
-        """Measure the store, the clock, this rank's speed and its groups, as plain data."""
+        """Measure the store, the clock, this rank's speed and its groups; return plain data."""
         rank, everybody = self._plan.mine.rank, range(self._plan.world)
         with self._step("the health check", everybody):
             self._membership.gather("here", True)
@@ -181,7 +182,7 @@ class _Examiner:
         }
         with _own_device(self._plan.backend) as device:
             try:
-                with self._step("starting the default process group", everybody):
+                with self._step("the start of the default process group", everybody):
                     dist.init_process_group(
                         self._plan.backend,
                         store=dist.PrefixStore("default group", self._membership.store),
@@ -192,8 +193,8 @@ class _Examiner:
                 with self._step("the barriers", everybody):
                     report["clock"] = _clock_readings()
                 report["compute_seconds"] = _compute_seconds(device)
-                with self._step("making the process groups", everybody):
-                    groups = self._make_groups(device.type)
+                with self._step("the creation of the process groups", everybody):
+                    groups = self._create_groups(device.type)
                 report["groups"] = [
                     self._measure(group, axes.axes, device, large_bytes)
                     for group, axes in zip(groups, self._plan.groups, strict=True)
@@ -203,7 +204,7 @@ class _Examiner:
                     dist.destroy_process_group()
         return report
 
-    def _make_groups(self, device_type: str) -> list[dist.ProcessGroup]:
+    def _create_groups(self, device_type: str) -> list[dist.ProcessGroup]:
         universe: Universe | None = None
         for view in self._plan.views:
             sizes, names = tuple(view.sizes.values()), tuple(view.sizes)
@@ -212,8 +213,8 @@ class _Examiner:
                 mesh[parts].flatten(name)
             universe = mesh.universe
         assert universe is not None  # a plan has a view
-        made = [group.name for group in universe.explain().groups]
-        return [universe.process_groups[name] for name in made if name is not None]
+        names = [group.name for group in universe.explain().groups]
+        return [universe.process_groups[name] for name in names if name is not None]
 
     def _measure(
         self,
@@ -225,14 +226,14 @@ class _Examiner:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return _group_dict(ranks, True, 0.0, 0.0, large_bytes)
-        with self._step(f"waiting for all before axis {axes[0]}", range(self._plan.world)):
+        with self._step(f"the barrier before axis {axes[0]}", range(self._plan.world)):
             dist.barrier()
         with self._step(f"the all-reduces of axis {', '.join(axes)}", ranks):
             return _measure_group(group, device, large_bytes)
 
     @contextmanager
     def _step(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Run a step that other ranks take part in; if it fails, name the ranks they wait for."""
+        """Run a step together with `ranks`; if it fails, raise an error that names the missing."""
         try:
             self._membership.begin(what, self._host)
             yield
@@ -250,7 +251,7 @@ class _Examiner:
 
 
 def _store_seconds(store: dist.Store, rank: int) -> float:
-    """Measure the seconds that writing and reading a key of the store take; the median of 20."""
+    """Measure the time to write and read a key of the store: the median of 20, in seconds."""
 
     def write_and_read() -> None:
         store.set(f"latency {rank}", "x")
@@ -260,7 +261,7 @@ def _store_seconds(store: dist.Store, rank: int) -> float:
 
 
 def _clock_readings() -> list[float]:
-    """Read this rank's clock after each of 5 barriers, which all ranks leave at nearly one time."""
+    """Read this rank's clock after each of 5 barriers, which all ranks leave at about one time."""
     readings = []
     for _ in range(_CLOCK_TURNS):
         dist.barrier()
@@ -269,7 +270,7 @@ def _clock_readings() -> list[float]:
 
 
 def _compute_seconds(device: torch.device) -> float:
-    """Measure the seconds of a product of two 512 x 512 matrices on this rank; the median of 5."""
+    """Measure a product of two 512 x 512 matrices on this rank: the median of 5, in seconds."""
     matrix = torch.ones(_MATRIX, _MATRIX, device=device)
 
     def multiply() -> None:
@@ -283,15 +284,15 @@ def _compute_seconds(device: torch.device) -> float:
 def _measure_group(
     group: dist.ProcessGroup, device: torch.device, large_bytes: int
 ) -> dict[str, Any]:
-    """All-reduce known numbers in a group, then time small and large ones. Its members all call it.
+    """Check sums of all-reduces in a group, then time small and large ones. All members call this.
 
     Args:
-        group: to be measured.
-        device: of the tensors.
-        large_bytes: of the large tensor.
+        group: group to measure.
+        device: device of the tensors.
+        large_bytes: size of the large tensor.
     """
     ranks = dist.get_process_group_ranks(group)
-    # In one of these, a rank whose part is lost or comes twice changes the sum.
+    # If a rank's contribution is lost or added twice, at least one of these two sums changes.
     mine = torch.tensor([dist.get_rank() + 1, 1], dtype=torch.int64, device=device)
     dist.all_reduce(mine, group=group)
     is_right = mine.tolist() == [sum(ranks) + len(ranks), len(ranks)]
@@ -315,7 +316,7 @@ def _measure_group(
 def _group_dict(
     ranks: Sequence[int], is_right: bool, small: float, large: float, large_bytes: int
 ) -> dict[str, Any]:
-    """Return one rank's view of one group's all-reduces: whether sums were right, medians in s."""
+    """Return one rank's measurements of one group as plain data; times are medians in seconds."""
     return {
         "ranks": list(ranks),
         "is_right": is_right,

@@ -1,4 +1,4 @@
-"""The result of an examination: judged from the measurements of all ranks; as data and a table."""
+"""Result of an examination, from the measurements of all ranks; as data and as a table."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from meshverse.planner import Places, Plan, plan
 from meshverse.wording import aligned, counted, in_bytes, in_seconds, rank_list
 
 _CLOCK_TOLERANCE = 1.0
-"""Seconds by which clocks may differ: logs of the ranks are still in order, leases still hold."""
+"""Seconds by which clocks may differ without a problem: logs of several ranks can be compared."""
 
 _SLOW = 2.0
-"""Number of times the median of its equals from which on something is called slow."""
+"""Ratio to the median above which a rank or a group is called slow."""
 
-# Lines that may differ between ranks of one job: where each of them is.
+# Lines of the environment report that depend on the host, so that ranks may disagree on them.
 _OWN = ("LOCAL_WORLD_SIZE", "NCCL_HOSTID", "TORCH_NCCL_DEBUG_INFO", "platform")
 
 
 @dataclass(frozen=True)
 class AxisExamined:
-    """The process groups of one axis, or of several axes that share them.
+    """Measurements of the process groups of one axis, or of several axes that share them.
 
     Attributes:
-        axes: their names.
+        axes: names of the axes.
         layout: axis layout over the ranks, `sizes:strides`.
-        size: ranks in a group.
-        count: how many groups there are.
-        is_right: whether the sums of all groups were.
-        small_seconds: of an all-reduce of 8 bytes, in the median group.
-        large_seconds: of one of `large_bytes`, in the median group.
-        large_bytes: its size.
-        bytes_per_second: bus bandwidth of the median group: each rank sends and receives
-            2 (n - 1) / n of the bytes. None for groups of one rank.
-        slow_groups: ranks of groups that take more than twice as long as the median.
-        nodes: the largest number of nodes that a group spans.
-        planned_nodes: the same if ranks stood in blocks of LOCAL_WORLD_SIZE; None where that is
-            not set on rank 0.
+        size: number of ranks in a group.
+        count: number of groups.
+        is_right: whether all-reduces gave the right sums in all groups.
+        small_seconds: time of an all-reduce of 8 bytes; the median over all ranks.
+        large_seconds: time of an all-reduce of `large_bytes`; the median over the groups.
+        large_bytes: size of the large all-reduce on each rank.
+        bytes_per_second: bus bandwidth of the large all-reduce, for which each of n ranks sends and
+            receives 2 (n - 1) / n of the bytes. None for groups of one rank.
+        slow_groups: ranks of each group that takes more than twice the median.
+        nodes: largest number of hosts that a group spans.
+        planned_nodes: the same number if each host had LOCAL_WORLD_SIZE consecutive ranks; None if
+            this variable is not set on rank 0.
     """
 
     axes: list[str]
@@ -61,19 +61,19 @@ class AxisExamined:
 
 @dataclass(frozen=True)
 class Examination:
-    """The state of a job's ranks. `str()` prints it, `to_dict()` gives data.
+    """Result of an examination of a job's ranks. `str()` gives tables, `to_dict()` data.
 
     Attributes:
         world: number of ranks.
-        backend: of all groups.
-        hosts: of every rank.
-        problems: what is wrong, a sentence each.
-        notes: what is slow or not as planned, a sentence each.
-        store_seconds: of writing and reading a key of the store: median and largest of the ranks.
-        clock_seconds: by which a rank's clock is ahead of rank 0's: smallest and largest.
-        compute_seconds: of a product of two 512 x 512 matrices: median and largest of the ranks.
-        stragglers: ranks that are slow for themselves, or that slow groups have in common.
-        axes: the process groups.
+        backend: backend of all groups.
+        hosts: host name of every rank.
+        problems: problems found, one sentence each.
+        notes: what is slow or not as planned, one or two sentences each.
+        store_seconds: time to write and read a key of the store: median and maximum of the ranks.
+        clock_seconds: lead of a rank's clock over that of rank 0: minimum and maximum.
+        compute_seconds: time of a product of two 512 x 512 matrices: median and maximum.
+        stragglers: ranks that are slow alone, or that slow groups of several axes have in common.
+        axes: measurements of the process groups.
         environment: versions and variables of rank 0.
     """
 
@@ -91,11 +91,11 @@ class Examination:
 
     @property
     def is_well(self) -> bool:
-        """Whether there is no problem."""
+        """Whether no problem was found."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, ready for JSON."""
+        """Return the examination as plain data, ready for JSON."""
         return {**asdict(self), "is_well": self.is_well}
 
     def to_json(self) -> str:
@@ -104,19 +104,19 @@ class Examination:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Examination:
-        """Return the examination that `to_dict` gave."""
+        """Return an examination from the result of `to_dict`."""
         fields = {name: value for name, value in data.items() if name != "is_well"}
         return Examination(**{**fields, "axes": [AxisExamined(**one) for one in data["axes"]]})
 
     def rows(self) -> list[list[str]]:
-        """Return the table of axes, titles first."""
+        """Return the rows of the table of axes; the first has the titles."""
         titles = ["axes", "layout", "size", "groups", "sums", "8 bytes"]
         large = in_bytes(self.axes[0].large_bytes) if self.axes else ""
-        titles += [large, "bandwidth", "nodes a group", "slow groups"]
+        titles += [large, "bandwidth", "nodes per group", "slow groups"]
         return [titles, *map(_row, self.axes)]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the measurements of the ranks themselves: names and values."""
+        """Return measurements of single ranks, as pairs of a name and a value."""
         hosts = counted(len(set(self.hosts)), "host")
         return [
             ("ranks", f"{self.world:,} on {hosts}, backend {self.backend}"),
@@ -130,10 +130,10 @@ class Examination:
         ]
 
     def verdict(self) -> list[str]:
-        """Return problems and notes, a line each, and the conclusion."""
+        """Return a line for each problem and note, and a last line with the conclusion."""
         lines = [f"Problem: {problem}" for problem in self.problems]
         lines += [f"Note: {note}" for note in self.notes]
-        last = "All is well." if self.is_well else f"{counted(len(self.problems), 'problem')}."
+        last = "No problem." if self.is_well else f"{counted(len(self.problems), 'problem')}."
         return [*lines, last]
 
     def __str__(self) -> str:
@@ -162,15 +162,15 @@ def _row(axis: AxisExamined) -> list[str]:
     ]
 
 
-# --- judging ------------------------------------------------------------------------------------
+# --- conclusions from the measurements ----------------------------------------------------------
 
 
 def judge(planned: Plan, measured: Sequence[dict[str, Any]]) -> Examination:
-    """Say what is wrong and what is slow.
+    """Return the examination: what is wrong and what is slow.
 
     Args:
-        planned: the groups that were made.
-        measured: what each rank has measured, in order of rank.
+        planned: plan of the groups that were created.
+        measured: measurements of each rank, in order of rank.
     """
     hosts = [str(each["host"]) for each in measured]
     problems, notes = [], []
@@ -193,14 +193,15 @@ def judge(planned: Plan, measured: Sequence[dict[str, Any]]) -> Examination:
             problems.append(f"An all-reduce along axis {name} gave a wrong sum.")
         if axis.planned_nodes not in (None, axis.nodes):
             notes.append(
-                f"A group of axis {name} spans up to {counted(axis.nodes, 'host')}. With ranks in "
-                f"blocks of LOCAL_WORLD_SIZE it would be {axis.planned_nodes}."
+                f"A group of axis {name} spans up to {counted(axis.nodes, 'host')}. With "
+                "LOCAL_WORLD_SIZE consecutive ranks on each host, it would span "
+                f"{axis.planned_nodes}."
             )
     compute = [float(each["compute_seconds"]) for each in measured]
     slow = slow_ranks(compute)
     notes += [
-        f"Rank {rank} on {hosts[rank]} computes {compute[rank] / statistics.median(compute):.1f} "
-        "times as long as the median rank."
+        f"Rank {rank} on {hosts[rank]} is slow: it multiplies matrices in "
+        f"{compute[rank] / statistics.median(compute):.1f} times the median time."
         for rank in slow
     ]
     common = stragglers([[tuple(group) for group in axis.slow_groups] for axis in axes])
@@ -256,13 +257,13 @@ def _judge_axes(
 
 
 def differing(environments: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """Find the lines of the ranks' environments that are not equal on all of them.
+    """Find the lines of the environment reports on which the ranks disagree.
 
     Args:
-        environments: of all ranks, in order of rank.
+        environments: environment report of each rank, in order of rank.
 
     Returns:
-        By name of the line, which ranks have which value.
+        By name of the line and by value, the ranks that have this value.
     """
     names = dict.fromkeys(name for each in environments for name in each)
     found: dict[str, dict[str, list[int]]] = {}
@@ -281,7 +282,7 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
     """Compute the seconds by which each rank's clock is ahead of that of rank 0.
 
     Args:
-        readings: of each rank's clock, at the same moments.
+        readings: for each rank, readings of its clock at the same moments on all ranks.
     """
     first = readings[0]
     return [
@@ -297,10 +298,10 @@ def slow_ranks(seconds: Sequence[float]) -> list[int]:
 
 
 def slow_groups(seconds: Mapping[tuple[int, ...], float]) -> list[tuple[int, ...]]:
-    """Find groups of one axis that take more than twice as long as their median.
+    """Find groups of one axis that take more than twice the median; none of fewer than three.
 
     Args:
-        seconds: by the ranks of a group. Of less than three groups none is called slow.
+        seconds: time of each group, by its ranks.
     """
     if len(seconds) < 3:
         return []
@@ -309,10 +310,10 @@ def slow_groups(seconds: Mapping[tuple[int, ...], float]) -> list[tuple[int, ...
 
 
 def stragglers(slow: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
-    """Find ranks in slow groups of at least two axes: what these groups have in common.
+    """Find the ranks that are in slow groups of the most axes, if those are at least two.
 
     Args:
-        slow: the slow groups of each axis.
+        slow: slow groups of each axis.
     """
     times = Counter(rank for groups in slow for rank in {r for group in groups for r in group})
     most = max(times.values(), default=0)

@@ -1,13 +1,13 @@
 """Membership and health check of a job's ranks, through its store; one rank reports for all.
 
-Every rank writes the step that it begins, and a thread of it counts up a number: its heartbeat. The
-first rank that fails, or has waited too long, looks for the ranks that the others wait for: those
-whose heartbeat has stopped, or else those that are behind. It reports them, and then all ranks
-raise the same error.
+Every rank writes to the store which step it begins, and a thread of the rank increments a counter
+there: its heartbeat. The first rank that fails or times out looks for the ranks that the others
+wait for: those that have not started or whose heartbeat has stopped, or else those in an earlier
+step. It reports them, and then all ranks raise the same error.
 
-Example: ranks 0, 1 and 3 write step 2, "axis dp". Rank 2 has written step 1. The others wait in the
-all-reduce until the timeout. One of them reads the steps and reports: rank 2 on host n1 is still in
-step 1.
+Example: ranks 0, 1 and 3 have written step 2, "axis dp", but rank 2 only step 1. Ranks 0, 1 and 3
+wait in the all-reduce until the timeout. The first of them to fail reads the steps and reports that
+rank 2 on host n1 is still in step 1.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import Any
 import torch.distributed as dist
 
 _FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
-_SECONDS_TO_REPORT = 30.0  # that others wait for a rank that prints
-_BEATS_TO_WAIT = 10  # before a rank without a heartbeat counts as silent
+_SECONDS_TO_REPORT = 30.0  # that the other ranks allow for `report`, which may print
+_BEATS_TO_WAIT = 10  # missed heartbeats after which a rank counts as stopped
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 Report = Callable[[Any], None]
 
 
 class NotAllHereError(RuntimeError):
-    """Some ranks did not answer in time. The message names them."""
+    """Error of a rank that did not answer in time, or failed. The message names it."""
 
 
-# The store's server on rank 0, kept until its process ends: when rank 0 leaves the examination,
-# other ranks may already be in their next call, or in init_process_group, on the same server.
+# The store's server on rank 0, kept until the process ends: when rank 0 leaves the examination,
+# other ranks may already use the same server, for their next call or in init_process_group.
 _hosted: list[dist.Store] = []
 
 
 def rank_from_environment() -> tuple[int, int]:
-    """Return this rank and the number of ranks, as torchrun or another launcher gives them.
+    """Return this rank and the number of ranks, from the launcher's environment variables.
 
     Raises:
-        ValueError: variables that are missing or no numbers.
+        ValueError: a variable is missing, not an integer or out of range.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
@@ -67,16 +67,16 @@ def _variable(name: str, smallest: int, largest: int | None) -> int:
     if value < smallest or (largest is not None and value > largest):
         limit = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
-            f"{name}={os.environ[name]!r} in the environment: the launcher has to give an int "
+            f"{name}={os.environ[name]!r} in the environment: the launcher must set it to an int "
             f"{limit}."
         )
     return value
 
 
 def report_once(error: Exception, report: Report) -> None:
-    """Report on one rank what is wrong with a command that all ranks were given; the others wait.
+    """Report on one rank an error of a command that all ranks run, while the others wait for it.
 
-    If the launcher's variables or the store are missing, each rank reports it.
+    If the launcher's variables are missing or no store answers, each rank reports the error.
     """
     with contextlib.suppress(ValueError, NotAllHereError):
         rank, world_size = rank_from_environment()
@@ -90,20 +90,20 @@ def report_once(error: Exception, report: Report) -> None:
 
 
 class Membership:
-    """The ranks of a job: which of them are there, and in which step each one is.
+    """Ranks of a job: which ones have started, and the step that each one is in.
 
-    The constructor does not wait for other ranks: torch's own rendezvous does, and cannot say which
+    The constructor does not wait for other ranks, unlike torch's rendezvous, which cannot say which
     rank is missing.
 
     Args:
-        rank: this one.
+        rank: this process's rank.
         world_size: number of ranks.
         timeout: how long to wait for the store, and for another rank.
-        call: how many examinations this process did before. Each has keys of its own.
-        report: called on one rank, with the error that all ranks raise.
+        call: number of earlier examinations in this process. Each one has its own keys.
+        report: function that one rank calls with the error that all ranks raise.
 
     Attributes:
-        store: of the job.
+        store: store of the job, with a prefix for this examination.
 
     Raises:
         NotAllHereError: no store answers at the job's address.
@@ -114,7 +114,7 @@ class Membership:
     ) -> None:
         self._rank, self._size, self._timeout, self._report = rank, world_size, timeout, report
         self._step = 0
-        # In a large world, each rank writes less often.
+        # In a large world, each rank writes less often: at most 2000 writes per second in all.
         self._beat_seconds = max(0.5, world_size / 2000)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -128,8 +128,8 @@ class Membership:
         except dist.DistError as error:
             raise NotAllHereError(
                 f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
-                f"{timeout.total_seconds():g} s. Rank 0, or torchrun, has to run there and be "
-                f"reachable: {str(error).splitlines()[0]}"
+                f"{timeout.total_seconds():g} s. Rank 0 or torchrun must run there and be "
+                f"reachable. The error was: {str(error).splitlines()[0]}"
             ) from None
         if self._is_host and not _hosted:
             _hosted.append(store)
@@ -138,13 +138,13 @@ class Membership:
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Write this rank's heartbeat meanwhile, from a thread with a connection of its own."""
+        """Write this rank's heartbeat during the block, from a thread with its own connection."""
         store: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # its stub lacks it
         is_over = threading.Event()
 
         def beat() -> None:
             number = 0
-            with contextlib.suppress(dist.DistError):  # when the store's host has ended
+            with contextlib.suppress(dist.DistError):  # the store's host has ended
                 while not is_over.wait(self._beat_seconds):
                     number += 1
                     store.set(f"life {self._rank}", str(number))
@@ -158,7 +158,7 @@ class Membership:
             thread.join()
 
     def begin(self, step: str, host: str) -> None:
-        """Write that this rank begins a step."""
+        """Record in the store that this rank begins a step."""
         self._step += 1
         note = {"step": self._step, "what": step, "host": host}
         self.store.set(f"note {self._rank}", json.dumps(note))
@@ -167,7 +167,7 @@ class Membership:
         """Gather the values of all ranks on rank 0, in order of rank; return None on the others.
 
         Raises:
-            NotAllHereError: on rank 0, a rank did not give its value in time; a rank has failed.
+            NotAllHereError: on rank 0, if a rank did not send its value in time or has failed.
         """
         self.store.set(f"{name} {self._rank}", json.dumps(mine))
         if self._rank:
@@ -175,20 +175,20 @@ class Membership:
         keys = [f"{name} {rank}" for rank in range(self._size)]
         self._wait(keys, self._timeout.total_seconds())
         values = [json.loads(text) for text in self.store.multi_get(keys)]
-        for key in keys:  # nobody else reads them, and the store may outlive the examination
+        for key in keys:  # only rank 0 reads them, and the store may outlive the examination
             self.store.delete_key(key)
         return values
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        """Send a value of rank 0 to all ranks, and return it. Rank 0 does not wait for them.
+        """Send a value of rank 0 to all ranks, and return it. Rank 0 does not wait for the others.
 
         Raises:
-            NotAllHereError: rank 0 sent nothing in time, or a rank has failed.
+            NotAllHereError: rank 0 did not send a value in time, or a rank has failed.
         """
         if self._rank == 0:
             self.store.set(name, json.dumps(value))
             return value
-        # Rank 0 may have waited for another rank until the timeout, and then print.
+        # Rank 0 may wait for another rank until the timeout, and then print.
         self._wait([name], 2 * self._timeout.total_seconds() + _SECONDS_TO_REPORT)
         return json.loads(self.store.get(name))
 
@@ -202,14 +202,14 @@ class Membership:
         except dist.DistError as error:
             raise self._lost(f"Rank {self._rank}", error) from None
 
-    # --- what is wrong --------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------
 
     def failure(self, what: str, reason: str = "") -> NotAllHereError:
-        """Return the error that all ranks raise, once one of them has reported it.
+        """Return the error that all ranks raise, after one of them has reported it.
 
         Args:
-            what: which rank failed, and in what; the ranks that are behind are added.
-            reason: a sentence to end with.
+            what: this rank, and what it failed in; the ranks that are behind are added.
+            reason: last sentence of the message.
         """
 
         def diagnosed() -> tuple[Exception, list[int]]:
@@ -219,14 +219,14 @@ class Membership:
         return NotAllHereError(self.fail(what, diagnosed))
 
     def fail(self, what: str, diagnosed: Callable[[], tuple[Exception, list[int]]]) -> str:
-        """Report an error if this is the first rank to fail; else wait until that one has.
+        """Report an error if this is the first rank to fail; else wait for that rank's report.
 
         Args:
-            what: reported if the store is lost.
-            diagnosed: gives the error, and ranks that will not read it.
+            what: first words of the error if the store is lost.
+            diagnosed: function that returns the error, and the ranks that cannot read it.
 
         Returns:
-            The message of the error that was reported.
+            Message of the error that was reported.
         """
         try:
             reporter = self.store.compare_set(_REPORTER, "", str(self._rank)).decode()
@@ -236,11 +236,11 @@ class Membership:
                 self.store.set(_FAILED, json.dumps([str(error), silent]))
             elif not self._poll(lambda: self.store.check([_FAILED])):
                 raise dist.DistError(
-                    f"rank {reporter} was to report which rank is missing, and has not"
+                    f"rank {reporter} had to report which rank is missing, but did not"
                 )
             message, silent = json.loads(self.store.get(_FAILED))
             self.store.add(_READ, 1)
-            if self._is_host:  # it leaves last: when all ranks that can have read the error
+            if self._is_host:  # it leaves after all other ranks that can have read the error
                 self._poll(lambda: self.store.add(_READ, 0) >= self._size - len(silent))
             return str(message)
         except dist.DistError as lost:
@@ -253,7 +253,7 @@ class Membership:
         return lost
 
     def _poll(self, is_done: Callable[[], bool]) -> bool:
-        """Wait for another rank to report or to read, for a bounded time."""
+        """Wait until `is_done` is true, for a bounded time; return whether it is."""
         longest = _SECONDS_TO_REPORT + self._timeout.total_seconds()
         deadline = time.monotonic() + longest + _BEATS_TO_WAIT * self._beat_seconds
         while not (done := is_done()) and time.monotonic() < deadline:
@@ -261,9 +261,10 @@ class Membership:
         return done
 
     def _behind(self) -> tuple[str, list[int]]:
-        """Return the ranks that the others wait for, in words, and those without a heartbeat.
+        """Describe the ranks that the others wait for; also return those that have stopped.
 
-        A rank without a heartbeat holds up others, which then are behind too: those are not named.
+        If some ranks have not started or have stopped, only these are described: others may be
+        behind only because they wait for these.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         notes = {rank: self._read(f"note {rank}") for rank in others}
@@ -283,7 +284,7 @@ class Membership:
         return "; ".join(behind), absent + silent
 
     def _without_heartbeat(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose heartbeat has stopped for ten beats."""
+        """Return the ranks whose heartbeat stays the same for ten beats."""
         first = {rank: self._read(f"life {rank}") for rank in ranks}
         for _ in range(2 * _BEATS_TO_WAIT):
             if not first:

@@ -10,9 +10,9 @@ from meshverse._core import RankGroups, RankMap
 from .model import Cell, Gap, Line, Panel, PicturedGroups, printable
 from .repeats import Folded, Part, Row, Run, fold
 
-_N_DRAWN_WHOLE = 16  # up to so many nodes, each is drawn
-_N_DRAWN_PARTS = 8  # up to so many lines of a run (see `repeats`), each is drawn
-_MOST_LINES = 48  # if more are left after folding, most of them are omitted
+_N_DRAWN_WHOLE = 16  # largest number of nodes all of which are drawn
+_N_DRAWN_PARTS = 8  # largest number of lines of a run (see `repeats`) all of which are drawn
+_MOST_LINES = 48  # if folding leaves more lines, most of them are omitted
 _MOST_RANKS_IN_LINE = 128  # larger nodes are split over several lines
 _RANKS_IN_LINE = 8  # if nodes are unknown
 
@@ -22,7 +22,7 @@ Piece = Sequence[int]
 
 
 def pieces_of(rank_map: RankMap, node_size: int | None) -> list[Piece]:
-    """Split the ranks of a picture by node. O(ranks).
+    """Split the ranks of a picture by node. O(number of ranks).
 
     Args:
         rank_map: map from position to global rank.
@@ -51,12 +51,12 @@ def panel_of(
     node_size: int | None,
     pieces: Sequence[Piece],
 ) -> Panel:
-    """Draw the groups of one axis. O(ranks).
+    """Draw the groups of one axis. O(number of ranks).
 
     Args:
         groups: groups of the axis.
         rank_map: map from position to global rank.
-        rank: global rank whose group is marked; none is, if it is outside the rank map.
+        rank: global rank whose group is marked. No group is, if the rank map lacks the rank.
         node_size: as in `pieces_of`.
         pieces: result of `pieces_of`.
     """
@@ -70,7 +70,7 @@ def panel_of(
 
 
 def _seams(groups: RankGroups, pieces: Sequence[Piece]) -> list[int]:
-    """Return the numbers of lines at whose multiples a larger stride of the layouts begins."""
+    """Return the strides of the layouts in lines; `fold` joins runs between their multiples."""
     if not groups.rank_map.is_identity:
         return []
     in_line = len(pieces[0])
@@ -148,7 +148,7 @@ class _Drawer:
             last = k
 
     def _shown(self, run: Run, start: int, me: int | None) -> Sequence[int]:
-        """Choose the parts of a run to draw: all if few, else the first, mine and the last."""
+        """Choose the parts of a run to draw: all if few, else first, this rank's and last."""
         if run.count * _n_lines(run.part) <= _N_DRAWN_PARTS:
             return range(run.count)
         starts = range(start, start + run.span, run.part.span)

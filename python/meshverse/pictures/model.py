@@ -16,8 +16,8 @@ class PicturedGroups:
         names: names of the axes that have these groups.
         axis: layout of the axes over positions of the rank map.
         keeps_order: whether group ranks follow the layout, not ascending global ranks.
-        made: how often the groups were created, 0 or 1; None if unknown.
-        stock_copies: how often stock torch would create them; None if unknown.
+        made: how often Meshverse creates them, 0 or 1; None if unknown.
+        stock_copies: how often torch's `DeviceMesh` would create them; None if unknown.
         bytes_each: estimated device memory of one communicator; None if unknown.
         facts: other facts that a page shows, by title.
     """
@@ -52,7 +52,7 @@ class Cell:
         rank: global rank.
         group: index of its group.
         is_mine: whether that is the group of the picture's rank.
-        is_me: whether it is the picture's rank, or represents it among equal nodes.
+        is_me: whether it is the picture's rank, or represents it in a line for several nodes.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Panel:
-    """The picture of one axis, or of several with the same groups.
+    """Picture of one axis, or of several axes with the same groups.
 
     Attributes:
         title: names of the axes.
@@ -114,5 +114,5 @@ class Panel:
 
 
 def printable(name: str) -> str:
-    """Return a name with characters replaced that control a terminal, or that XML forbids."""
+    """Return a name without characters that control a terminal or that XML forbids."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     *("Axes", "Size", "Groups", "Number", "Ranks", "Nodes", "Shared by"),
-    *("Made", "Stock would hold", "More"),
+    *("Created", "torch would create", "More"),
 )
 
 
@@ -36,7 +36,7 @@ def as_page(picture: Picture) -> str:
         totals=_totals(picture.groups),
         columns="".join(f'<th scope="col">{column}</th>' for column in _COLUMNS),
         groups="".join(f"<tr>{''.join(_row(picture, one))}</tr>" for one in picture.groups),
-        notes="<h2>What to mind</h2>" + _list(map(_text, picture.notes)) if picture.notes else "",
+        notes="<h2>Warnings</h2>" + _list(map(_text, picture.notes)) if picture.notes else "",
     )
 
 
@@ -109,8 +109,8 @@ def _totals(groups: Iterable[PicturedGroups]) -> str:
         for size in (made_bytes, stock_bytes)
     )
     return (
-        f"Besides the default group, each rank holds {counted(made, 'communicator')}{mine}. Stock "
-        f"torch, which makes one for every request, would hold {stock:,}{stocks}."
+        f"Besides the default group, each rank has {counted(made, 'communicator')}{mine}. With "
+        f"torch, which creates one for every request, it would have {stock:,}{stocks}."
     )
 
 

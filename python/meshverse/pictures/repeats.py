@@ -1,8 +1,8 @@
-"""Repeats of rows of group numbers: rows that are alike are folded into runs.
+"""Repeats in rows of group numbers: rows of the same pattern are folded into runs.
 
-Rows are alike if they differ by one offset, added to all their numbers. A run repeats a part
-several times, each time with the offset increased by a constant. The part is a row, a block of
-several parts, or a run itself. Unfolding returns the rows that were folded.
+Two rows have the same pattern if one is the other plus a constant, their offset. A run repeats a
+part several times, and each time increases the offset by the same step. The part is a row, a block
+of several parts, or itself a run. Unfolding returns the rows that were folded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST_PERIOD = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One row, as numbers relative to its first one."""
+    """One row, as numbers relative to its first number."""
 
     numbers: tuple[int, ...]
     span: int = 1

@@ -1,8 +1,8 @@
-"""Plans: the process groups that a layout of a job makes, without the job, a process or a GPU.
+"""Plans: the process groups that a job would create, computed without the job or a GPU.
 
 - `views`: ways to split a world, such as "pp=8,dp=160,tp=8".
-- `crossings`: which part of the cluster each rank is on, and what the groups of one axis cross.
-- `plan`: the distinct groups of all views, what stock would make, and what to mind.
+- `crossings`: the part of the cluster that each rank is on, and the parts that groups span.
+- `plan`: the distinct groups of all views, the groups that torch would create, and warnings.
 
 Example:
     >>> from meshverse.planner import plan

@@ -1,8 +1,9 @@
-"""Locations of ranks, and what groups cross: how many nodes one spans, what leaves each node.
+"""Locations of ranks, the parts of the cluster that groups span, and the traffic out of each part.
 
 A ring collective, such as NCCL's all-reduce of a large tensor, sends the same number of bytes from
-each rank of a group to the next one, and from the last to the first. So the number of such steps
-that leave a node says what its links carry, when the groups of one axis communicate all at once.
+each rank of a group to the next one, and from the last to the first: these are ring steps. So the
+number of ring steps that leave a node measures the load of its links when all groups of one axis
+communicate at the same time.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Places:
     """Locations of the ranks of a world, at one level of the cluster.
 
     Attributes:
-        level: name of the parts, such as "node".
-        of_rank: the part that each rank is on: an int64 tensor of shape (world size,).
+        level: name of the level, such as "node".
+        of_rank: number of the part that each rank is on: int64, shape (world size,).
     """
 
     level: str
@@ -34,12 +35,12 @@ class Places:
         """Put ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
         Args:
-            level: name of the parts.
+            level: name of the level.
             world_size: number of ranks.
-            block_size: ranks a part. The last part may have fewer.
+            block_size: number n of ranks on each part. The last part may have fewer.
 
         Raises:
-            ValueError: a part of less than one rank.
+            ValueError: `block_size` is below 1.
         """
         if block_size < 1:
             raise ValueError(f"{block_size} ranks on each {level}: give an int above 0.")
@@ -59,9 +60,9 @@ class Places:
     @property
     @compat.untraced()
     def block_size(self) -> int | None:
-        """Ranks on each part, the last of which may have fewer; None if they are not such blocks.
+        """Number of ranks on each part, if the parts are blocks as `in_blocks` returns, else None.
 
-        Blocks are as `in_blocks` has them, whatever the numbers of their parts.
+        The blocks may be numbered in any order.
         """
         world_size = len(self.of_rank)
         starts = 1 + (self.of_rank[1:] != self.of_rank[:-1]).nonzero().flatten()
@@ -74,14 +75,14 @@ class Places:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Parts of one level of the cluster that the groups of one axis cross.
+    """Parts of one level that the groups of one axis span, and the ring steps between them.
 
     Attributes:
-        level: "node", ...
-        min: of how many parts the groups with the fewest have ranks.
-        max: the same of those with the most.
-        busiest: steps of rings that leave the busiest part, of all groups of the axis together.
-        mean: steps that leave a part, on average.
+        level: name of the level, such as "node".
+        min: smallest number of parts that a group spans.
+        max: largest number of parts that a group spans.
+        busiest: number of ring steps that leave the busiest part, over all groups of the axis.
+        mean: number of ring steps that leave a part, on average over the parts.
     """
 
     level: str
@@ -92,30 +93,30 @@ class Crossing:
 
     @property
     def imbalance(self) -> float:
-        """Steps out of the busiest part, relative to the average; 1 where nothing leaves any."""
+        """Ring steps out of the busiest part, relative to the average; 1 if none leaves a part."""
         return self.busiest / self.mean if self.busiest else 1.0
 
 
 @compat.untraced()
 def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
-    """Return the ranks of all groups of an axis, shape (number of groups, group size). O(world)."""
+    """Return the ranks of all groups of an axis, shape (n_groups, group_size). O(world size)."""
     groups = RankGroups(axis, RankMap.identity(world_size))
     return torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
 
 
 @compat.untraced()
 def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
-    """Count what groups cross.
+    """Count the parts that groups span, and the ring steps that leave a part.
 
     Args:
-        ranks: of every group, in group-rank order, shape (number of groups, group size).
-        places: where each rank is.
+        ranks: ranks of every group, in group-rank order, shape (n_groups, group_size).
+        places: part of each rank.
     """
-    # A row for each place in a group: the steps between two rows then run along memory.
+    # One row per group rank: steps between rows are then steps along contiguous memory.
     parts = places.of_rank[ranks.T]
     leaves = parts != parts.roll(-1, dims=0)
     steps = torch.bincount(parts[leaves], minlength=places.count)
-    if bool((parts[1:] < parts[:-1]).any()):  # mostly in order, and sorting takes long
+    if bool((parts[1:] < parts[:-1]).any()):  # sort only if needed: it is slow
         parts = parts.sort(dim=0).values
     spans = 1 + (parts[1:] != parts[:-1]).sum(dim=0)
     return Crossing(

@@ -1,4 +1,4 @@
-"""A plan: the distinct process groups of all views, what stock would make, and what to mind."""
+"""A plan: the distinct process groups of all views, those that torch would create, and warnings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SHOULD_STAY_INSIDE = re.compile(r"(^|_)e?tp|tensor", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """The groups of one distinct axis layout: every rank is in exactly one of them.
+    """Groups of one distinct axis layout: every rank is in exactly one of them.
 
     Attributes:
         axes: names of the axes that use these groups, each once, in the order of the views.
-        asked: how often the views request them, by axis name.
+        asked: number of requests by the views, by axis name.
         layout: axis layout over the ranks, `sizes:strides`.
-        size: ranks in a group.
-        count: how many groups there are.
-        created: whether they are made; the one group over all ranks is the default group itself.
-        stock_copies: how many times stock makes these groups.
+        size: number of ranks in a group.
+        count: number of groups.
+        created: whether they are created; an axis over all ranks uses the default group instead.
+        stock_copies: number of times that torch's `DeviceMesh` would create these groups.
         bytes_each: estimated device memory of one communicator on each of its ranks; None if the
             backend is unknown.
-        crossings: parts that a group crosses, at each level of the cluster that is known.
+        crossings: for each known level of the cluster, the parts that the groups span.
     """
 
     axes: tuple[str, ...]
@@ -55,13 +55,13 @@ class Mine:
     """Groups of one rank.
 
     Attributes:
-        rank: its global rank.
+        rank: global rank.
         groups: global ranks of its group for each of `Plan.groups`, in group-rank order.
-        requested: groups that the views request.
-        created: groups that are made.
-        stock_created: groups that stock makes.
-        bytes: estimated device memory of the communicators made; of unknown backends none counts.
-        stock_bytes: the same of stock's.
+        requested: number of groups that the views request.
+        created: number of groups that Meshverse creates.
+        stock_created: number of groups that torch's `DeviceMesh` would create.
+        bytes: estimated device memory of the created communicators; unknown backends count 0.
+        stock_bytes: the same for the communicators that torch would create.
     """
 
     rank: int
@@ -75,20 +75,20 @@ class Mine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Process groups of the views of one world. `str()` prints it, `to_dict()` gives data.
+    """Process groups of the views of one world.
 
-    `to_html()` gives a page, `to_svg()` a picture.
+    `str()` gives a table, `to_dict()` data, `to_html()` a page and `to_svg()` a picture.
 
     Attributes:
         world: number of ranks.
-        views: as they were given.
-        backend: of the default group and all others.
+        views: views of the world, as they were given.
+        backend: backend of the default group and all others.
         groups: the distinct groups, in the order in which the views request them.
         mine: groups of one rank.
-        warnings: what to mind, a sentence each.
-        node_size: ranks on each node, 0 to n-1 on the first one. Where it is not given, it is what
-            the nodes of a topology or of places have; None where these are no equal blocks of
-            ranks in order, or no nodes are known. Pictures draw nodes of this size.
+        warnings: warnings, one or two sentences each.
+        node_size: number n of ranks on each node: ranks 0 to n-1 are on the first. By default, the
+            size of the nodes of the topology or of `places`; None if these are not equal blocks of
+            consecutive ranks, or no nodes are known. Pictures draw nodes of this size.
     """
 
     world: int
@@ -106,11 +106,11 @@ class Plan:
 
     @property
     def stock_bytes(self) -> int:
-        """The same of stock's."""
+        """Estimated device memory of the communicators that torch would create on all ranks."""
         return self.world * self.mine.stock_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, ready for JSON."""
+        """Return the plan as plain data, ready for JSON."""
         return {
             "world": self.world,
             "backend": self.backend,
@@ -128,16 +128,16 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """Return an HTML page that needs nothing else: the views drawn, a rank's groups."""
+        """Return a self-contained HTML page: drawings of the views, and one rank's groups."""
         return self.picture.to_html()
 
     def to_svg(self) -> str:
-        """Return an SVG document: ranks by node, coloured by group, one panel a set of groups."""
+        """Return an SVG document: ranks by node, coloured by group, a panel per distinct group."""
         return self.picture.to_svg()
 
     @property
     def picture(self) -> Picture:
-        """The same, to be drawn."""
+        """Picture of the plan, from which pages and drawings are made."""
         numbers = {axis: number for number, axis in enumerate(_requests(self.views))}
         pictured = [
             (
@@ -162,33 +162,32 @@ class Plan:
         return "\n".join([*_head(self), *_table(self.groups), "", *_foot(self)])
 
 
-# --- words --------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------
 
 
 def _counts(mine: Mine) -> str:
-    made = "is made" if mine.created == 1 else "are made"
     requested = counted(mine.requested, "process group")
-    return f"{requested}: {mine.created} {made}, stock makes {mine.stock_created}"
+    return f"{requested}: {mine.created} created, torch would create {mine.stock_created}"
 
 
 def _memory(plan: Plan) -> str:
-    """Return the memory of the communicators, in words; "" if that is nothing, or unknown."""
+    """Return a sentence about the memory of communicators; "" if it is zero or unknown."""
     mine = plan.mine
     if not mine.stock_bytes or any(group.bytes_each is None for group in plan.groups):
         return ""
     return (
-        f"Estimated device memory of communicators: {in_bytes(mine.bytes)} a rank, stock "
-        f"{in_bytes(mine.stock_bytes)}; in all {in_bytes(plan.bytes)}, stock "
-        f"{in_bytes(plan.stock_bytes)}."
+        f"Estimated device memory of communicators: {in_bytes(mine.bytes)} per rank (torch: "
+        f"{in_bytes(mine.stock_bytes)}), {in_bytes(plan.bytes)} in all (torch: "
+        f"{in_bytes(plan.stock_bytes)})."
     )
 
 
 def _pictured(group: PlannedGroup, axis: AxisLayout) -> PicturedGroups:
     facts = {"layout": group.layout}
     if not group.created:
-        facts["made"] = "none: the default group itself"
+        facts["created"] = "no: it is the default group"
     for each in group.crossings:
-        facts[f"{several(each.level)} a group"] = _spans(each)
+        facts[f"{several(each.level)} per group"] = _spans(each)
         facts[f"ring steps out of a {each.level}"] = _steps(each)
     made, stock_copies = int(group.created), group.stock_copies
     return PicturedGroups(
@@ -216,8 +215,8 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     levels = [crossing.level for crossing in groups[0].crossings]
-    titles = ["axes", "layout", "size", "groups", "stock makes"]
-    titles += [f"{several(level)} a group" for level in levels]
+    titles = ["axes", "layout", "size", "groups", "torch creates"]
+    titles += [f"{several(level)} per group" for level in levels]
     titles += [f"ring steps out of a {level}" for level in levels]
     rows = [titles]
     for group in groups:
@@ -246,9 +245,9 @@ def _foot(plan: Plan) -> Iterator[str]:
     pairs = zip(plan.groups, mine.groups, strict=True)
     yield from aligned([[" ".join(group.axes), rank_list(ranks)] for group, ranks in pairs])
     if not all(group.created for group in plan.groups):
-        yield "An axis over all ranks is on the default group itself: no group is made for it."
+        yield "An axis over all ranks uses the default group: no group is created for it."
     if any(group.bytes_each is None for group in plan.groups):
-        yield f"No estimate of memory: what a communicator of {plan.backend} takes is unknown."
+        yield f"No estimate of memory: it is unknown for a communicator of backend {plan.backend}."
     elif memory := _memory(plan):
         yield f"{memory} docs/plan.md says where the estimate comes from."
     if plan.warnings:
@@ -256,7 +255,7 @@ def _foot(plan: Plan) -> Iterator[str]:
         yield from (f"Note: {warning}" for warning in plan.warnings)
 
 
-# --- working it out -----------------------------------------------------------------------------
+# --- computation --------------------------------------------------------------------------------
 
 
 @compat.untraced()
@@ -272,29 +271,30 @@ def plan(
     topology: Topology | None = None,
     communicator_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Plan the process groups that one universe would make for these views of one world.
+    """Plan the process groups that one universe would create for these views of one world.
 
-    Nothing is made, and no other process is asked. O(world) in time and memory for each distinct
-    group: under a second for a million ranks.
+    Creates no group and communicates with no other process. Takes O(world size) time and memory for
+    each distinct group: under a second for a million ranks.
 
     Args:
-        views: ways to split the world: as text ("pp=8,dp=160,tp=8"), sizes by name, or a `View`.
-            In text and sizes, -1 is a size too: of what the other axes leave of the world.
+        views: ways to split the world: strings ("pp=8,dp=160,tp=8"), mappings from axis names to
+            sizes, or `View`s. In strings and mappings, one size may be -1: it stands for the ranks
+            that the other axes leave.
         world_size: number of ranks; by default that of the first view.
-        backend: of all groups.
-        rank: whose groups to list.
-        node_size: ranks on each node: 0 to n-1 on the first one, and so on.
-        domain_size: the same for NVLink domains.
-        places: where the ranks are, if it is not in such blocks.
-        topology: the same, of a cluster that is known: all its levels.
-        communicator_bytes: device memory of one communicator by backend, where you have measured.
+        backend: backend of all groups.
+        rank: rank whose groups are listed.
+        node_size: number n of ranks on each node: ranks 0 to n-1 are on the first, and so on.
+        domain_size: number of ranks in each NVLink domain, in the same way.
+        places: levels of the cluster, if their parts are not such blocks.
+        topology: topology of the cluster; all its levels are used.
+        communicator_bytes: device memory of one communicator by backend, if you have measured it.
 
     Raises:
-        ValueError: a view that cannot be read or does not cover the world; a rank outside of it;
-            numbers that are no ints; a world of no rank, or of more than 2**24; node or domain
-            sizes below 1; places or a topology of another number of ranks; a level that is given
-            twice; a size of -1 in the first view without `world_size`.
-        TypeError: something that is no view, or one view that is not in a list.
+        ValueError: a view cannot be read or does not cover the world; the first view has a size of
+            -1, and `world_size` is not given; the world has no rank or more than 2**24; the rank is
+            outside of it; a node or domain size is not an int above 0; `places` or the topology
+            have another number of ranks; a level is given twice.
+        TypeError: something is not a view, or `views` is one view instead of a list.
     """
     if isinstance(views, (str, Mapping, View)):
         raise TypeError(
@@ -310,7 +310,7 @@ def plan(
         check_fits(read[-1], first)
     world, number = read[0].size, whole_number(rank)
     if number is None or not 0 <= number < world:
-        raise ValueError(f"rank={rank!r} is outside the world: give one of 0 to {world - 1}.")
+        raise ValueError(f"rank={rank!r} is outside the world: give one from 0 to {world - 1}.")
     backend = backend.lower()  # as torch does
     known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
     given_sizes = {"node": node_size, "domain": domain_size}
@@ -319,16 +319,16 @@ def plan(
     if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
         raise ValueError(
             f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
-            "places= out where a topology has the level."
+            "places= out if the topology has the level."
         )
     for name in (backend, *(each.level for each in known)):
-        if not name.isprintable():  # it would change the terminal that shows the plan
-            raise ValueError(f"{name!r} is no name of a backend or a level: give printable text.")
+        if not name.isprintable():  # it could control the terminal that shows the plan
+            raise ValueError(f"{name!r} cannot name a backend or a level: give printable text.")
     for each in known:
         if len(each.of_rank) != world:
             raise ValueError(
                 f"The {several(each.level)} of {counted(len(each.of_rank), 'rank')} are given, but "
-                f"the world has {world}: give one for each rank."
+                f"the world has {world}: give a {each.level} for each rank."
             )
     measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
     figures = {**COMMUNICATOR_BYTES, **measured}
@@ -406,8 +406,8 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
         if inside and nodes is not None and nodes.max > 1:
             warnings.append(
                 f"Axis {inside[0]} leaves its node: a group of {group.size} ranks spans up to "
-                f"{nodes.max} nodes. Tensor-parallel groups communicate in every layer; make the "
-                "axis the last one, of a size that divides the ranks of a node."
+                f"{nodes.max} nodes. Tensor-parallel groups communicate in every layer: make it "
+                "the last axis, with a size that divides the ranks of a node."
             )
         warnings += [
             f"Axis {group.axes[0]} loads the {several(crossing.level)} unevenly: "
@@ -418,14 +418,15 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
         ]
         if len(group.axes) > 1 and group.size > 1:
             warnings.append(
-                f"Axes {', '.join(group.axes)} share one process group: what they send at the same "
-                "time queues. Where that hurts, give one of them its own: isolate=."
+                f"Axes {', '.join(group.axes)} share one process group: their collectives run one "
+                "after the other. To let them overlap, give one of them its own group with "
+                "isolate=."
             )
     for level in places:
         sizes = level.of_rank.bincount()
         if len(sizes) and int(sizes.min()) != int(sizes.max()):
             warnings.append(
-                f"The {several(level.level)} are uneven: they have {int(sizes.min())} to "
+                f"The {several(level.level)} have different sizes: from {int(sizes.min())} to "
                 f"{int(sizes.max())} ranks."
             )
     return tuple(warnings)

@@ -1,7 +1,7 @@
-"""Views of a world: reading them, their axes, and whether they fit.
+"""Views of a world: their syntax, their axes, and the check that they cover the world.
 
-A view is written as its axes in order: "pp=8,dp=160,cp=1,tp=8". An axis that is flattened of others
-names them: "loss=dp*cp".
+A view is written as its axes in order: "pp=8,dp=160,cp=1,tp=8". A flattened axis names the axes
+that it combines: "loss=dp*cp".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.wording import counted, did_you_mean
 
 MOST_RANKS = 2**24
-"""The largest world that is planned. Planning takes memory for every rank: some GiB for this."""
+"""Largest world that can be planned. Planning takes memory per rank: some GiB for this world."""
 
 _N_NEAREST = 3
 
@@ -30,14 +30,14 @@ class View:
     """One way to split the world.
 
     Attributes:
-        sizes: of the axes, by name, the rightmost varying fastest.
-        flattened: by name, the axes that a flattened axis combines.
+        sizes: sizes of the axes by name; the last axis varies fastest.
+        flattened: by name of a flattened axis, the axes that it combines.
 
     Raises:
-        TypeError: sizes or flattened axes that are no mapping.
-        ValueError: a view that no mesh can have: no axis, a name that is there twice or that no
-            text can hold, a size that is no int above 0, or a flattened axis of no axes, of axes
-            that the view has not, or in another order.
+        TypeError: `sizes` or `flattened` is not a mapping.
+        ValueError: no mesh can have this view: it has no axis; a name is repeated, or the syntax of
+            views cannot express it; a size is not an int above 0; or a flattened axis combines no
+            axes, unknown axes, or axes in another order than the view's.
     """
 
     sizes: Mapping[str, int]
@@ -54,7 +54,7 @@ class View:
             raise ValueError(f"The view {str(self)!r} has no axis with a size, such as dp=8.")
         for name in (*self.sizes, *self.flattened):
             _check_name(name)
-        # Copies: what the caller changes later does not change the view.
+        # Copies: later changes by the caller do not change the view.
         sizes = {name: self._size(name, size) for name, size in self.sizes.items()}
         flattened = {name: self._parts(name, parts) for name, parts in self.flattened.items()}
         object.__setattr__(self, "sizes", sizes)
@@ -64,13 +64,13 @@ class View:
         number = whole_number(size)
         if number == -1:
             raise ValueError(
-                f"{name}=-1 in the view {str(self)!r} is no size where the number of ranks is not "
-                "known: give world_size= (--world-size). At most one axis has -1, which stands for "
-                "the ranks that are left."
+                f"{name}=-1 in the view {str(self)!r} needs the number of ranks: give world_size= "
+                "(--world-size). At most one axis can have size -1: it gets the ranks that the "
+                "other axes leave."
             )
         if number is None or number < 1:
             raise ValueError(
-                f"{name}={size} in the view {str(self)!r} is no size: give an int above 0."
+                f"{name}={size} in the view {str(self)!r} is not a size: give an int above 0."
             )
         return number
 
@@ -84,18 +84,17 @@ class View:
             )
         unknown = [part for part in parts if part not in names]
         if not parts or unknown or len(set(parts)) < len(parts):
-            what = f"no axis {unknown[0]!r}" if unknown else "it names one of them twice"
+            what = f"there is no axis {unknown[0]!r}" if unknown else "it has one axis twice"
             raise ValueError(
                 f"The flattened axis {name}={'*'.join(map(str, parts))} of the view {str(self)!r}: "
-                f"{what if parts else 'it is of no axis'}. The axes are {', '.join(names)}."
+                f"{what if parts else 'it combines no axes'}. The axes are {', '.join(names)}."
                 f"{did_you_mean(unknown[0], names) if unknown else ''}"
             )
         ordered = sorted(parts, key=names.index)
         if ordered != list(parts):
             raise ValueError(
-                f"The flattened axis {name}={'*'.join(parts)} of the view {str(self)!r} has its "
-                "axes in another order than the view, which no mesh can have: write "
-                f"{name}={'*'.join(ordered)}."
+                f"The flattened axis {name}={'*'.join(parts)} has its axes in another order than "
+                f"the view {str(self)!r}, which no mesh can have: write {name}={'*'.join(ordered)}."
             )
         return parts
 
@@ -120,7 +119,7 @@ class View:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number as an int; None of a bool, a float, or what is no number."""
+    """Return an integer of any type as an int; None for a bool, a float or another object."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -131,22 +130,22 @@ def _check_name(name: Any) -> None:
     is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
     if not (is_text and name) or any(mark in name for mark in ",=*"):
         raise ValueError(
-            f"{name!r} is no name of an axis of a view: give printable text without any of ',=*' "
+            f"{name!r} cannot name an axis of a view: give printable text without any of ',=*' "
             "and without spaces around it."
         )
 
 
 def as_view(given: View | Mapping[str, int] | str, world_size: int | None) -> View:
-    """Return a view from its text or its sizes by name; an axis of size -1 has the rest.
+    """Return a view from a string or from sizes by name; an axis of size -1 gets the other ranks.
 
     Args:
-        given: a view, a mapping, or text, such as "pp=8,dp=160,tp=8,loss=pp*dp".
+        given: a view, a mapping, or a string such as "pp=8,dp=160,tp=8,loss=pp*dp".
         world_size: number of ranks, if it is known.
 
     Raises:
-        ValueError: an axis without a size, a size that is no int above 0, a name that is there
-            twice, or a flattened axis of axes that the view has not, or in another order.
-        TypeError: something else than a view.
+        ValueError: an axis has no size, a size is not an int above 0, a name is repeated, or a
+            flattened axis combines unknown axes or has them in another order than the view.
+        TypeError: `given` is something else.
     """
     if isinstance(given, View):
         return given
@@ -156,7 +155,7 @@ def as_view(given: View | Mapping[str, int] | str, world_size: int | None) -> Vi
         sizes, flattened = dict(given), {}
     else:
         raise TypeError(
-            f"{given!r} is no view: give text such as 'dp=4,tp=8', sizes by name, or a View."
+            f"{given!r} is not a view: give a string such as 'dp=4,tp=8', sizes by name, or a View."
         )
     numbers = {name: whole_number(size) for name, size in sizes.items()}
     if world_size is not None and list(numbers.values()).count(-1) == 1:
@@ -173,8 +172,8 @@ def _read(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise ValueError(
-                f"{part!r} in the view {text!r} is no axis: write each as name=size, such as "
-                '"pp=2,dp=4,tp=8", or name=axis*axis for one that is flattened of others.'
+                f"{part!r} in the view {text!r} is not an axis: write each as name=size, such as "
+                '"pp=2,dp=4,tp=8", or name=axis*axis for a flattened axis.'
             )
         if name in sizes or name in flattened:
             raise ValueError(
@@ -184,7 +183,7 @@ def _read(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
             sizes[name] = int(value)
         elif re.fullmatch(r"[+-]?[0-9.]+", value):
             raise ValueError(
-                f"{name}={value} in the view {text!r} is no size: give an int above 0."
+                f"{name}={value} in the view {text!r} is not a size: give an int above 0."
             )
         else:
             flattened[name] = tuple(piece.strip() for piece in value.split("*"))
@@ -195,15 +194,15 @@ def check_fits(view: View, world_size: int) -> None:
     """Check that a view covers a world.
 
     Raises:
-        ValueError: it has more or fewer ranks; the error names the nearest views that fit. Or the
-            world has no rank, or one of the two has more than `MOST_RANKS`.
+        ValueError: the view has more or fewer ranks than the world (the error names the nearest
+            views that fit), the world has no rank, or one of them has more than `MOST_RANKS`.
     """
     if world_size < 1:
         raise ValueError(f"A world of {world_size} ranks: give an int above 0.")
     for what, size in ((f"The view {view}", view.size), ("The world", world_size)):
         if size > MOST_RANKS:
             raise ValueError(
-                f"{what} has {size:,} ranks: a plan is of at most {MOST_RANKS:,}, because it "
+                f"{what} has {size:,} ranks: a plan can have at most {MOST_RANKS:,}, because it "
                 "takes memory for every rank."
             )
     if view.size == world_size:
@@ -212,18 +211,18 @@ def check_fits(view: View, world_size: int) -> None:
     hint = "; ".join(",".join(f"{name}={size}" for name, size in sizes.items()) for sizes in near)
     raise ValueError(
         f"The view {view} has {counted(view.size, 'rank')}, but the world has {world_size:,}: the "
-        f"sizes must multiply out to it. The nearest sizes that fit: {hint}."
+        f"product of the sizes must be equal to it. The nearest sizes that fit: {hint}."
     )
 
 
 def nearest(sizes: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
-    """Return views with these axes that cover a world, changed as little as there can be.
+    """Return at most three views with these axes that cover the world, the nearest first.
 
-    One size is changed if that suffices, else two. At most three views, the nearest first.
+    One size is changed if that is enough, else two, else all.
     """
 
     def left_for(*changed: str) -> int:
-        """Return the ranks that other axes leave for these; 0 if they do not divide the world."""
+        """Return the ranks that the other axes leave; 0 if they do not divide the world."""
         others = math.prod(size for name, size in sizes.items() if name not in changed)
         return 0 if world_size % others else world_size // others
 
@@ -234,7 +233,7 @@ def nearest(sizes: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
                 small = [n for n in range(1, math.isqrt(left) + 1) if left % n == 0]
                 divisors = (*small, *(left // n for n in small))
                 found += [{**sizes, first: n, second: left // n} for n in divisors]
-    if not found:  # the sizes that are kept do not divide the world
+    if not found:  # no size can be kept
         found = [{**dict.fromkeys(sizes, 1), name: world_size} for name in sizes]
     unique = {tuple(view.items()): view for view in found}.values()
 
@@ -245,14 +244,14 @@ def nearest(sizes: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
 
 
 def trainer_views(parallelism: ParallelismSizes, world_size: int) -> list[View]:
-    """Return the views that `meshverse.parallel.create_fsdp2_device_mesh` makes of these degrees.
+    """Return the views of the meshes that `create_fsdp2_device_mesh` creates for these degrees.
 
     Args:
-        parallelism: the degrees.
+        parallelism: parallelism degrees.
         world_size: number of ranks.
 
     Raises:
-        ValueError: the degrees do not fit the ranks or each other.
+        ValueError: the degrees do not fit the number of ranks or each other.
     """
     return [
         View(dict(zip(spec.axes, spec.shape, strict=True)), dict(spec.flattened_axes))

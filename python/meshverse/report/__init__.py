@@ -1,6 +1,9 @@
-"""Reports of a universe's process groups, for people and programs to read.
+"""Reports on a universe's process groups, as text and as data.
 
-- `explain`: which groups there are, for which axes, how each was created, how many were avoided.
-- `summary`: the same of several universes in a few lines.
-- `communicator_memory`: an estimate of the memory that a communicator takes.
+- `explain`: the groups, their axes, how each was created, and the number of groups saved.
+- `group_explanation`: the report on one group.
+- `pictured`: the picture of a universe.
+- `summary`: totals over several universes, in a few lines.
+- `communicator_memory`: estimates of the memory that a communicator takes.
+- `environment`: versions and environment variables, for bug reports.
 """

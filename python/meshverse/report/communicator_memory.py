@@ -1,14 +1,15 @@
 """Memory of one communicator: a documented estimate for each backend.
 
-NCCL: a connection has a receive buffer for every channel, of 4 MiB (`NCCL_BUFFSIZE` in NCCL's user
-guide, "Environment Variables") and, for the two low-latency protocols, of 512 KiB and 4.7 MiB (the
-defaults in NCCL's `src/init.cc`). A ring over 16 channels so takes 16 x 9.2 = 147 MiB of each GPU's
-memory. Trees, more channels and registered user buffers come on top.
+NCCL: for every channel, a connection has one receive buffer per protocol: of 4 MiB for the simple
+protocol (`NCCL_BUFFSIZE` in NCCL's user guide, "Environment Variables"), and of 512 KiB and 4.7 MiB
+for the two low-latency protocols (the defaults in NCCL's `src/init.cc`). So a ring over 16 channels
+takes 16 x 9.2 = 147 MiB of each GPU's memory. Trees, more channels and registered user buffers take
+more, and are not counted.
 
-Gloo: no device memory. In the host's, each pair of ranks is a socket with its buffers, which the
-kernel holds: not counted.
+Gloo: no device memory. Each pair of ranks has a socket, whose buffers in the kernel are not
+counted.
 
-These are estimates, to compare set-ups by. Where you have measured yours, say so:
+These estimates are meant to compare set-ups. If you have measured a communicator, pass its size:
 `explain(communicator_bytes={"nccl": ...})`.
 """
 
@@ -31,8 +32,8 @@ def estimate_bytes(backend: str, group_size: int, figures: Mapping[str, int]) ->
     """Return a communicator's device memory on this rank, in bytes; None for an unknown backend.
 
     Args:
-        backend: a name, or a list for devices ("cpu:gloo,cuda:nccl"), whose parts add up.
-        group_size: number of ranks; a group of one rank has nobody to keep buffers for.
+        backend: backend name, or one name per device ("cpu:gloo,cuda:nccl"), whose sizes add up.
+        group_size: number of ranks; a group of one rank has no connections.
         figures: bytes by backend name.
     """
     parts = [part.rpartition(":")[2] for part in backend.split(",")]

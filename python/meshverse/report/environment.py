@@ -1,4 +1,4 @@
-"""Versions and variables of an environment, for bug reports."""
+"""Versions and environment variables of this process, for bug reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARIABLES = ("MESHVERSE_", "NCCL_", "GLOO_", "TORCH_", "SLURM_JOB_NUM_NODES", "
 
 
 def environment_report() -> dict[str, str]:
-    """Return installed versions, the machine, and the variables that change what c10d does."""
+    """Return versions, the machine, and environment variables that change what c10d does."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _is_there(name)]
     cuda = torch.version.cuda or "none"
     report = {

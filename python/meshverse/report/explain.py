@@ -1,4 +1,4 @@
-"""Report on the process groups of a universe: their axes, origin and sharing. Text and data."""
+"""Report on the process groups of a universe: their axes, origin and sharing; text and data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .pictured import ExplainedView, picture_of
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
     Origin.SPLIT: "split off the default group",
-    Origin.BY_MEMBERS: "made by its members",
-    Origin.BY_ALL: "made by all ranks",
-    Origin.NOT_YET: "not made yet (lazy)",
-    Origin.AT_FIRST_USE: "made by its members at first use",
+    Origin.BY_MEMBERS: "created by its members",
+    Origin.BY_ALL: "created by all ranks",
+    Origin.NOT_YET: "not created yet (lazy)",
+    Origin.AT_FIRST_USE: "created by its members at first use",
     Origin.SHARED: "shared with another mesh",
     Origin.GIVEN: "given by the user",
     Origin.OTHER_UNIVERSE: "of another universe",
@@ -33,11 +33,11 @@ _WORDS = {
 
 
 class Portion(NamedTuple):
-    """A part of a universe.
+    """A universe or one of its parts, with its groups.
 
     Attributes:
-        ranks: in words.
-        groups: that its meshes requested.
+        ranks: its ranks, in words.
+        groups: groups that its meshes requested.
     """
 
     ranks: str
@@ -46,24 +46,26 @@ class Portion(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """A universe's groups and how they were shared: a table where it is printed or shown.
+    """Report on a universe's groups and how they were shared. It prints as a table.
 
-    `to_dict()` gives data, `to_html()` a page, and `picture` what it and
+    `to_dict()` gives data, `to_html()` a page, and `picture` the picture that the page and
     `Universe.draw` show.
 
     Attributes:
         rank_map: the universe's ranks, in words.
-        rank: this process's global rank.
+        rank: global rank of this process.
         requested: number of requests for a group.
-        created: groups created for them.
-        planned: groups that are to be made at their first use (lazy), once each; the other requests
-            were served by an existing group.
-        groups: in the order they were first requested; of parts, those of this rank.
+        created: number of groups created for them.
+        planned: number of lazy groups that are still to be created at their first use. All requests
+            beyond `created` and `planned` were served by an existing or planned group.
+        groups: groups in the order of their first requests; of parts, only the groups that this
+            rank is in.
         parts: the ranks of each part of the universe, in words.
-        ranks: global ranks by position, or a number n for 0 to n-1.
-        views: the meshes over all ranks: by axis name its layout, `sizes:strides`.
-        n_duplicates: groups that another universe made again, with the same ranks and options.
-        picture: the same, to be drawn; None where no group was requested.
+        ranks: global ranks by position, or a number n for ranks 0 to n-1.
+        views: meshes over all ranks; for each, axis layouts (`sizes:strides`) by axis name.
+        n_duplicates: number of groups that another universe created too, with the same ranks and
+            options.
+        picture: picture of the groups; None if no group was requested.
     """
 
     rank_map: str
@@ -80,33 +82,33 @@ class Explanation:
 
     @property
     def shared(self) -> int:
-        """Number of requests that an existing group served, or one planned before."""
+        """Number of requests that were served by a group created or planned before."""
         return self.requested - self.created - self.planned
 
     @property
     def avoided(self) -> int:
-        """Number of extra groups that stock would have created: it creates one for every request.
+        """Number of extra groups that torch would have created: it creates one for every request.
 
-        The exception is the same there and here: an axis over the whole default group, with nothing
-        overridden, uses the default group.
+        An axis over the whole default group, without options of its own, is not counted: it uses
+        the default group in torch too.
         """
         return sum(group.avoided for group in self.groups)
 
     @property
     def saved_bytes(self) -> int:
-        """Estimated device memory of the avoided groups; of unknown backends, none is counted."""
+        """Estimated device memory of the avoided groups; groups of unknown backends count 0."""
         return sum(group.avoided * (group.bytes_each or 0) for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, ready for JSON."""
+        """Return the report as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
         plain = {name: value for name, value in vars(self).items() if name != "picture"}
-        # Not by dataclasses.asdict, which copies every rank of every group by itself.
+        # Not dataclasses.asdict: it copies every rank of every group one by one.
         groups = tuple({**vars(each), "requests": dict(each.requests)} for each in self.groups)
         return {**plain, "groups": groups, **numbers}
 
     def to_html(self) -> str:
-        """Return an HTML page that needs nothing else: the views drawn, and the groups of a rank.
+        """Return a self-contained HTML page: drawings of the views, and the groups of this rank.
 
         Raises:
             ValueError: no group was requested yet.
@@ -121,17 +123,17 @@ class Explanation:
         """
         if self.picture is None:
             raise ValueError(
-                f"There is nothing to draw of {self.rank_map} yet: make a mesh with groups first."
+                f"There is nothing to draw of {self.rank_map} yet: create a mesh with groups first."
             )
         return self.picture
 
     def to_json(self) -> str:
         """Return `to_dict()` as a JSON document."""
-        # Without indentation, for which Python's encoder takes ten times as long.
+        # No indentation: with it, Python's encoder takes ten times as long.
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        titles = ("axes", "requested", "layout", "size", "my ranks", "backend", "options", "group")
+        titles = ("axes", "requested", "layout", "size", "ranks", "backend", "options", "group")
         rows = [titles, *(_row(group) for group in self.groups)]
         numbers = [3]
         if any(group.nodes is not None for group in self.groups):
@@ -147,8 +149,8 @@ class Explanation:
             numbers = [number + 1 for number in numbers]
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
-            "Reused: served by an existing group. Saved: groups that stock torch, which creates "
-            "one for each request, would have created besides."
+            "Reused: served by an existing group. Saved: additional groups that torch would have "
+            "created, because it creates one for each request."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         if self.n_duplicates:
@@ -177,10 +179,10 @@ class Explanation:
 
 
 def in_other_universes(n_duplicates: int) -> str:
-    """Return a sentence about process groups that another universe made again."""
+    """Return a sentence about process groups that another universe created too."""
     return (
-        f"{n_duplicates} of these process groups {'was' if n_duplicates == 1 else 'were'} made "
-        "again in another universe, with the same ranks and options."
+        f"{n_duplicates} of these process groups {'was' if n_duplicates == 1 else 'were'} also "
+        "created by another universe, with the same ranks and options."
     )
 
 
@@ -199,7 +201,7 @@ def _row(group: GroupExplanation) -> tuple[str, ...]:
 
 
 def _options_in_words(group: GroupExplanation) -> str:
-    # All but the backend, which has a column of its own.
+    # Without the backend, which has its own column.
     _, _, rest = group.options.removesuffix(")").partition(", ")
     return rest or "defaults"
 
@@ -215,18 +217,18 @@ def explain(
     parts: Sequence[Portion] = (),
     duplicates: Collection[str] = (),
 ) -> Explanation:
-    """Explain the groups of a universe; see `Universe.explain`.
+    """Return the report on a universe's groups; see `Universe.explain`.
 
     Args:
-        rank_map: of the universe.
-        rank: this process's, global.
-        groups: of the universe.
-        communicator_bytes: as of `Universe.explain`.
-        views: the meshes of the universe, for the picture.
-        node_size: ranks on each node, for the picture; None where that is unknown.
-        topology: where the ranks are, if that is known.
-        parts: of the universe.
-        duplicates: names of groups that several universes made.
+        rank_map: ranks of the universe by position.
+        rank: global rank of this process.
+        groups: groups of the universe.
+        communicator_bytes: as for `Universe.explain`.
+        views: meshes of the universe, for the picture.
+        node_size: number of ranks on each node, for the picture; None if unknown.
+        topology: topology of the ranks, or None.
+        parts: parts of the universe.
+        duplicates: c10d names of groups that several universes created.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
@@ -246,7 +248,7 @@ def explain(
         views=tuple(_axes_of(view) for view in views),
         n_duplicates=sum(group.name in duplicates for group in explained),
     )
-    pairs = list(zip(groups, explained, strict=False))  # those of the parts come last
+    pairs = list(zip(groups, explained, strict=False))  # groups of parts are last
     picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")
     return replace(explanation, picture=picture)
 
@@ -259,7 +261,7 @@ def _axes_of(view: ExplainedView) -> dict[str, str]:
 def _with_parts(
     whole: Portion, parts: Sequence[Portion]
 ) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
-    """List the groups of a universe and its parts, each once, and the portions that have it."""
+    """Yield each group of a universe and its parts once, with the ranks of those that have it."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
         return
@@ -279,7 +281,7 @@ def _with_parts(
 
 
 def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
-    """Join what two universes know of one group."""
+    """Merge the records that a universe and a part, or two parts, have of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)
@@ -299,7 +301,7 @@ def _explain_group(
     options = request.options
     ranks = tuple(request.my_ranks())
     is_mine = group.name is not None and not group.borrowed
-    requests = dict(group.requests)  # to which other threads may add
+    requests = dict(group.requests)  # a copy: other threads may add requests
     return GroupExplanation(
         name=group.name,
         layout=str(request.axis),

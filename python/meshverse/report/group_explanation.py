@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupExplanation:
-    """One group, as this rank sees it.
+    """Report on one group of this rank.
 
     Attributes:
-        name: c10d's name of my group, None if this rank is in none of the axis's groups.
+        name: c10d name of this rank's group; None if this rank is in no group of the axis.
         layout: axis layout over the universe's positions, `sizes:strides`.
-        ranks: global ranks of my group, in group-rank order.
-        backend: its backend string.
-        tag: the isolation tag it is shared under; "" for none.
-        options: backend, options and tag, naming what differs from the defaults.
+        ranks: global ranks of this rank's group, in group-rank order.
+        backend: backend string.
+        tag: isolation tag under which the group is shared; "" if none.
+        options: backend, options and tag; of the options, only those that differ from the defaults.
         how: how the group was created.
-        created: whether a new group was made for it.
-        requests: how often it was requested, by axis name.
-        avoided: extra groups that stock would have created for these requests.
+        created: whether this universe created it.
+        requests: number of requests, by axis name.
+        avoided: number of extra groups that torch would have created for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
-        is_planned: whether it is to be made at its first use (lazy).
-        nodes: on how many nodes my group is; None without a topology.
-        salt: digest of the options, of which the names of these groups on all ranks are made.
-        over: in a universe with parts, the ranks of the meshes that requested it, in words: of all
-            ranks, of a part, or both.
+        is_planned: whether it is still to be created at its first use (lazy).
+        nodes: number of nodes that this rank's group spans; None without a topology.
+        salt: digest of the options; the names of these groups on all ranks are derived from it.
+        over: in a universe with parts, the ranks of the meshes that requested it, in words: those
+            of all ranks, of a part, or both.
     """
 
     name: str | None

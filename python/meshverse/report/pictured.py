@@ -1,4 +1,4 @@
-"""A universe as a picture draws it: its groups, and its meshes as views of the ranks."""
+"""Picture of a universe: its groups, and its meshes as views of the ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ExplainedView(NamedTuple):
     """A mesh, as a view of the ranks.
 
     Attributes:
-        description: what the mesh is.
-        group_names: c10d names of its groups on this rank, one an axis; None or none where it has
-            no groups here.
-        flattened: axes flattened from it or its submeshes, by name.
+        description: layout and axis names of the mesh.
+        group_names: c10d names of its groups on this rank, one per axis; None or empty if it has no
+            groups on this rank.
+        flattened: layouts of the axes flattened from it or its submeshes, by name.
     """
 
     description: MeshDescription
@@ -30,7 +30,7 @@ class ExplainedView(NamedTuple):
 
 
 def node_size_here() -> int | None:
-    """Return the ranks on each node, from torchrun's environment; None without it."""
+    """Return the number of ranks on this node, from torchrun's LOCAL_WORLD_SIZE, or None."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -43,17 +43,17 @@ def picture_of(
     node_size: int | None,
     summary: str,
 ) -> Picture | None:
-    """Return the picture of a universe; None where it has no groups.
+    """Return the picture of a universe; None if it has no groups.
 
     Args:
-        rank_map: of the universe.
-        rank: global; whose groups are outlined.
-        groups: of the universe, each with its report.
-        views: its meshes.
-        node_size: ranks on each node; None where that is unknown.
-        summary: first sentence of a page.
+        rank_map: ranks of the universe by position.
+        rank: global rank whose groups are outlined.
+        groups: groups of the universe, each with its report.
+        views: meshes of the universe.
+        node_size: number of ranks on each node; None if unknown.
+        summary: first sentence of the page.
     """
-    # A group of another universe, which a mesh of it brought along, is over other ranks.
+    # Omit groups over other ranks: those of a mesh of another universe that was concatenated.
     here = [(group, explained) for group, explained in groups if group.request.rank_map == rank_map]
     if not here:
         return None
@@ -72,7 +72,7 @@ def _pictured(group: GroupUse, explained: GroupExplanation) -> PicturedGroups:
     is_mine = explained.avoided or explained.created
     facts = {
         "backend": explained.backend,
-        "made": explained.how + ", suspended" * explained.suspended,
+        "origin": explained.how + ", suspended" * explained.suspended,
     }
     if explained.tag:
         facts["isolated as"] = explained.tag
@@ -89,7 +89,7 @@ def _pictured(group: GroupUse, explained: GroupExplanation) -> PicturedGroups:
 
 
 def _view(view: ExplainedView, groups: Sequence[GroupUse]) -> PicturedView:
-    """Return the view with the axes of a mesh, and of what was flattened from it."""
+    """Return the view of a mesh: its axes, and the axes flattened from it, with their groups."""
     layouts = dict(zip(view.description.labels, view.description.layout, strict=True))
     names = dict(zip(layouts, view.group_names or (), strict=False))
     found = []

@@ -8,11 +8,11 @@ from meshverse.wording import counted, in_bytes, rank_list
 
 from .explain import Explanation
 
-_SHOWN = 5  # process groups that several axes are on
+_SHOWN = 5  # process groups shared by several axes
 
 
 def in_numbers(explanations: Iterable[Explanation]) -> str:
-    """Return how many process groups were requested, created and saved, as one sentence each."""
+    """Return sentences with the numbers of process groups requested, created and saved."""
     all_of_them = list(explanations)
     requested = sum(each.requested for each in all_of_them)
     created = sum(each.created for each in all_of_them)
@@ -28,9 +28,9 @@ def in_numbers(explanations: Iterable[Explanation]) -> str:
 
 
 def what_queues(explanations: Iterable[Explanation]) -> list[str]:
-    """Return a line for each process group that several axes are on; the default group is left out.
+    """Return a line for each process group that several axes share, without the default group.
 
-    Collectives on one communicator run one after the other.
+    Their collectives run one after the other, because they are on one communicator.
     """
     axes: dict[str, dict[str, None]] = {}
     ranks: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Detection of a topology: the ranks exchange where they are, through the default group's store."""
+"""Detection of a topology: ranks exchange their locations in the default group's store."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SUCCESS = 0
 _COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED: registered with the fabric
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FAILED = "!"  # begins the text of a rank that failed
+_FAILED = "!"  # begins the string that a rank contributes if it cannot find its location
 
-_BOOT = "boot"  # when a machine was started: machines of one name differ in it
+_BOOT = "boot"  # key of the boot ID, by which machines of the same name are distinguished
 
 Location = dict[str, str]
-"""Location of one rank: the name of its part of each level."""
+"""Location of one rank: by level, the name of its part."""
 
 
 class Detections(WorldState):
-    """Number of detections in a world, of which each has a rendezvous of its own."""
+    """Number of detections in a world so far; it gives each one a rendezvous name of its own."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,9 +47,9 @@ def levels_detected(
     world: World,
     timeout: timedelta,
 ) -> list[Level]:
-    """Find the levels together with the other ranks; arguments as of `Topology.detect`."""
+    """Find the levels together with the other ranks; the arguments are those of `detect`."""
     locations = _with_unique_nodes(_gather(node, domain, switches, world, timeout))
-    # A rank that cannot read it fails now, and keeps no other rank waiting.
+    # After the rendezvous: a rank that cannot read the file does not keep others waiting.
     network = None if network_file is None else read_network_file(network_file)
     nodes = [location["node"] for location in locations]
     levels = levels_on_nodes(nodes, network)
@@ -59,7 +59,7 @@ def levels_detected(
 
 
 def _parts(name: str, locations: Sequence[Location], nodes: Sequence[str]) -> list[str]:
-    """Return the part of each rank at a level that some ranks have given."""
+    """Return the part of each rank at a level that at least one rank has reported."""
     parts = [location.get(name, "") for location in locations]
     if name == "domain":
         return [part or f"node {node}" for part, node in zip(parts, nodes, strict=True)]
@@ -68,7 +68,8 @@ def _parts(name: str, locations: Sequence[Location], nodes: Sequence[str]) -> li
         other = next(rank for rank, part in enumerate(parts) if part)
         raise ValueError(
             f"Rank {rank} on node {nodes[rank]!r} gives no {name}, but rank {other} gives "
-            f"{parts[other]!r}: have all ranks give it (switches=, SLURM_TOPOLOGY_ADDR), or none."
+            f"{parts[other]!r}: either all ranks or none must give it (switches=, "
+            "SLURM_TOPOLOGY_ADDR)."
         )
     return parts
 
@@ -80,27 +81,28 @@ def _gather(
     world: World,
     timeout: timedelta,
 ) -> list[Location]:
-    """Find out where each rank is. All ranks call this together.
+    """Exchange the locations of all ranks. All ranks must call this together.
 
     Raises:
-        RuntimeError: ranks did not come in time, or failed; the default group has no store that
-            ranks could have a rendezvous in.
+        RuntimeError: some ranks did not join in time, another rank could not find its location, or
+            the default group has no store.
     """
     if world.run_store is None:
         raise RuntimeError(
-            "Topology.detect() needs a store that all ranks read, and the default process group "
-            "has none. Use Topology.from_environment() or from_file()."
+            "Topology.detect() needs a store that all ranks can read, and the default process "
+            "group has none. Use Topology.from_environment() or from_file()."
         )
     detections = world.state(Detections)
     if not detections.count:
-        # For good: the answer stays, and a later run on this store must not find it as its own.
+        # Never removed as a user: the locations stay in the store, so the count of runs must stay
+        # too, or a later run on this store would read these locations as its own.
         world.run.add_user(detections)
     name = f"topology/{detections.count}"
-    detections.count += 1  # first: whatever fails here, all ranks count the same
+    detections.count += 1  # before anything can fail: the count is then equal on all ranks
     failure: Exception | None = None
     try:
         text = json.dumps(_own_location(node, domain, switches))
-    except (OSError, TypeError, ValueError) as error:  # which the other ranks must know
+    except (OSError, TypeError, ValueError) as error:  # join anyway, to inform the others
         failure, text = error, f"{_FAILED}{error}"
     rendezvous, ranks = world.state(Rendezvous), range(world.size)
     try:
@@ -119,11 +121,12 @@ def _gather(
 def _own_location(
     node: str | None, domain: str | None, switches: Mapping[str, str] | None
 ) -> Location:
-    """Find out where this process is, but for what is given.
+    """Return where this process is; arguments that are not None replace what is detected.
 
     Raises:
-        TypeError: names that are no strings.
-        ValueError, OSError: the environment or the system cannot be read.
+        TypeError: a name is not a string.
+        ValueError: Slurm's variables contradict each other.
+        OSError: the boot ID cannot be read.
     """
     location = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
@@ -135,18 +138,18 @@ def _own_location(
         domain = nvlink_domain() or location.get("domain", "")
     if domain:
         location["domain"] = domain
-    given: dict[Any, Any] = dict(location)  # users name the switches
+    given: dict[Any, Any] = dict(location)  # untyped: users give the switches
     for name, part in given.items():
         if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
             raise TypeError(
-                f"{{{name!r}: {part!r}}}, given as where this rank is: give strings, the name of "
-                'the part by that of its level, such as switches={"switch": "leaf3"}.'
+                f"{{{name!r}: {part!r}}} is not a location of this rank: give strings, the name "
+                'of the part by the name of its level, such as switches={"switch": "leaf3"}.'
             )
     return location
 
 
 def _with_unique_nodes(locations: list[Location]) -> list[Location]:
-    """Return the locations with unique names of nodes: the boot is added where it is needed."""
+    """Return the locations, with the boot ID appended to node names that several machines have."""
     boots: dict[str, set[str]] = {}
     for location in locations:
         boots.setdefault(location["node"], set()).add(location.get(_BOOT, ""))
@@ -174,24 +177,23 @@ class _FabricInfo(ctypes.Structure):
 def nvlink_domain(library: str = _LIBRARY) -> str:
     """Return the clique that all GPUs of this machine are in, such as "1c64...-32766".
 
-    Machines whose NVLink reaches over several nodes have a fabric manager, which gives each GPU a
-    cluster and a clique in it: GPUs of one clique reach each other by NVLink. NVML, the driver's
-    own library, is asked (`nvmlDeviceGetGpuFabricInfo`); `nvidia-smi -q` shows the same under
-    "Fabric".
+    If NVLink spans several nodes, a fabric manager assigns each GPU to a cluster and to a clique in
+    it: GPUs of one clique reach each other by NVLink. This asks NVML, the driver's library
+    (`nvmlDeviceGetGpuFabricInfo`); `nvidia-smi -q` shows the same under "Fabric".
 
     Args:
-        library: NVML's file.
+        library: file name of NVML.
 
     Returns:
-        "" if there is no driver, none that knows, no fabric over several nodes, or GPUs in several
-        cliques.
+        The clique. "" if there is no driver, the driver is too old to report it, NVLink does not
+        span several nodes, or the GPUs are in several cliques.
     """
     try:
         nvml = ctypes.CDLL(library)
         ask = nvml.nvmlDeviceGetGpuFabricInfo
         if nvml.nvmlInit_v2() != _SUCCESS:
             return ""
-    except (OSError, AttributeError):  # no driver; one that is older than the question
+    except (OSError, AttributeError):  # no driver, or one without this function
         return ""
     try:
         count = ctypes.c_uint()
@@ -211,5 +213,5 @@ def _clique(nvml: ctypes.CDLL, ask: ctypes._NamedFuncPointer, index: int) -> str
         return ""
     cluster = bytes(info.cluster_uuid)
     if info.state != _COMPLETED or info.status != _SUCCESS or not any(cluster):
-        return ""  # a machine of its own has no cluster
+        return ""  # without NVLink between nodes, the cluster's UUID is zero
     return f"{uuid.UUID(bytes=cluster)}-{info.clique_id}"

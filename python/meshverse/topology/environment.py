@@ -1,4 +1,4 @@
-"""The node of each rank, from what torchrun and Slurm put into the environment."""
+"""The node of each rank, read from the environment variables of torchrun and Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .files import levels_on_nodes, read_network_file
 from .levels import Level, level_of
 from .slurm import expand_hosts, expand_tasks, switches_of_address
 
-_CURE = "Topology.detect() asks the ranks themselves, after init_process_group()."
+_CURE = "Call Topology.detect() after init_process_group() instead: it asks the ranks."
 
 
 def levels_of_environment(
@@ -22,8 +22,8 @@ def levels_of_environment(
     if network_file is not None:
         if not are_named:
             raise ValueError(
-                f"{os.fspath(network_file)} has how nodes are connected, by their names, but "
-                "torchrun gives node numbers, not names. Use Topology.detect(network_file=...)."
+                f"{os.fspath(network_file)} needs the names of the nodes, but torchrun gives only "
+                "their numbers. Use Topology.detect(network_file=...)."
             )
         return levels_on_nodes(nodes, read_network_file(network_file))
     switches = own_switches(environment) if len(set(nodes)) == 1 else {}
@@ -32,27 +32,27 @@ def levels_of_environment(
 
 
 def _nodes(environment: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return the node that each rank is on, and whether these are names that Slurm gives.
+    """Return the node of each rank, and whether these are Slurm's names of nodes.
 
-    torchrun's variables go before Slurm's: under Slurm, torchrun is one task a node.
+    torchrun's variables take precedence: under Slurm, torchrun is one task per node.
 
     Raises:
-        ValueError: variables that are missing, contradict each other, or say too little.
+        ValueError: variables are missing, contradict each other, or are not sufficient.
     """
     if "LOCAL_WORLD_SIZE" in environment and "GROUP_RANK" in environment:
         return _of_torchrun(environment), False
     if _slurm(environment, "NODELIST"):
         return _of_slurm(environment), True
     raise ValueError(
-        "The environment has no topology: neither torchrun's LOCAL_WORLD_SIZE and GROUP_RANK nor "
-        f"Slurm's SLURM_JOB_NODELIST are set. {_CURE}"
+        "The environment does not say where ranks are: neither torchrun's LOCAL_WORLD_SIZE and "
+        f"GROUP_RANK nor Slurm's SLURM_JOB_NODELIST are set. {_CURE}"
     )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment.get(name, "")
     if not value.isdecimal():
-        raise ValueError(f"{name}={value!r} in the environment is no number. {_CURE}")
+        raise ValueError(f"{name}={value!r} in the environment is not a number. {_CURE}")
     return int(value)
 
 
@@ -71,13 +71,14 @@ def _of_torchrun(environment: Mapping[str, str]) -> list[str]:
         raise ValueError(
             f"torchrun says WORLD_SIZE={world}, LOCAL_WORLD_SIZE={here} on node {node} of {count}, "
             f"RANK={rank}, LOCAL_RANK={local}: the nodes have different numbers of ranks, or are "
-            f"not numbered as the ranks are, and a rank knows only its own. {_CURE}"
+            "not numbered in the order of the ranks. The variables describe only this rank's node. "
+            f"{_CURE}"
         )
     return [f"node{index}" for index in range(count) for _ in range(here)]
 
 
 def _slurm(environment: Mapping[str, str], name: str) -> str:
-    """Return a variable of the step, or else of the job."""
+    """Return Slurm's variable for the step, else that for the job; "" if neither is set."""
     names = (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}")
     return next((environment[each] for each in names if environment.get(each)), "")
 
@@ -87,8 +88,8 @@ def _of_slurm(environment: Mapping[str, str]) -> list[str]:
     given = _slurm(environment, "TASKS_PER_NODE")
     if not given:
         raise ValueError(
-            f"Slurm names {counted(len(hosts), 'node')} but not SLURM_TASKS_PER_NODE: start the "
-            f"ranks with srun. {_CURE}"
+            f"Slurm names {counted(len(hosts), 'node')}, but SLURM_TASKS_PER_NODE is not set: "
+            f"start the ranks with srun. {_CURE}"
         )
     tasks = expand_tasks(given)
     if len(tasks) != len(hosts):
@@ -109,7 +110,7 @@ def _of_slurm(environment: Mapping[str, str]) -> list[str]:
 
 
 def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
-    """Return the host of each task, as `srun --distribution` hands tasks out."""
+    """Return the host of each task, as `srun --distribution` assigns tasks."""
     across_nodes = how.replace(",", ":").split(":")[0].lower()
     if across_nodes in ("", "*", "block", "pack", "nopack"):
         return [host for host, count in zip(hosts, tasks, strict=True) for _ in range(count)]
@@ -118,13 +119,12 @@ def _distributed(hosts: list[str], tasks: list[int], how: str) -> list[str]:
         pairs = list(zip(hosts, tasks, strict=True))
         return [host for turn in rounds for host, count in pairs if turn < count]
     raise ValueError(
-        f"SLURM_DISTRIBUTION={how}: where the ranks are then is known for block and cyclic only. "
-        f"{_CURE}"
+        f"SLURM_DISTRIBUTION={how} is not supported: only block and cyclic are. {_CURE}"
     )
 
 
 def own_switches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the switches of this process's node, by level, from `SLURM_TOPOLOGY_ADDR`."""
+    """Return, by level, the switches of this process's node in `SLURM_TOPOLOGY_ADDR`."""
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     return switches_of_address(address, pattern) if address and pattern else {}

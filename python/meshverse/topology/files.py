@@ -1,4 +1,4 @@
-"""Topologies in files: ours, in JSON (see `Topology.from_file`), and Slurm's topology.conf."""
+"""Topologies in files: JSON (see `Topology.from_file`), and Slurm's topology.conf."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .slurm import Network, expand_hosts, read_network
 
 _LARGEST_WORLD = 1 << 24
 
-_MOST_GAPS, _MOST_CHARACTERS = 100, 200  # in a message
+_MOST_GAPS, _MOST_CHARACTERS = 100, 200  # shown in a message
 
-_Piece = tuple[int, int, str]  # first rank, last rank, the part that they are on
+_Piece = tuple[int, int, str]  # first rank, last rank, and the part that these ranks are on
 
 
 def levels_of_file(
     path: str | os.PathLike[str], nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
-    """Return the levels in a file of either form; see `Topology.from_file`."""
+    """Return the levels in a JSON file or a topology.conf; see `Topology.from_file`."""
     source, text = os.fspath(path), _read_text(path)
     if not text.lstrip().startswith(("{", "[")):
         return _levels_of_network(text, source, nodes, node_size)
@@ -42,9 +42,9 @@ def levels_of_file(
 
 def _read_text(path: str | os.PathLike[str]) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin it with a mark
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"{os.fspath(path)} is no text in UTF-8: {error}.") from error
+        raise ValueError(f"{os.fspath(path)} is not text in UTF-8: {error}.") from error
 
 
 def read_network_file(path: str | os.PathLike[str]) -> Network:
@@ -54,7 +54,7 @@ def read_network_file(path: str | os.PathLike[str]) -> Network:
 
 @compat.untraced()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
-    """Return the ranks of each part of each level, in ranges such as "0-7,16-23"."""
+    """Return, by level, the ranks of each part as ranges, such as "0-7,16-23"."""
     found = {}
     for level in levels:
         of_parts = torch.split(level.of_rank.argsort(stable=True), level.sizes.tolist())
@@ -73,16 +73,16 @@ def _text(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def _levels_of_json(text: str, source: str) -> list[Level]:
-    """Return the levels in a file of ours.
+    """Return the levels in a JSON file.
 
     Raises:
-        ValueError: no JSON, or not of this form; a name that is there twice; a rank that is on no
-            part of a level, or is named twice there.
+        ValueError: the text is not JSON or has another form; a name stands twice in one object; a
+            rank is missing at a level, or is listed twice.
     """
     try:
         given = json.loads(text, object_pairs_hook=_each_once)
-    except (RecursionError, ValueError) as error:  # ValueError: also of too long numbers
-        raise ValueError(f"{source} is no JSON: {error}.") from error
+    except (RecursionError, ValueError) as error:  # ValueError: also for too long numbers
+        raise ValueError(f"{source} is not valid JSON: {error}.") from error
     levels = [given, *given.values()] if isinstance(given, dict) else [None]
     if not all(isinstance(each, dict) and each and "" not in each for each in levels):
         raise ValueError(
@@ -95,15 +95,17 @@ def _levels_of_json(text: str, source: str) -> list[Level]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; `json.loads` alone keeps the last of several that have one name."""
+    """Return a JSON object; of several values of one name, `json.loads` alone keeps the last."""
     counts = Counter(name for name, _ in pairs)
     if repeated := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"it has {repeated[0]!r} twice in one object, of which one would be lost")
+        raise ValueError(
+            f"it has {repeated[0]!r} twice in one object, and one of the two would be lost"
+        )
     return dict(pairs)
 
 
 def _pieces(level: str, given: Mapping[str, Any], source: str) -> list[_Piece]:
-    """Return a level's ranks in ascending order, as ranges: a short text can have very many."""
+    """Return a level's ranks as ranges, ascending: a short text can name very many ranks."""
     pieces = sorted(
         (first, last, part)
         for part, ranks in given.items()
@@ -113,7 +115,7 @@ def _pieces(level: str, given: Mapping[str, Any], source: str) -> list[_Piece]:
         if rank <= last:
             two = f"is on two {level} parts, {part!r} and {other!r}"
             how = f"is twice on {level} {part!r}" if part == other else two
-            raise ValueError(f"{source}: rank {rank} {how}. Name it once.")
+            raise ValueError(f"{source}: rank {rank} {how}. List it once.")
     return pieces
 
 
@@ -124,28 +126,28 @@ def _complete(level: str, pieces: Sequence[_Piece], world_size: int, source: str
     if gaps:
         shown = _text(gaps[:_MOST_GAPS]) + ",..." * (len(gaps) > _MOST_GAPS)
         raise ValueError(
-            f"{source}: ranks {shown} are on no {level}. Name each of the ranks 0 to "
+            f"{source}: ranks {shown} are on no {level}. List each of the ranks 0 to "
             f"{world_size - 1} once at each level."
         )
     return [part for first, last, part in pieces for _ in range(first, last + 1)]
 
 
 def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
-    """Return the ranges, as first and last rank, in "0-7,16-23" or in a list of ranks."""
+    """Return the first and last rank of each range in "0-7,16-23", or of a list of ranks."""
     ranges = []
     if isinstance(given, list):
         ranges = [(rank, rank) if type(rank) is int else (1, 0) for rank in given]
     elif isinstance(given, str):
         for piece in given.split(","):
-            # No world has ranks of more digits, and int() refuses very many.
+            # At most 12 digits: no rank has more, and int() refuses numbers of very many.
             found = re.fullmatch(r"\s*([0-9]{1,12})(?:\s*-\s*([0-9]{1,12}))?\s*", piece)
             ranges.append((int(found[1]), int(found[2] or found[1])) if found else (1, 0))
     if not ranges or not all(0 <= first <= last < _LARGEST_WORLD for first, last in ranges):
         text = repr(given)
         shown = text[:_MOST_CHARACTERS] + "..." * (len(text) > _MOST_CHARACTERS)
         raise ValueError(
-            f'{shown}, the ranks of {where}: write them as in "0-7,16-23", with ranks below '
-            f"{_LARGEST_WORLD}."
+            f'{shown} is not a list of ranks, for {where}: write it as in "0-7,16-23", with ranks '
+            f"below {_LARGEST_WORLD}."
         )
     return ranges
 
@@ -153,22 +155,22 @@ def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
 def _levels_of_network(
     text: str, source: str, nodes: str | Sequence[str] | None, node_size: int | None
 ) -> list[Level]:
-    """Return the levels of ranks that fill nodes of a topology.conf one after the other.
+    """Return the levels of ranks that fill the nodes of a topology.conf one after the other.
 
     Args:
-        text: of the file.
-        source: its name, for messages.
-        nodes: those of the job, in the order of its ranks; by default all in the file.
-        node_size: ranks on each of them.
+        text: content of the file.
+        source: name of the file, for messages.
+        nodes: nodes of the job, in the order of its ranks; by default all nodes of the file.
+        node_size: number of ranks on each node.
 
     Raises:
-        ValueError: a bad file, nodes that it does not name or that are named twice, no node size,
-            or one of too many ranks.
+        ValueError: the file is malformed; a node is not in it, or is listed twice in `nodes`; or
+            `node_size` is missing or too large.
     """
     if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1:
         raise ValueError(
-            f"{source} is Slurm's: it says how nodes are connected, not how many ranks run on "
-            f"each. Give node_size=, an int above 0; got {node_size!r}."
+            f"{source} is a topology.conf of Slurm, which does not say how many ranks run on each "
+            f"node. Give node_size=, an int above 0; got {node_size!r}."
         )
     network = read_network(text, source)
     if nodes is None:
@@ -177,22 +179,26 @@ def _levels_of_network(
         nodes = expand_hosts(nodes)
     if repeated := [node for node, count in Counter(nodes).items() if count > 1]:
         raise ValueError(
-            f"{repeated[0]!r} is in nodes= twice. Name each node once: the ranks of a node follow "
-            "each other, node_size= of them."
+            f"{repeated[0]!r} is in nodes= twice. Name each node once: it gets node_size= "
+            "consecutive ranks."
         )
     if len(nodes) * node_size > _LARGEST_WORLD:
         raise ValueError(
-            f"{len(nodes)} nodes of {node_size} ranks have more than {_LARGEST_WORLD}: give the "
-            "ranks on each node as node_size=."
+            f"{len(nodes)} nodes of {node_size} ranks have more than {_LARGEST_WORLD} ranks: "
+            "node_size= is the number of ranks on one node."
         )
     return levels_on_nodes([node for node in nodes for _ in range(node_size)], network)
 
 
 def levels_on_nodes(node_of_rank: Sequence[str], network: Network | None) -> list[Level]:
-    """Return the levels of ranks on these nodes.
+    """Return the level "node" of ranks on these nodes, and the levels of the network.
+
+    Args:
+        node_of_rank: name of each rank's node.
+        network: nodes and switches of a topology.conf, or None.
 
     Raises:
-        ValueError: nodes that the network does not name.
+        ValueError: the network does not name one of the nodes.
     """
     upper = {} if network is None else network.of_nodes(node_of_rank)
     return [level_of(name, parts) for name, parts in {"node": node_of_rank, **upper}.items()]

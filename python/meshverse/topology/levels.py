@@ -1,6 +1,6 @@
-"""The levels of a cluster: which node, NVLink domain and switch each rank is on.
+"""Levels of a cluster: the node, NVLink domain and switch of each rank.
 
-Their tensors are ordinary ones, whatever default device and modes they are made and read under.
+Their tensors are ordinary CPU tensors, whatever default device and torch modes the caller has set.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Level:
     """Locations of the ranks of a world, at one level of the cluster.
 
     Attributes:
-        name: what the parts are called, such as "node".
-        parts: the name of each part.
-        of_rank: index of the part that each rank is on: an int64 tensor of shape (world size,).
+        name: name of the level, such as "node".
+        parts: names of the parts.
+        of_rank: index in `parts` of the part that each rank is on: int64, shape (world size,).
     """
 
     name: str
@@ -33,46 +33,47 @@ class Level:
     @property
     @compat.untraced()
     def sizes(self) -> torch.Tensor:
-        """Ranks on each part, shape (number of parts,)."""
+        """Number of ranks on each part, shape (number of parts,)."""
         return self.of_rank.bincount(minlength=len(self.parts))
 
 
 @compat.untraced()
 def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
-    """Make a level from the name of the part that each rank is on.
+    """Return a level, given the name of the part that each rank is on.
 
     Raises:
-        TypeError: names that are no strings.
-        ValueError: no ranks, or an empty name.
+        TypeError: a name is not a string.
+        ValueError: there are no ranks, or a name is empty.
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"A level is called by a string, such as 'node', but got {name!r} of type "
+            f"The name of a level must be a string, such as 'node', but got {name!r} of type "
             f"{type(name).__name__}."
         )
     if not name.strip():
-        raise ValueError(f"A level has no name, but {name!r}: call it by a word, such as 'node'.")
+        raise ValueError(f"The name of a level is empty: {name!r}. Give a word, such as 'node'.")
     if isinstance(part_of_rank, str) or not all(isinstance(part, str) for part in part_of_rank):
         raise TypeError(
-            f"The {name} of each rank is given by its name, one string a rank; got {part_of_rank!r}"
+            f"The {name} of each rank must be its name, one string per rank; got {part_of_rank!r}"
         )
     if not len(part_of_rank):
-        raise ValueError(f"There is no rank on any {name}: a topology needs at least one.")
+        raise ValueError(f"The level {name!r} has no ranks: a topology needs at least one.")
     numbers: dict[str, int] = {}
     indices = [numbers.setdefault(part, len(numbers)) for part in part_of_rank]
     if "" in numbers:
         raise ValueError(
-            f"Rank {list(part_of_rank).index('')} is on a {name} without a name: give every rank's."
+            f"Rank {list(part_of_rank).index('')} has no {name}: its name is empty. Name the "
+            f"{name} of every rank."
         )
     return Level(name, tuple(numbers), torch.tensor(indices))
 
 
 @compat.untraced()
 def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
-    """Make a level with ranks 0 to n-1 on the first part, the next n on the second, and so on.
+    """Return a level with ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
     """
     given: dict[str, Any] = {"world_size": world_size, f"{name}_size": block_size}
     for what, size in given.items():
@@ -88,25 +89,29 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Check that each part of a level lies inside one part of the next level.
 
     Args:
-        levels: innermost first. Where they are not nested so, a "domain" is put where it fits.
+        levels: levels, innermost first. If they are not nested in this order, a level named
+            "domain" is moved to where it fits.
 
     Returns:
-        The levels, innermost first.
+        Levels, innermost first.
 
     Raises:
-        ValueError: levels of different numbers of ranks, or a part that lies in two of the next.
+        ValueError: the levels have different numbers of ranks, or a part lies in two parts of the
+            next level.
     """
     if not levels:
         raise ValueError('A topology needs a level: give one, such as {"node": ["a", "a", "b"]}.')
     sizes = {level.name: len(level.of_rank) for level in levels}
     if len(set(sizes.values())) > 1:
         given = ", ".join(f"the {name} of {counted(size, 'rank')}" for name, size in sizes.items())
-        raise ValueError(f"The levels give {given}: give each level of every rank.")
+        raise ValueError(
+            f"The levels have different numbers of ranks: {given}. Give each level of every rank."
+        )
     ordered = list(levels)
     domain = next((level for level in levels if level.name == "domain"), None)
     if domain is not None and any(len(_torn(*pair)) for pair in itertools.pairwise(levels)):
         ordered.remove(domain)
-        # If levels are nested, the one further out has as many parts or fewer.
+        # Of two nested levels, the outer one does not have more parts.
         outside = sum(len(level.parts) >= len(domain.parts) for level in ordered)
         ordered.insert(outside, domain)
     for inner, outer in itertools.pairwise(ordered):
@@ -116,9 +121,9 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def _torn(inner: Level, outer: Level) -> torch.Tensor:
-    """Return ranks on another outer part than the first rank of their inner part."""
+    """Return the ranks whose outer part is not that of the first rank of their inner part."""
     first = torch.empty(len(inner.parts), dtype=torch.int64)
-    # The last rank to write wins, so written from the back it is the first one.
+    # In reverse order, so that the first rank of a part is the last one written.
     first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
     return (outer.of_rank[first][inner.of_rank] != outer.of_rank).nonzero().flatten()
 

@@ -1,15 +1,17 @@
-"""The order of ranks that costs least: what a placement of a mesh costs, and a search.
+"""Search for a cheap order of ranks: the cost of a placement of a mesh, and placements to try.
 
-A ring collective sends the same number of bytes from each rank of a group to the next one. NCCL
-builds its rings so that they enter each node once. So of a group that has ranks on n nodes, n steps
-leave a node, or none if n is 1; and the same holds at each level of the cluster.
+A ring collective sends the same number of bytes from each rank of a group to the next one: a ring
+step. NCCL builds its rings so that they enter each node once. So if a group has ranks on n nodes, n
+of its steps leave a node, or none if n is 1. The same holds at each level of the cluster.
 
-Even clusters are the usual ones: there the best placement cuts the mesh into equal boxes, one for
-each node, which are cut out of equal larger boxes, one for each domain and switch. Those chains of
-boxes are searched in full. For uneven clusters the same placements are tried with the ranks of the
-cluster in several orders, and small ones are searched further, in full where that is possible.
+Most clusters are even: all parts of a level have equally many ranks. There, the placements tried
+first cut the mesh into equal boxes, one per node, inside equal larger boxes, one per domain and per
+switch. For several sizes of the boxes, the cheapest chains of such boxes are computed. On uneven
+clusters, the same placements are tried with the cluster's ranks in several orders. In worlds of at
+most 40 ranks, swaps of two ranks may improve the result. If the mesh can be placed in few ways, all
+of them are tried instead.
 
-All ranks search in the same way, with the same result: nothing depends on time or chance.
+All ranks search in the same way and find the same order: nothing depends on time or chance.
 """
 
 from __future__ import annotations
@@ -29,38 +31,37 @@ from meshverse.wording import counted, did_you_mean
 
 from .levels import Level
 
-_DEFAULT_RATIO = 10.0  # of the traffic of an axis to that of the axis before it
-_AT_ONCE = 1 << 15  # positions, which then stay in the processor's cache
+_DEFAULT_RATIO = 10.0  # default traffic of an axis, relative to the axis before it
+_AT_ONCE = 1 << 15  # positions evaluated together: they fit into the processor's cache
 
-_Digits = list["tuple[int, int]"]  # (axis, size), the one that varies fastest first
-_Box = tuple[int, ...]  # its size along each axis
+_Digits = list["tuple[int, int]"]  # (axis, size) of nested loops over a mesh, the innermost first
+_Box = tuple[int, ...]  # size of a box of the mesh along each axis
 
-_SEARCHED_IN_FULL = 40_000  # placements
-_IMPROVED = 40  # ranks up to which swaps are tried
-_IMPROVEMENTS = 60
-_STARTS = 4  # placements that swaps begin with
-_EVALUATED = 1_000_000  # ranks of all placements that are tried, together
-_RELABELLED = 16  # placements whose slices are put in order
-_LARGEST_CHAIN = 3_000  # boxes up to which chains of boxes are searched
+_SEARCHED_IN_FULL = 40_000  # largest number of placements all of which are tried
+_IMPROVED = 40  # largest number of ranks for which swaps are tried
+_IMPROVEMENTS = 60  # largest number of swaps of one placement
+_STARTS = 4  # number of placements that are improved by swaps
+_EVALUATED = 1_000_000  # bound of placements tried times ranks
+_RELABELLED = 16  # number of placements whose slices are sorted
+_LARGEST_CHAIN = 3_000  # largest number of different boxes for which chains are searched
 
 
 class Placements:
     """Placements of one mesh on one cluster, and their costs.
 
-    A placement says at each position of the mesh, in row-major order, on which *spot* its rank is.
-    A spot is a set of ranks that are on the same part at every level: ranks of one spot are
-    interchangeable. Spots are numbered so that those of a part follow each other.
+    A *spot* is a set of ranks that are on the same part at every level, so ranks of one spot are
+    interchangeable. A placement assigns a spot to each position of the mesh, in row-major order.
+    Spots are numbered so that the spots of a part are consecutive.
 
     Args:
-        levels: of the cluster, nested, innermost first.
-        shape: of the mesh.
-        weights: of each axis: its share of the traffic.
-        factors: of each level: cost of one step that leaves a part of it.
+        levels: levels of the cluster, nested, innermost first.
+        shape: shape of the mesh.
+        weights: traffic of each axis, relative to the others.
+        factors: for each level, the cost of one step that leaves a part of it.
 
     Attributes:
-        spot_of_rank: an int64 tensor of shape (world size,).
-        part_of_spot: for each level, the part of each spot, in ascending order: shape (levels,
-            spots).
+        spot_of_rank: spot of each rank: int64, shape (world size,).
+        part_of_spot: for each level, the part of each spot, ascending: shape (levels, spots).
     """
 
     def __init__(
@@ -74,24 +75,24 @@ class Placements:
         places = torch.stack([level.of_rank for level in reversed(levels)], dim=1)
         spots, spot_of_rank = torch.unique(places, dim=0, return_inverse=True)  # sorted
         self.spot_of_rank: torch.Tensor = spot_of_rank
-        parts = spots.T.flip(0)  # those of a level follow each other, in some order
+        parts = spots.T.flip(0)  # equal parts of a level are consecutive
         changes = parts[:, 1:] != parts[:, :-1]
         self.part_of_spot = torch.zeros_like(parts)
         self.part_of_spot[:, 1:] = changes.cumsum(dim=1)
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Ranks of each spot."""
+        """Number of ranks of each spot, shape (spots,)."""
         return self.spot_of_rank.bincount()
 
     def ring_steps(self, placements: torch.Tensor) -> torch.Tensor:
-        """Return the ring steps that leave a part, of all groups of an axis together.
+        """Count the ring steps that leave a part, over all groups of an axis.
 
         Args:
-            placements: the spot at each position, shape (placements, world size).
+            placements: spot at each position, shape (placements, world size).
 
         Returns:
-            Shape (placements, axes, levels).
+            Numbers of steps, shape (placements, axes, levels).
         """
         n_placements, world_size = placements.shape
         steps = placements.new_zeros(n_placements, len(self.shape), len(self.part_of_spot))
@@ -100,10 +101,10 @@ class Placements:
                 continue
             groups = placements.view(n_placements, *self.shape).movedim(index + 1, -1)
             spots = groups.reshape(n_placements, world_size // size, size)
-            if bool((spots[..., 1:] < spots[..., :-1]).any()):  # often in order; sorting takes long
+            if bool((spots[..., 1:] < spots[..., :-1]).any()):  # sort only if needed: it is slow
                 spots = spots.sort(dim=-1).values
             for level, parts in enumerate(self.part_of_spot):
-                of_rank = parts[spots]  # in order within a group: those of a part are together
+                of_rank = parts[spots]  # sorted within a group: equal parts are adjacent
                 changes = (of_rank[..., 1:] != of_rank[..., :-1]).sum(dim=-1)
                 steps[:, index, level] = (changes + (changes > 0)).sum(dim=-1)
         return steps
@@ -112,10 +113,10 @@ class Placements:
         """Return costs of placements: ring steps times the axis's weight and the level's factor.
 
         Args:
-            placements: the spot at each position, shape (placements, world size).
+            placements: spot at each position, shape (placements, world size).
 
         Returns:
-            Shape (placements,), float64.
+            Costs, float64, shape (placements,).
         """
         each = torch.outer(
             torch.tensor(self.weights, dtype=torch.float64),
@@ -126,10 +127,13 @@ class Placements:
         return (steps * each).sum(dim=(1, 2))
 
     def ranks(self, placement: torch.Tensor) -> torch.Tensor:
-        """Return the ranks of placements: at each position the lowest of its spot that is left.
+        """Return the rank at each position of placements: each spot's ranks in ascending order.
 
         Args:
-            placement: the spot at each position, shape (..., world size), as the result.
+            placement: spot at each position, shape (..., world size).
+
+        Returns:
+            Ranks, of the same shape.
         """
         ranks = self.spot_of_rank.argsort(stable=True).expand(placement.shape)
         return torch.empty_like(placement).scatter_(-1, placement.argsort(stable=True), ranks)
@@ -143,21 +147,21 @@ def placements_of(
     traffic: Mapping[str, float] | None,
     factors: Mapping[str, float] | None,
 ) -> Placements:
-    """Return the placements of a mesh; reads and checks the arguments of `Topology.order`.
+    """Return the placements of a mesh, after a check of the arguments of `Topology.order`.
 
     Raises:
-        ValueError: a mesh of another number of ranks; traffic of an axis or factors of a level
-            that there is not, or which are negative or no finite numbers.
-        RuntimeError: names that repeat or do not match the shape.
+        ValueError: the mesh has another number of ranks; `traffic` names an axis or `factors` a
+            level that does not exist; or a value is negative or not a finite number.
+        RuntimeError: names repeat or do not match the shape.
     """
     shape, world_size = tuple(mesh_shape), len(levels[0].of_rank)
     size = Layout.from_shape(shape).size
     names = check_axis_names(mesh_dim_names, len(shape)) or ()
     if size != world_size:
         raise ValueError(
-            f"mesh_shape {shape} has {counted(size, 'rank')}, but the topology has {world_size:,}, "
-            "and is of each rank of the mesh. For a mesh over some ranks, make a topology of these "
-            "in their order, and give ranks= yourself."
+            f"mesh_shape {shape} has {counted(size, 'rank')}, but the topology has {world_size:,}: "
+            "they must be equal. For a mesh over some ranks, create a topology of these ranks, in "
+            "their order, and pass ranks= to the mesh."
         )
     weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
     if traffic is not None:
@@ -172,8 +176,8 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
     """Compute the cost of a mesh with its ranks in this order; see `Topology.cost`.
 
     Raises:
-        ValueError: ranks that are not each rank of the world once.
-        RuntimeError: a tensor without values.
+        ValueError: `ranks` does not have each rank of the world once.
+        RuntimeError: `ranks` is a tensor without values.
     """
     plain = None if ranks is None else plain_ranks(ranks)
     with compat.untraced():
@@ -181,8 +185,8 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
         given = in_order if plain is None else plain.flatten()
         if not torch.equal(given.sort().values, in_order):
             raise ValueError(
-                f"An order of {len(in_order)} ranks has each of 0 to {len(in_order) - 1} once, "
-                f"but got {given.tolist()[:16]}{' ...' * (len(given) > 16)}."
+                f"ranks= must have each of the ranks 0 to {len(in_order) - 1} once, but got "
+                f"{given.tolist()[:16]}{' ...' * (len(given) > 16)}."
             )
         return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
 
@@ -192,7 +196,7 @@ def _checked(
 ) -> dict[str, float]:
     if unknown := [name for name in given if name not in names]:
         raise ValueError(
-            f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}: name these."
+            f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}."
             f"{did_you_mean(unknown[0], names)}"
         )
     for name, value in given.items():
@@ -209,10 +213,10 @@ def best_order(problem: Placements) -> torch.Tensor:
     """Return the ranks of the cheapest placement that was found; 0, 1, 2, ... if none is cheaper.
 
     Returns:
-        The rank at each position, shape (world size,).
+        Rank at each position, shape (world size,).
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # ranks that share a node would wait for each other's threads
+    torch.set_num_threads(1)  # the ranks of a node compete for its processors
     try:
         return _best_order(problem)
     finally:
@@ -235,9 +239,9 @@ def _best_order(problem: Placements) -> torch.Tensor:
 
 
 def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """Return the placement, of those that cost the same, whose ranks descend least often.
+    """Return that of several equally cheap placements whose ranks descend least often along axes.
 
-    Where its ranks ascend along an axis, groups have the order that they would have anyway.
+    A group whose ranks ascend is also in torch's order, so other meshes can share it.
     """
     several = torch.cat([_relabelled(problem, placements[:_RELABELLED]), placements])
     grids = problem.ranks(several).view(-1, *problem.shape)
@@ -248,9 +252,9 @@ def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tens
 
 
 def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """Return the placements with the slices along each axis in the order of their lowest ranks.
+    """Return the placements with the slices along each axis sorted by their lowest ranks.
 
-    The groups have the same spots as before, so it costs the same.
+    The groups keep their spots, so the costs do not change.
     """
     for index, size in enumerate(problem.shape, start=1):
         grids = problem.ranks(placements).view(-1, *problem.shape).movedim(index, 1)
@@ -261,11 +265,11 @@ def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
     return placements
 
 
-# --- placements that are tried ------------------------------------------------------------------
+# --- placements to try --------------------------------------------------------------------------
 
 
 def candidates(problem: Placements) -> list[torch.Tensor]:
-    """Return placements that may be good; at least some, however large the world is."""
+    """Return placements that may be cheap: up to a budget of positions, but at least 4."""
     budget = max(4, _EVALUATED // len(problem.spot_of_rank))
     sequences = list(_spot_sequences(problem))
     placements: list[torch.Tensor] = []
@@ -285,7 +289,7 @@ def candidates(problem: Placements) -> list[torch.Tensor]:
 
 
 def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
-    """Return the positions of a mesh in the order in which digits count them."""
+    """Return the positions of a mesh in the order in which nested loops visit them."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     positions = torch.zeros(1, dtype=torch.int64)
     for axis, size in digits:
@@ -295,14 +299,14 @@ def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
 
 
 def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
-    """Yield the spots of all ranks, a part's together: as numbered, then large parts first."""
+    """Yield the spots of all ranks, part by part: in the order of parts, then large parts first."""
     spots = torch.arange(problem.part_of_spot.shape[1])
     sizes = problem.sizes
     yield spots.repeat_interleave(sizes)
     if all(bool((of_level == of_level[0]).all()) for of_level in _part_sizes(problem)):
         return
     order = spots
-    for parts in [spots, *problem.part_of_spot]:  # stable: the outermost level decides
+    for parts in [spots, *problem.part_of_spot]:  # stable sorts: the outermost level decides
         ranks = _ranks_of_parts(parts, sizes)
         order = order[parts[order].argsort(stable=True)]
         order = order[ranks[parts[order]].argsort(descending=True, stable=True)]
@@ -310,7 +314,7 @@ def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
 
 
 def _to_pack(problem: Placements, digits: _Digits) -> list[int]:
-    """Return sizes of nested boxes of which parts of the cluster hold some and a rest."""
+    """Return sizes of nested boxes that do not divide the size of every part of a level."""
     boxes = list(itertools.accumulate((size for _, size in digits), int.__mul__))
     packed = []
     for sizes in _part_sizes(problem):
@@ -322,13 +326,13 @@ def _to_pack(problem: Placements, digits: _Digits) -> list[int]:
 
 
 def _packed(problem: Placements, box: int) -> torch.Tensor:
-    """Return the spots of all ranks, so that each part has as many whole boxes as it can hold.
+    """Return the spots of all ranks, with as many whole boxes on each part as it can hold.
 
-    What is left on the parts of one level makes up boxes within the parts of the next.
+    Ranks that are left over on the parts of one level form boxes within parts of the next level.
 
     Args:
-        problem: whose.
-        box: ranks in one box.
+        problem: cluster and mesh.
+        box: number of ranks in one box.
     """
     spots = torch.arange(problem.part_of_spot.shape[1]).repeat_interleave(problem.sizes)
     left, boxes = torch.arange(len(spots)), []
@@ -353,18 +357,18 @@ def _ranks_of_parts(parts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _by_weight(problem: Placements) -> list[int]:
-    """Return the axes, those with the most traffic first; of equal ones the last axis."""
+    """Return the axes by traffic, most first; of axes with equal traffic, the last one first."""
     return sorted(range(len(problem.shape)), key=lambda axis: (-problem.weights[axis], -axis))
 
 
 def _stacks(problem: Placements) -> Iterator[_Digits]:
-    """Yield whole axes, nested: the one with the most traffic innermost, and all others."""
+    """Yield nestings of whole axes, up to 720: first that with the most traffic innermost."""
     for axes in itertools.islice(itertools.permutations(_by_weight(problem)), 720):
         yield [(axis, problem.shape[axis]) for axis in axes]
 
 
 def _chains(problem: Placements) -> Iterator[_Digits]:
-    """Yield the cheapest boxes inside boxes, for several sizes of boxes at each level."""
+    """Yield the cheapest chains of boxes inside boxes, for several sizes of boxes per level."""
     shape = problem.shape
     if math.prod(len(_divisors(size)) for size in shape) > _LARGEST_CHAIN:
         return
@@ -378,20 +382,25 @@ def _chains(problem: Placements) -> Iterator[_Digits]:
         if any(larger % smaller for smaller, larger in itertools.pairwise(volumes)):
             continue
         chains = _cheapest_chains(problem, [boxes[volume] for volume in volumes])
-        for place, (cost, chain) in enumerate(chains):
+        for place, (cost, chain) in enumerate(chains):  # place: by cost, for these volumes
             digits = []
             for inner, outer in itertools.pairwise([(1,) * len(shape), *chain, shape]):
                 digits += [(a, outer[a] // inner[a]) for a in axes if outer[a] > inner[a]]
             found.append((place, cost, len(found), digits))
-    yield from (digits for *_, digits in sorted(found))  # the cheapest of all volumes first
+    yield from (
+        digits for *_, digits in sorted(found)
+    )  # the cheapest chain of each choice of volumes first
 
 
 def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
-    """Return sizes of boxes for parts of these sizes: the most usual, common divisor, near ones.
+    """Return sizes of boxes to try for a level.
+
+    These are the sizes nearest to the most frequent size of a part, below and above, and the
+    greatest common divisor of all sizes.
 
     Args:
-        known: sizes that boxes can have.
-        sizes: of the parts, in ranks.
+        known: sizes that boxes can have, in ranks.
+        sizes: number of ranks on each part.
     """
     usual = int(sizes.mode().values)
     below = max(volume for volume in known if volume <= usual)
@@ -420,7 +429,7 @@ def _cheapest_chains(
 
 
 def _cost_of_box(problem: Placements, box: _Box) -> float:
-    """Return the traffic out of one level's parts, each with a box of the mesh; no factor."""
+    """Return the cost at one level, without its factor, if each part has such a box of the mesh."""
     world_size = math.prod(problem.shape)
     axes = zip(problem.shape, problem.weights, box, strict=True)
     return sum(weight * world_size / inside for size, weight, inside in axes if inside < size)
@@ -435,7 +444,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _count(problem: Placements) -> int:
-    """Count the different placements; some number above the limit if there are many."""
+    """Count the different placements; any number above `_SEARCHED_IN_FULL` means too many."""
     count, left = 1, 0
     for size in problem.sizes.tolist():
         left += size
@@ -446,7 +455,7 @@ def _count(problem: Placements) -> int:
 
 
 def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all sequences that have each spot as often as is left of it."""
+    """Yield all sequences that have each spot as many times as `left` says."""
     if not any(left):
         yield ()
         return
@@ -457,7 +466,7 @@ def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _improved(problem: Placements, placement: torch.Tensor) -> torch.Tensor:
-    """Return a placement after swaps of two ranks, each the one that saves most, while any does."""
+    """Return a placement improved by swaps of two ranks: each time the swap that saves most."""
     first, second = torch.triu_indices(len(placement), len(placement), offset=1)
     cost = float(problem.costs(placement.unsqueeze(0)))
     for _ in range(_IMPROVEMENTS):

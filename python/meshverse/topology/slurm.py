@@ -1,6 +1,6 @@
-"""Forms of Slurm: lists of hosts, tasks on each node, and the network in topology.conf.
+"""Parsers for Slurm's formats: lists of hosts, tasks on each node, and topology.conf.
 
-The forms are those of Slurm's manual pages srun(1), "OUTPUT ENVIRONMENT VARIABLES", and
+The formats are those of Slurm's manual pages srun(1), "OUTPUT ENVIRONMENT VARIABLES", and
 topology.conf(5).
 """
 
@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_LARGEST_LIST = 1 << 20  # of hosts: more is a typing error
+_LARGEST_LIST = 1 << 20  # hosts or tasks; a longer list is taken for a typing error
 
-# Names of the levels of switches, from the one that nodes are connected to.
+# Names of the levels of switches, beginning with those that nodes are connected to.
 _TIERS = ("switch", "spine", "core")
 _BLOCK_TIERS = ("domain", "block")  # topology/block is for NVLink domains
 
@@ -23,7 +23,7 @@ def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a list such as "tux[0-2,07],gpu-[1-2]n[1-2],login", in its order.
 
     Raises:
-        ValueError: brackets that do not match, a range that runs backwards, or too many hosts.
+        ValueError: brackets do not match, a range descends, or there are too many hosts.
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):  # at the commas outside of brackets
@@ -31,7 +31,7 @@ def expand_hosts(text: str) -> list[str]:
             raise ValueError(
                 f"The host list {text!r} has an empty part: write hosts as in tux[0-3]."
             )
-        pieces = re.split(r"\[([^\[\]]*)\]", part.strip())  # every second one was in brackets
+        pieces = re.split(r"\[([^\[\]]*)\]", part.strip())  # odd indices: inside brackets
         if any(mark in piece for piece in pieces[::2] for mark in "[]"):
             raise ValueError(f"The brackets of the host list {text!r} do not match.")
         choices = [
@@ -47,12 +47,12 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _numbers(piece: str, text: str) -> Sequence[str]:
-    """Return the numbers of "3" or "01-12", with the zeros that they begin with."""
+    """Return the numbers of "3" or "01-12" as strings, with their leading zeros."""
     found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
     first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
     if int(last) < int(first):
         raise ValueError(
-            f"{piece!r} in the host list {text!r} is no number and no range: write it as in "
+            f"{piece!r} in the host list {text!r} is neither a number nor a range: write it as in "
             "tux[0-3,07]."
         )
     count = int(last) - int(first) + 1
@@ -62,10 +62,10 @@ def _numbers(piece: str, text: str) -> Sequence[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the tasks on each node, from a list such as "8(x3),4".
+    """Return the number of tasks on each node, from a list such as "8(x3),4".
 
     Raises:
-        ValueError: something else.
+        ValueError: the list has another form, or too many nodes.
     """
     tasks: list[int] = []
     for part in text.split(","):
@@ -83,7 +83,7 @@ def switches_of_address(address: str, pattern: str) -> dict[str, str]:
     Example: "core0.leaf3.tux7" with "switch.switch.node" is {"switch": "leaf3", "spine": "core0"}.
 
     Raises:
-        ValueError: the two have different numbers of parts.
+        ValueError: the address and its pattern have different numbers of parts.
     """
     parts, kinds = address.split("."), pattern.split(".")
     if len(parts) != len(kinds):
@@ -92,7 +92,7 @@ def switches_of_address(address: str, pattern: str) -> dict[str, str]:
                 f"SLURM_TOPOLOGY_ADDR={address!r} does not fit its pattern {pattern!r}: they have "
                 f"{len(parts)} and {len(kinds)} parts."
             )
-        parts = parts[: len(kinds) - 1]  # a node's name may have dots; it is the last
+        parts = parts[: len(kinds) - 1]  # the node is last; its name may have dots
     named = list(zip(parts, kinds, strict=False))[::-1]
     found: dict[str, str] = {}
     for tiers, kind in ((_TIERS, "switch"), (_BLOCK_TIERS, "block")):
@@ -107,12 +107,12 @@ def _tier(tiers: Sequence[str], height: int) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """The nodes of a topology.conf and what they are connected to.
+    """Nodes of a topology.conf, and the switches or blocks that they belong to.
 
     Attributes:
-        source: where it was read, for messages.
-        nodes: in the order of the file.
-        levels: the name of each level, and in it the part of each node.
+        source: name of the file, for messages.
+        nodes: names of the nodes, in the order of the file.
+        levels: by name of a level, the part of each node.
     """
 
     source: str
@@ -120,18 +120,18 @@ class Network:
     levels: Mapping[str, Mapping[str, str]]
 
     def of_nodes(self, nodes: Sequence[str]) -> dict[str, list[str]]:
-        """Return the part that each of these nodes is on, by level.
+        """Return, by level, the part of each of these nodes.
 
         Raises:
-            ValueError: nodes that the file does not name.
+            ValueError: the file does not name one of the nodes.
         """
         known = set(self.nodes)
         missing = sorted({node for node in nodes if node not in known})
         if missing:
             shown = ", ".join(missing[:8]) + f" and {len(missing) - 8} more" * (len(missing) > 8)
             raise ValueError(
-                f"{self.source} does not name {shown}, on which ranks run: add them, or leave the "
-                "file out."
+                f"{self.source} does not name {shown}, on which ranks run: add these nodes, or do "
+                "not pass the file."
             )
         return {name: [of_node[node] for node in nodes] for name, of_node in self.levels.items()}
 
@@ -139,19 +139,21 @@ class Network:
 def read_network(text: str, source: str) -> Network:
     """Return the network of a topology.conf: switches (topology/tree) or blocks (topology/block).
 
-    Levels are "switch", "spine", "core", ... from the switches that nodes are connected to, and
-    "domain" for blocks. Where some nodes are fewer switches away from the top than others, their
-    topmost switch stands for the missing ones.
+    The levels of switches are named "switch" (those that nodes are connected to), "spine", "core",
+    and so on; the level of blocks is "domain". If some nodes are fewer switches away from the top
+    than others, their topmost switch is also their part at the missing levels.
 
     Args:
-        text: of the file.
-        source: its name, for messages.
+        text: content of the file.
+        source: name of the file, for messages.
 
     Raises:
-        ValueError: a line that is none of these, a switch or node that is listed twice, a switch
-            above itself, or a file without nodes.
+        ValueError: a line has another form, a node or switch is listed below two switches or in two
+            blocks, a switch is above itself, or the file has no nodes.
     """
-    above: dict[str, str] = {}  # the switch of each node and of each switch, as " name"
+    # The switch above each node and above each switch. Keys of switches begin with a space, because
+    # a node and a switch may have the same name.
+    above: dict[str, str] = {}
     blocks: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         words = line.partition("#")[0].split()
@@ -166,13 +168,14 @@ def read_network(text: str, source: str) -> Network:
                 if above.setdefault(child, fields["switchname"]) != fields["switchname"]:
                     raise ValueError(
                         f"{source}: {child.strip()} is below {above[child]} and below "
-                        f"{fields['switchname']}. Name it below one switch."
+                        f"{fields['switchname']}. List it below one switch."
                     )
         elif "blockname" in fields:
             for node in nodes:
                 if blocks.setdefault(node, fields["blockname"]) != fields["blockname"]:
                     raise ValueError(
-                        f"{source}: {node} is in {blocks[node]} and in {fields['blockname']}."
+                        f"{source}: {node} is in {blocks[node]} and in {fields['blockname']}. "
+                        "List it in one block."
                     )
         elif fields and "blocksizes" not in fields:
             raise ValueError(
@@ -181,7 +184,7 @@ def read_network(text: str, source: str) -> Network:
             )
     known = tuple(dict.fromkeys([*(name for name in above if name[0] != " "), *blocks]))
     if not known:
-        raise ValueError(f"{source} has no line with Nodes=: there is no node in it.")
+        raise ValueError(f"{source} has no nodes: no line of it has Nodes=.")
     levels = {"domain": blocks} if blocks else {}
     return Network(source, known, levels | _tiers(above, source))
 
@@ -189,7 +192,7 @@ def read_network(text: str, source: str) -> Network:
 def _tiers(above: Mapping[str, str], source: str) -> dict[str, dict[str, str]]:
     chains = {name: _chain(name, above, source) for name in above if name[0] != " "}
     heights = dict.fromkeys((switch for chain in chains.values() for switch in chain), 0)
-    # A switch is above all below it: one may have nodes, and switches that have nodes.
+    # A switch is higher than everything below it: it may have both nodes and switches below it.
     for _ in range(max(map(len, chains.values()), default=0)):
         for chain in chains.values():
             for below, switch in itertools.pairwise(chain):

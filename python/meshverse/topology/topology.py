@@ -1,4 +1,4 @@
-"""`Topology`: which node, NVLink domain and switch each rank is on, and how a mesh fits that."""
+"""`Topology`: the node, NVLink domain and switch of each rank, and rank orders that fit a mesh."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from meshverse.world.world import World
 
 from .levels import Level, level_of, level_of_blocks, nested
 
-# The other files are imported where they are used: most programs that import Meshverse use none.
+# The other modules are imported at their first use: most programs need none of them.
 
 
 class Topology:
-    """The node, NVLink domain and switch of each rank of a world.
+    """Node, NVLink domain and switch of each rank of a world.
 
-    The levels are nested: all ranks of a node are on one switch. A domain may have several nodes,
-    or a node several domains. Levels can have any names; `explain()` shows the one called "node".
+    A level is a kind of hardware that ranks share, such as the node; one node is a part of that
+    level. Levels are nested: all ranks of a node are on one switch. A domain may span several
+    nodes, or a node have several domains. Levels can have any names; `explain()` counts the parts
+    of the level "node" that a group spans.
 
     Args:
-        parts: for each level, innermost first, the name of the part that each rank is on, one a
-            rank: `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. Where the levels are not nested in
-            this order, a "domain" is put where it fits.
+        parts: for each level, innermost first, the name of each rank's part, one per rank:
+            `{"node": ["tux0", "tux0", "tux1", "tux1"]}`. If the levels are not nested in this
+            order, a level named "domain" is moved to where it fits.
 
     Attributes:
-        levels: innermost first.
+        levels: levels of the cluster, innermost first.
 
     Raises:
-        ValueError: levels that are not nested, or not of the same number of ranks; no level, or one
-            without a name.
-        TypeError: names that are no strings.
+        ValueError: the levels are not nested or have different numbers of ranks, there is no level,
+            or a level or part has an empty name.
+        TypeError: a name is not a string.
 
     Example:
         >>> cluster = Topology({"node": ["a", "b", "a", "b"]})
@@ -58,7 +60,7 @@ class Topology:
         topology.levels = nested(levels)
         return topology
 
-    # --- where it comes from --------------------------------------------------------------------
+    # --- constructors ---------------------------------------------------------------------------
 
     @classmethod
     def uniform(
@@ -69,16 +71,18 @@ class Topology:
         domain_size: int | None = None,
         switch_size: int | None = None,
     ) -> Topology:
-        """Put ranks 0 to n-1 on the first node, the next n on the second, and so on.
+        """Return a topology with ranks 0 to n-1 on the first node, the next n on the second, etc.
 
         Args:
             world_size: number of ranks.
-            node_size: ranks on each node. The last one may have fewer, as with the others.
-            domain_size: ranks in each NVLink domain.
-            switch_size: ranks below each switch.
+            node_size: number n of ranks on each node. The last node may have fewer, and so may the
+                last domain and the last switch.
+            domain_size: number of ranks in each NVLink domain.
+            switch_size: number of ranks below each switch.
 
         Raises:
-            ValueError: a size below 1, or sizes of which none divides the other.
+            ValueError: a size is below 1, or the levels are not nested because neither of two sizes
+                divides the other.
         """
         sizes = {"node": node_size, "domain": domain_size, "switch": switch_size}
         return cls._of(
@@ -91,23 +95,26 @@ class Topology:
 
     @classmethod
     def from_environment(cls, network_file: str | os.PathLike[str] | None = None) -> Topology:
-        """Read on which nodes torchrun or Slurm's srun started the ranks. No rank is asked.
+        """Read from the environment on which nodes torchrun or srun started the ranks.
 
-        From torchrun: `LOCAL_WORLD_SIZE`, `GROUP_RANK` and their like; a rank knows how many ranks
-        its own node has, so nodes of different sizes are refused. From Slurm, otherwise: the nodes
-        (`SLURM_STEP_NODELIST`, `SLURM_NODELIST`, `SLURM_JOB_NODELIST`) with the tasks on each
-        (`SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE`), in blocks or cyclic
-        (`SLURM_DISTRIBUTION`).
+        The ranks do not communicate. torchrun's variables (`LOCAL_WORLD_SIZE`, `GROUP_RANK`, ...)
+        are used if they are set. They give only the size of this rank's own node, so nodes of
+        different sizes raise an error. Otherwise Slurm's are used: the nodes
+        (`SLURM_STEP_NODELIST`, `SLURM_NODELIST` or `SLURM_JOB_NODELIST`) and the number of tasks on
+        each (`SLURM_STEP_TASKS_PER_NODE` or `SLURM_TASKS_PER_NODE`), assigned in blocks or
+        cyclically (`SLURM_DISTRIBUTION`).
 
-        `SLURM_TOPOLOGY_ADDR` has the switches of this process's node only. So it is used where
-        the job has one node. For more, give the network file, or use `detect()`.
+        `SLURM_TOPOLOGY_ADDR` names the switches of this process's node only, so it is used only if
+        the job has one node. For the switches of several nodes, pass `network_file` or call
+        `detect()`.
 
         Args:
-            network_file: Slurm's topology.conf, which has how nodes are connected.
+            network_file: path of Slurm's topology.conf, which says how nodes are connected. It
+                needs Slurm's variables: torchrun's do not name the nodes.
 
         Raises:
-            ValueError: variables that are missing, contradict each other or say too little; a bad
-                file, or one that does not name a node of the job.
+            ValueError: variables are missing, contradict each other or are not sufficient; the file
+                is malformed, or lacks a node of the job.
             OSError: the file cannot be read.
         """
         from .environment import levels_of_environment
@@ -122,23 +129,23 @@ class Topology:
         nodes: str | Sequence[str] | None = None,
         node_size: int | None = None,
     ) -> Topology:
-        """Read a file that `save` wrote, or Slurm's topology.conf.
+        """Read a JSON file, such as `save` writes, or Slurm's topology.conf.
 
-        Ours is JSON with the ranks of each part, by level:
+        The JSON file has, by level, the ranks of each part:
 
             {"node":   {"tux0": "0-7", "tux1": "8-15", "tux2": "16-23"},
              "switch": {"leaf0": "0-15", "leaf1": "16-23"}}
 
         Args:
-            path: of the file.
+            path: path of the file.
             nodes: for a topology.conf, the nodes of the job in the order of its ranks, as a list or
                 as Slurm writes it ("tux[0-3,7]"); by default all nodes of the file.
-            node_size: for a topology.conf, ranks on each node.
+            node_size: for a topology.conf, the number of ranks on each node; required.
 
         Raises:
-            ValueError: a file that is neither; a rank or a node that is missing in it, or is in two
-                parts; levels that are not nested; `node_size` missing for a topology.conf, or
-                given for JSON.
+            ValueError: the file has neither form; a rank or node is missing in it, or is on two
+                parts of a level; the levels are not nested; `node_size` is missing for a
+                topology.conf; `nodes` or `node_size` is given for JSON.
             OSError: the file cannot be read.
         """
         from .files import levels_of_file
@@ -155,30 +162,34 @@ class Topology:
         network_file: str | os.PathLike[str] | None = None,
         timeout: timedelta | None = None,
     ) -> Topology:
-        """Find out where the ranks of the default process group are: each of them says it.
+        """Detect where the ranks of the default process group are: each reports its location.
 
-        All ranks call this together, after `init_process_group()`. They have a rendezvous in the
-        default group's store: each writes one key, and the last to come writes one compact text,
-        which the others read. No process group is made and no collective is called.
+        All ranks must call this together, after `init_process_group()`. They have a rendezvous in
+        the default group's store: each rank writes one key, and the last one to join writes all
+        locations as one compressed string, which the others read. It creates no process group and
+        calls no collective.
 
-        A rank gives its node (Slurm's name or the host name, with the boot where nodes share it),
-        the switches in `SLURM_TOPOLOGY_ADDR`, and the NVLink domain where NVIDIA's driver knows one
-        over several nodes (its clique). A rank that knows no domain, where others do, has one with
-        the ranks of its node.
+        A rank reports its node (Slurm's node name or the host name, with the first digits of the
+        boot ID if several machines have the same name), the switches in `SLURM_TOPOLOGY_ADDR`, and
+        its NVLink domain if NVIDIA's driver reports one that spans several nodes (a clique). If a
+        rank reports no domain while others do, the ranks of its node form its domain.
 
         Args:
-            node: the name of this rank's node, where the host name is not it: pods of one node.
-            domain: the name of this rank's NVLink domain.
-            switches: the switches of this rank's node by level, instead of those of Slurm.
-            network_file: Slurm's topology.conf, which each rank reads on its own node.
+            node: name of this rank's node, if the host name is not it, as in several pods on one
+                node.
+            domain: name of this rank's NVLink domain, instead of the driver's.
+            switches: switches of this rank's node by level, instead of Slurm's.
+            network_file: path of Slurm's topology.conf, which each rank reads on its own node.
             timeout: how long to wait; by default that of the default process group.
 
         Raises:
-            RuntimeError: there is no default process group, or no store; ranks did not come in
-                time, who are named. All ranks that wait raise that.
-            ValueError: ranks that give no switch, where others do; a bad file.
-            TypeError: names that are no strings; the other ranks raise a RuntimeError that says it.
-            OSError: the file cannot be read.
+            RuntimeError: there is no default process group, or it has no store; some ranks did not
+                join in time (all ranks that wait get this error, which names them); or another rank
+                could not report its location.
+            ValueError: a rank reports no switch while others do; the network file is malformed, or
+                lacks a node of the job.
+            TypeError: a name is not a string; the other ranks get a RuntimeError that says so.
+            OSError: the network file cannot be read.
         """
         from .detection import levels_detected
 
@@ -186,14 +197,14 @@ class Topology:
         if world is None:
             raise RuntimeError(
                 "Topology.detect() asks the ranks through the default process group's store: call "
-                "init_process_group() first. Topology.from_environment() needs none."
+                "init_process_group() first. Topology.from_environment() needs no process group."
             )
         if timeout is not None:
             check_timeout(timeout)
         limit = timeout or world.default_options.timeout or dist.default_pg_timeout
         return cls._of(levels_detected(node, domain, switches, network_file, world, limit))
 
-    # --- reading it -----------------------------------------------------------------------------
+    # --- look-ups -------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -201,7 +212,7 @@ class Topology:
         return len(self.levels[0].of_rank)
 
     def level(self, name: str) -> Level | None:
-        """Return the level of this name; None if it is not known here."""
+        """Return the level of this name; None if the topology has no such level."""
         return next((level for level in self.levels if level.name == name), None)
 
     def check_has(self, rank_map: RankMap) -> None:
@@ -210,15 +221,15 @@ class Topology:
         if largest >= self.world_size:
             raise ValueError(
                 f"A mesh over {rank_map} names rank {largest}, but the topology has ranks 0 to "
-                f"{self.world_size - 1}: give one of all ranks of the world."
+                f"{self.world_size - 1}: pass a topology of all ranks of the world."
             )
 
     @compat.untraced()
     def spans(self, name: str, ranks: Sequence[int]) -> int | None:
-        """Count the parts of a level that some ranks are on; None if the level is not known.
+        """Count the parts of a level that these ranks are on; None if there is no such level.
 
         Args:
-            name: of the level, such as "node".
+            name: name of the level, such as "node".
             ranks: global ranks.
         """
         level = self.level(name)
@@ -227,7 +238,7 @@ class Topology:
         return len(set(level.of_rank[torch.tensor(ranks, dtype=torch.int64)].tolist()))
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """Return the ranks of each part of each level, in ranges, as in a JSON file of ours."""
+        """Return, by level, the ranks of each part as ranges: the data that `save` writes."""
         from .files import levels_to_dict
 
         return levels_to_dict(self.levels)
@@ -246,13 +257,13 @@ class Topology:
             for mine, theirs in zip(self.levels, other.levels, strict=True)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # world-sized, and nothing looks it up
+    __hash__ = None  # type: ignore[assignment]  # O(world size), and nothing needs it
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{level.name}: {len(level.parts)}" for level in self.levels)
         return f"Topology({counted(self.world_size, 'rank')}; {counts})"
 
-    # --- placing a mesh on it -------------------------------------------------------------------
+    # --- placement of a mesh --------------------------------------------------------------------
 
     @compat.untraced()
     def order(
@@ -263,37 +274,39 @@ class Topology:
         *,
         factors: Mapping[str, float] | None = None,
     ) -> torch.Tensor:
-        """Find the order that keeps axes with much traffic inside nodes, domains, switches.
+        """Find a rank order that keeps axes with much traffic inside nodes, domains, switches.
 
-        It minimizes the cost of the mesh, as `cost` gives it: for each axis and level,
-        the ring steps of all groups of the axis that leave a part of the level, times the axis's
-        traffic, times the level's factor. Of a group with ranks on n parts, n steps leave one, or
+        It minimizes the cost that `cost` computes. A ring step is the transfer from one rank of a
+        group to the next around a ring. The cost is the sum, over axes and levels, of the ring
+        steps of all groups of the axis that leave a part of the level, times the axis's traffic,
+        times the level's factor. If a group has ranks on n parts, n of its steps leave a part, or
         none if n is 1 (NCCL builds its rings so, whatever the order of the ranks in the group).
 
-        The cost is never above that of ranks 0, 1, 2, ... in order, which is the answer if nothing
-        cheaper is found. Where there are at most 40,000 ways to place the mesh, all are tried, so
-        it is the least there is. On larger clusters, it is the least that was found: of boxes of
-        the mesh inside each other, one for each part, and on uneven clusters of several ways to
-        fill the parts. Nothing depends on time or chance, so all ranks find the same. It takes some
-        tenths of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
+        The result never costs more than the order 0, 1, 2, ..., which is returned if nothing
+        cheaper is found. If the mesh can be placed in at most 40,000 ways, all of them are tried.
+        Otherwise a cheaper placement than the result may exist: the search tries placements that
+        cut the mesh into nested boxes, one per part of the cluster, on uneven clusters with several
+        ways to fill the parts, and in worlds of at most 40 ranks swaps of two ranks. The search
+        depends on neither time nor chance, so all ranks find the same order. It takes some tenths
+        of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
 
         Args:
             mesh_shape: size of each axis.
-            mesh_dim_names: of the axes.
-            traffic: of a rank along each axis, relative to the other axes. An axis that is not
-                named counts 1. By default each axis has 10 times that of the axis before it, so the
-                last one has most.
-            factors: cost of one step that leaves a part of a level: 1 for each that is not named.
-                Levels add up: a step that leaves a switch leaves a node as well.
+            mesh_dim_names: names of the axes.
+            traffic: traffic of a rank along each axis, relative to the other axes. An axis that is
+                not named counts 1. By default, each axis has 10 times the traffic of the axis
+                before it.
+            factors: cost of one step that leaves a part of a level; 1 for each level that is not
+                named. Levels add up: a step that leaves a switch leaves a node as well.
 
         Returns:
-            The rank at each position of the mesh in row-major order, shape (world size,): the
-            `ranks=` of `init_device_mesh`.
+            Rank at each position of the mesh in row-major order, shape (world size,): pass it to
+            `init_device_mesh` as `ranks=`.
 
         Raises:
-            ValueError: a mesh of another number of ranks; traffic of an axis or factors of a level
-                that there is not, or which are negative or no finite numbers.
-            RuntimeError: names that repeat or do not match the shape.
+            ValueError: the mesh has another number of ranks; `traffic` names an axis or `factors` a
+                level that does not exist; or a value is negative or not a finite number.
+            RuntimeError: names repeat or do not match the shape.
         """
         from .orders import best_order, placements_of
 
@@ -311,15 +324,15 @@ class Topology:
         """Compute the cost of a mesh with its ranks in this order; see `order`, which minimizes it.
 
         Args:
-            ranks: the rank at each position in row-major order; None for 0, 1, 2, ...
+            ranks: rank at each position in row-major order; None for 0, 1, 2, ...
             mesh_shape: size of each axis.
-            mesh_dim_names: of the axes.
+            mesh_dim_names: names of the axes.
             traffic: as for `order`.
             factors: as for `order`.
 
         Raises:
-            ValueError: as `order`, or ranks that are not each rank of the world once.
-            RuntimeError: as `order`, or a tensor without values.
+            ValueError: as for `order`; also if `ranks` does not have each rank of the world once.
+            RuntimeError: as for `order`; also if `ranks` is a tensor without values.
         """
         from .orders import cost_of, placements_of
 
