@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         _SQUARE,
         _SQUARE,
         {"position_ids": torch.arange(BATCH)},
-        "it must say which it has one for. Give position_ids[None]",
+        "it could have one per sequence or per token. Give position_ids",
     ),
     "one element": (
         batch(0),

@@ -165,7 +165,7 @@ def scaled_between_layers() -> nn.Module:
     [
         (OneParameter, "OneParameter has no list of as many layers"),
         (shares_a_layer, r"are one parameter, in stages \[0, 1\]"),
-        (scaled_between_layers, "do not get just the output of the layer before them"),
+        (scaled_between_layers, "states that its layers get are not the output of the layer"),
         (lambda: split_into_stages(make(), 2, 0), "is a stage already, .*Split the whole model"),
     ],
 )
