@@ -155,7 +155,7 @@ def test_equal_axes_of_the_two_meshes_share_groups(world) -> None:
         ({"local_rank": 2}, r"local_rank=2 of rank 5 with local_world_size=4: it must be 1"),
         ({"world_size": 4}, r"rank=5 of world_size=4, .*is rank 5 of 8"),
         ({"rank": 1}, r"rank=1 of world_size=8, .*is rank 5 of 8"),
-        ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "no member"),
+        ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "not a member"),
     ],
 )
 @in_worlds((8, 5))

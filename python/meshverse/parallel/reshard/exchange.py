@@ -277,8 +277,8 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
                 break
             if side == other_side and (side == "source" or transfer.name == other_transfer.name):
                 continue
-            stays = transfer is other_transfer and transfer.source == transfer.target
-            is_tied = (side == other_side or stays) and _elements(one) == _elements(other)
+            is_no_op = transfer is other_transfer and transfer.source == transfer.target
+            is_tied = (side == other_side or is_no_op) and _elements(one) == _elements(other)
             if not is_tied and not _alternate(one, other):
                 names = f"{side} {transfer.name!r}", f"{other_side} {other_transfer.name!r}"
                 raise ValueError(

@@ -309,10 +309,10 @@ def apply_fsdp_sharding_recursively(
                 reshard = reshard_after_forward
             fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
         backward, forward = prefetch_depths or (0, 0)
-        for place, item in enumerate(items):
-            if following := items[place + 1 : place + 1 + forward]:
+        for index, item in enumerate(items):
+            if following := items[index + 1 : index + 1 + forward]:
                 item.set_modules_to_forward_prefetch(following)
-            if preceding := items[max(0, place - backward) : place][::-1]:
+            if preceding := items[max(0, index - backward) : index][::-1]:
                 item.set_modules_to_backward_prefetch(preceding)
 
 
