@@ -44,8 +44,8 @@ def apply_activation_checkpointing(
     """Make each layer of a model drop its activations and recompute them in backward.
 
     Layers are the items of the outermost ModuleLists and ModuleDicts. Their `forward` is replaced;
-    names in the state dict are unchanged. In the configs of a transformers model and of all its parts,
-    `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
+    names in the state dict are unchanged. In the configs of a transformers model and of all its
+    parts, `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
 
     Args:
         model: the model, changed in place.
