@@ -168,7 +168,10 @@ def test_compiled_layers_equal_those_that_are_not(crew: Crew, kind: str) -> None
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(2, 2), r"layer: \w+\(\) is for experts .* Linear with \['weight', 'bias'\]"),
+        (
+            nn.Linear(2, 2),
+            r"layer: \w+\(\) needs a module with experts .* Linear with \['weight', 'bias'\]",
+        ),
         (make("plain")[0], r"layer: .*\['gate.weight', 'experts.gate_up_proj'"),
         (make("plain")[0].experts, "layer: its 6 experts are not divisible by the 4 ranks"),
     ],

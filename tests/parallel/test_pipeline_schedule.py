@@ -162,4 +162,4 @@ def tie_differently() -> str:
 def test_tied_parameters_that_differ_are_refused(crew: Crew) -> None:
     messages = crew.run(tie_differently, 2)
     assert all("tied to a parameter of another pipeline stage" in each for each in messages)
-    assert "torch.float64, trained there" in messages[0]
+    assert "torch.float64, trained on the" in messages[0]

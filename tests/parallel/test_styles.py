@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "shared size": (
         lambda: make(Latent),
         {"up": ColwiseParallel(), "down": SharedKeyGradAllreduce()},
-        r"Give shared_size",
+        r"as shared_size",
     ),
     "packed": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6)),

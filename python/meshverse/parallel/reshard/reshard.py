@@ -166,9 +166,8 @@ class Reshard:
         own = described[self._group.rank]
         _check_settings(described, contents)
         node_sizes = {each.node_size for each in described.values()}
-        node_size = (
-            own.node_size if len(node_sizes) == 1 else 1
-        )  # if sizes disagree, nodes are unknown
+        # If ranks disagree on the size of nodes, nodes are unknown.
+        node_size = own.node_size if len(node_sizes) == 1 else 1
         transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
         ranks = self._group.rank, self._group.world_size
         self._plan = plan_of(transfers, *ranks, own.buffer_bytes, *nodes)
@@ -228,7 +227,7 @@ class Reshard:
             if self._group.connection is not None:
                 _ = self._group.group  # raises
             raise RuntimeError(
-                f"{self._group.label}: the default process group of its construction was "
+                f"{self._group.label}: the default process group in which it was constructed was "
                 "destroyed. Construct a new Reshard after init_process_group()."
             )
         with self._group.in_use():

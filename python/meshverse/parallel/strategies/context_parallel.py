@@ -71,8 +71,8 @@ def context_parallel(
     if cp_mesh.device_type not in _DEVICES:
         raise NotImplementedError(
             f"Context parallelism over {cp_mesh.size()} ranks on {cp_mesh.device_type!r}: torch "
-            f"has attention for parts of sequences only on {', '.join(_DEVICES)}. Use cp_size=1, "
-            "or give each of these ranks its own sequences."
+            "has no attention for parts of sequences on this device, only on "
+            f"{', '.join(_DEVICES)}. Use cp_size=1, or give each of these ranks its own sequences."
         )
     _check(buffers, buffer_seq_dims, cp_mesh.size())
     # Non-negative dims: torch handles negative ones wrongly.
