@@ -392,10 +392,10 @@ def redistribute(
 ) -> DTensor:
     """Return a DTensor with the same values on another mesh, which may have other ranks.
 
-    All `ranks` call this. If `mesh` is the tensor's own mesh, DTensor's `redistribute` is called
-    instead. For several tensors, or for repeated transfers, construct a `Reshard`. If the arguments
-    of one rank are wrong, that rank raises the error, and the other ranks raise a RuntimeError with
-    its message.
+    All `ranks` call this. If `mesh` is the tensor's own mesh, only the ranks of this mesh may call
+    it, and it calls DTensor's `redistribute`. For several tensors, or for repeated transfers,
+    construct a `Reshard`. If the arguments of one rank are wrong, that rank raises the error, and
+    the other ranks raise a RuntimeError with its message.
 
     Args:
         dtensor: the tensor; None on ranks that are not in its mesh.
