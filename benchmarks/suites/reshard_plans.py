@@ -80,8 +80,8 @@ def _large_job(replicas: int) -> _LargeJob:
 def _check(job: _LargeJob, rank: int, operation: str) -> None:
     """Check that a generator receives its share of every tensor, and a trainer nothing."""
     plan = plan_of(job.transfers, rank, job.world, _BUFFER_BYTES, _NODE)
-    received = sum(step.received.n_bytes for step in plan.steps if step.received)
-    sent = sum(step.sent.n_bytes for step in plan.steps if step.sent)
+    received = sum(each.received.n_bytes for each in plan.rounds if each.received)
+    sent = sum(each.sent.n_bytes for each in plan.rounds if each.sent)
     if operation == _RECEIVING:
         elements = sum(math.prod(move.shape) for move in job.transfers.all)
         assert (sent, received) == (0, elements * _DTYPE.itemsize // _TP)

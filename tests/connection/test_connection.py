@@ -355,7 +355,7 @@ def _said(call: Callable[[], object]) -> str:
 def test_what_cannot_move_is_refused(crew: Crew, tmp_path: Path, address: str) -> None:
     for texts in crew.run(_refuse, _ALL, str(tmp_path), address):
         one, other, names, closed = texts
-        assert "give what meshverse.connect() returns" in one
+        assert "give the result of meshverse.connect()" in one
         assert "ranks and timeout are those of the connection" in other
         assert "'w'" in names
         assert "was closed, or ended" in closed

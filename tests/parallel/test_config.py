@@ -148,10 +148,10 @@ def test_scopes(scope, parts) -> None:
 @pytest.mark.parametrize(
     ("scope", "message"),
     [
-        ("text", r"activation_checkpointing_scope='text': unknown \['text'\]"),
-        (["vision", "text"], r"unknown \['text'\]"),
-        ("vision,text", r"activation_checkpointing_scope='vision,text': unknown \['text'\]"),
-        (["vision", 3], r"unknown \['3'\]"),
+        ("text", r"activation_checkpointing_scope='text': unknown parts \['text'\]"),
+        (["vision", "text"], r"unknown parts \['text'\]"),
+        ("vision,text", r"activation_checkpointing_scope='vision,text': unknown parts \['text'\]"),
+        (["vision", 3], r"unknown parts \['3'\]"),
         (["all", "vision"], r"activation_checkpointing_scope=\['all', 'vision'\]: 'all' includes"),
         ("auto,vision", r"activation_checkpointing_scope='auto,vision': 'all' includes"),
     ],

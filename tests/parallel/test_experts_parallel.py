@@ -168,9 +168,12 @@ def test_compiled_layers_equal_those_that_are_not(crew: Crew, kind: str) -> None
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(2, 2), r"layer: \w+\(\) is for experts .* Linear with \['weight', 'bias'\]"),
+        (
+            nn.Linear(2, 2),
+            r"layer: \w+\(\) needs a module with experts .* Linear with \['weight', 'bias'\]",
+        ),
         (make("plain")[0], r"layer: .*\['gate.weight', 'experts.gate_up_proj'"),
-        (make("plain")[0].experts, "layer: its 6 experts do not divide by the 4 ranks"),
+        (make("plain")[0].experts, "layer: its 6 experts are not divisible by the 4 ranks"),
     ],
 )
 def test_what_cannot_be_handed_out_is_refused(style: Any, module: nn.Module, message: str) -> None:

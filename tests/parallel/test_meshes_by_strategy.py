@@ -68,7 +68,7 @@ class _Unknown:
         (FSDP2Config(), {"dp_size": 16}, r"dp_size=16 .* = 16, but there are 8 ranks"),
         (MegatronFSDPConfig(), {"dp_size": 2}, r"dp_size=2 .* = 2, but there are 8 ranks"),
         (FSDP2Config(), {"dp_replicate_size": 3}, "dp_size=8 .*dp_replicate_size=3"),
-        (FSDP2Config(), {"dp_replicate_size": 8}, "dp_size=8 .*dp_replicate_size=8, and above it"),
+        (FSDP2Config(), {"dp_replicate_size": 8}, "dp_size=8 .*dp_replicate_size=8, and larger"),
         (FSDP2Config(), {"dp_replicate_size": 16}, "dp_size=8 .*dp_replicate_size=16"),
         (
             FSDP2Config(),

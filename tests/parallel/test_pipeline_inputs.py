@@ -51,7 +51,7 @@ def test_batches_have_the_shape_and_dtype_of_the_first(crew: Crew) -> None:
             assert f"A batch of shape (8, 12), torch.int64, {first}" in longer
             assert f"A batch of shape (4, 6), torch.int64, {first}" in smaller
             assert f"A batch of shape (8, 6), torch.int32, {first}" in other_dtype
-            assert "all must have one shape and dtype" in longer
+            assert "all batches must have one shape and dtype" in longer
         assert len(same) > 8
         assert all(same)
         assert norm > 0
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         _SQUARE,
         _SQUARE,
         {"position_ids": torch.arange(BATCH)},
-        "it must say which it has one for. Give position_ids[None]",
+        "it could have one per sequence or per token. Give position_ids",
     ),
     "one element": (
         batch(0),

@@ -116,7 +116,7 @@ def test_layers_are_dealt_out_evenly() -> None:
     ("arguments", "message"),
     [
         ((5, 0), "5 stages for 4 layers: every stage must have at least one"),
-        ((2, 2), "index=2 must be a stage from 0 to 1"),
+        ((2, 2), "index=2 must be the index of a stage, 0 to 1"),
         ((2, -1), "index=-1"),
         ((0, 0), "n_stages=0 must be an int above 0"),
         ((2, 0, (1, 2)), r"layers_per_stage=\(1, 2\) for 2 stages and 4 layers"),
@@ -165,7 +165,7 @@ def scaled_between_layers() -> nn.Module:
     [
         (OneParameter, "OneParameter has no list of as many layers"),
         (shares_a_layer, r"are one parameter, in stages \[0, 1\]"),
-        (scaled_between_layers, "do not get just the output of the layer before them"),
+        (scaled_between_layers, "states that its layers get are not the output of the layer"),
         (lambda: split_into_stages(make(), 2, 0), "is a stage already, .*Split the whole model"),
     ],
 )
@@ -231,7 +231,7 @@ def test_the_manager_takes_stages_with_the_whole_mesh() -> None:
         assert weights["lm_head.weight"].device_mesh.mesh_dim_names == ("dp_shard", "tp")
         with pytest.raises(ValueError, match=r"LlamaForCausalLM is not split .*pipeline_stages"):
             manager.parallelize(make())
-        with pytest.raises(ValueError, match="stage 0 of 2, and this rank is number 1 of pp=2"):
+        with pytest.raises(ValueError, match="stage 0 of 2, but this rank has the index 1 of pp=2"):
             manager.parallelize(split_into_stages(make(), 2, 0))
 
 

@@ -62,9 +62,9 @@ def test_embeddings_that_are_frozen_on_one_stage_are_refused(crew: Crew, rank: i
     states = ("frozen", "trained") if rank == 0 else ("trained", "frozen")
     own, theirs = (f"(64, 32), torch.float64, {state}" for state in states)
     assert first.startswith("model.embed_tokens.weight is tied to a parameter of another")
-    assert f"they differ: {own} here and {theirs} there" in first
+    assert f"they differ: {own} on this stage, and {theirs} on the" in first
     assert last.startswith("lm_head.weight is tied to a parameter of another")
-    assert f"they differ: {theirs} here and {own} there" in last
+    assert f"they differ: {theirs} on this stage, and {own} on the" in last
     assert "mesh and requires_grad" in first
     assert "mesh and requires_grad" in last
 

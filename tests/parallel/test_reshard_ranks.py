@@ -59,7 +59,7 @@ def _does_not_come() -> None:
     if rank != 2:
         _raises(
             RuntimeError,
-            "(?s)run 2 did not begin, as a rank .* did not call it.*as they were.*Build the move",
+            "(?s)run 2 did not begin, because a rank .* did not call it.*unchanged.*Construct",
             move,
         )
         assert time.monotonic() - began < _WORLDS / 2

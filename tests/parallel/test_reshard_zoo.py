@@ -407,11 +407,11 @@ def _of_an_earlier_world(folder: str) -> None:
     old()
     dist.barrier()
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match="in which this move was built is gone"):
+    with pytest.raises(RuntimeError, match="in which it was constructed was destroyed"):
         old()
     store = dist.FileStore(f"{folder}/next", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    with pytest.raises(RuntimeError, match="in which this move was built is gone"):
+    with pytest.raises(RuntimeError, match="in which it was constructed was destroyed"):
         old()
     old.close()
     for tensor in (target or {}).values():

@@ -134,7 +134,7 @@ _FLAT = torch.arange(_LENGTH + 1)
             [1, 1],
             r"lengths \[16, 32\] must have one length",
         ),
-        ([torch.ones(1, 6)], [1], r"lengths \[6\] must .* divides by the 4 ranks"),
+        ([torch.ones(1, 6)], [1], r"lengths \[6\] must .* divisible by the 4 ranks"),
         ([nn.Parameter(torch.ones(1, _LENGTH))], [1], "Buffer 0 .* not require a gradient"),
         ([_tokens(), _BATCH[:, :-1]], [1, 1], r"Buffer 1 .* must be contiguous.*clone\(\)"),
         ([_FLAT[:-1], _FLAT[1:]], [0, 0], "Buffers 0 and 1 share memory"),

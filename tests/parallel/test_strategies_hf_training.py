@@ -121,7 +121,7 @@ def test_defaults(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("tp_size", "settings", "error", "message"),
     [
-        (4, {}, ValueError, "num_key_value_heads=2 of Llama.* does not divide by tp_size=4"),
+        (4, {}, ValueError, "num_key_value_heads=2 of Llama.* is not divisible by tp_size=4"),
         (2, {"activation_checkpointing": "some"}, ValueError, "activation_checkpointing='some'"),
         (
             2,
@@ -130,7 +130,7 @@ def test_defaults(crew: Crew) -> None:
             "activation_checkpointing_scope='smell'",
         ),
         (2, {"cpu_offload": True, "offload_policy": OffloadPolicy()}, ValueError, "contradict"),
-        (2, {"sequence_parallel": True}, ValueError, "LlamaForCausalLM carries does not support"),
+        (2, {"sequence_parallel": True}, ValueError, "Llama.*'s own plan does not support"),
         (2, {"tp_shard_plan": {"lm_head": "colwise"}}, TypeError, "'lm_head': 'colwise'"),
         (2, {"tp_mesh_name": "tensor"}, KeyError, "'tensor'"),
         (2, {"dp_cp_mesh_name": "data"}, KeyError, "'data'"),

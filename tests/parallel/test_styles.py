@@ -274,17 +274,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "output": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
         {"0": ColwiseParallel(), "1": ColwiseParallel()},
-        r"1: its 3 output features do not divide by the 2 ranks",
+        r"1: its 3 output features are not divisible by the 2 ranks",
     ),
     "input": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(3, 6)),
         {"*": RowwiseParallel()},
-        r"1: its 3 input features do not divide by the 2 ranks",
+        r"1: its 3 input features are not divisible by the 2 ranks",
     ),
     "heads": (
         odd_heads,
         PLANS["norm and sinks"][1],
-        r"num_heads=3 does not divide by the 2 ranks",
+        r"num_heads=3 is not divisible by the 2 ranks",
     ),
     "module": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "norm": HeadNorm()}),
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "single parameter": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "odd": nn.Linear(4, 3)}),
         {"up": ColwiseParallel(), "odd": LocalParameters({"bias": Shard(0)})},
-        r"odd.bias: size 3 of dim 0 does not divide",
+        r"odd.bias: size 3 of dim 0 is not divisible",
     ),
     "tie": (
         lambda: make(Tied),
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
     "shared size": (
         lambda: make(Latent),
         {"up": ColwiseParallel(), "down": SharedKeyGradAllreduce()},
-        r"Give shared_size",
+        r"as shared_size",
     ),
     "packed": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6)),

@@ -1,8 +1,8 @@
 """Parallel helpers: the meshes of a trainer, sharding strategies, and collectives over a mesh.
 
-Every mesh here is a `meshverse.DeviceMesh`, and meshes that one call creates share one universe, so
-no process group is made twice. `import meshverse` does not import this package. Importing this
-package imports nothing of torch: each name is imported at its first use, as FSDP2 and tensor
+Every mesh that it creates is a `meshverse.DeviceMesh`. Meshes that one call creates are in one
+universe and share process groups. `import meshverse` does not import this package. Importing this
+package does not import torch: each name is imported at its first use, because FSDP2 and tensor
 parallelism alone make torch import some 600 modules.
 
 Example:
@@ -16,8 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Public names by the module to import at the first use of one of them; `__init__.pyi` has their
-# types.
+# Public names of each module, which is imported at the first use of one of them. `__init__.pyi` has
+# their types.
 _NAMES = {
     "collectives.collective": "Collective SingleProcessCollective destroy_dist_connection",
     "collectives.mesh_collective": "CollectiveConfig MeshCollective Meshes build_collective",
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # later uses find it without this function
     return value
 
 

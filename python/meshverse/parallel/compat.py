@@ -1,4 +1,4 @@
-"""Other names of functions here, as programs written for NeMo Automodel import them.
+"""Names under which programs written for NeMo Automodel import functions of this package.
 
 Example:
     >>> from meshverse.parallel.compat import apply_fsdp2_sharding_recursively
@@ -12,7 +12,7 @@ from .strategies.megatron_fsdp import megatron_fsdp_strategy_parallelize
 __all__ = ["apply_fsdp2_sharding_recursively", "nvfsdp_strategy_parallelize"]
 
 apply_fsdp2_sharding_recursively = apply_fsdp_sharding_recursively
-"""Name in today's NeMo Automodel, whose function has only the first four arguments of ours."""
+"""Name of the function in NeMo Automodel, where it has only the first four arguments."""
 
 nvfsdp_strategy_parallelize = megatron_fsdp_strategy_parallelize
-"""The name that Megatron-FSDP's helper had when the package was called nvFSDP."""
+"""Name of the function when the package megatron-fsdp was called nvFSDP."""

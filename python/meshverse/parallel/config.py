@@ -1,4 +1,4 @@
-"""Settings of the strategies: plain data, checked when it is made.
+"""Settings of the strategies, as dataclasses that check their values at construction.
 
 Example:
     >>> config = FSDP2Config(sequence_parallel=True, activation_checkpointing="selective")
@@ -30,7 +30,7 @@ _SCOPES = ("all", "language", "vision", "audio", "multimodal")
 
 
 def default_mixed_precision() -> MixedPrecisionPolicy:
-    """Return the default policy: bf16 parameters and outputs, fp32 reduction, inputs cast."""
+    """Return the default policy: parameters, inputs and outputs in bf16, reduction in fp32."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
 
 
@@ -58,14 +58,15 @@ class FSDP2Config(_Settings):
             ("selective").
         activation_checkpointing_scope: parts of the model to recompute, in a form that
             `checkpointing_parts` takes; stored as a tuple.
-        reshard_after_forward: None for all layers but the last; True or False for all layers.
+        reshard_after_forward: whether layers free gathered parameters after their forward; None
+            for all layers but the last.
         enable_compile: whether to compile each decoder layer.
-        enable_fsdp2_prefetch: whether to set explicitly which layers are gathered ahead.
-        fsdp2_backward_prefetch_depth: how many layers ahead in backward.
-        fsdp2_forward_prefetch_depth: how many layers ahead in forward.
+        enable_fsdp2_prefetch: whether to gather layers ahead explicitly, by the two depths below.
+        fsdp2_backward_prefetch_depth: number of layers to gather ahead in backward.
+        fsdp2_forward_prefetch_depth: number of layers to gather ahead in forward.
 
     Raises:
-        ValueError: `activation_checkpointing` or its scope is none of the values above.
+        ValueError: `activation_checkpointing` or its scope is not one of the values above.
     """
 
     sequence_parallel: bool = False
@@ -95,9 +96,9 @@ def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
     """Return the parts of a model that an `activation_checkpointing_scope` names, each once.
 
     Args:
-        scope: "all", or one or several of "language", "vision", "audio", "multimodal": a string
-            with commas or plus signs between them, or several strings, in any case. None, an empty
-            scope, "auto" and "default" mean "all".
+        scope: "all", or one or more of "language", "vision", "audio" and "multimodal". Give several
+            as a collection of strings, or as one string with commas or plus signs. Upper and lower
+            case are the same. None, an empty scope, "auto" and "default" mean "all".
 
     Raises:
         ValueError: a part is unknown, or "all" is not alone.
@@ -108,10 +109,10 @@ def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
     parts = ["all" if part in ("auto", "default") else part for part in parts]
     unknown = [part for part in parts if part not in _SCOPES]
     if unknown or ("all" in parts and len(set(parts)) > 1):
-        wrong = f"unknown {unknown}" if unknown else "'all' includes the others"
+        wrong = f"unknown parts {unknown}" if unknown else "'all' includes the other parts"
         raise ValueError(
-            f"activation_checkpointing_scope={scope!r}: {wrong}. Give one or several of "
-            f"{_SCOPES}, or 'all' alone."
+            f"activation_checkpointing_scope={scope!r}: {wrong}. Give one or more of {_SCOPES}, or "
+            "'all' alone."
         )
     return tuple(dict.fromkeys(parts))
 
@@ -123,8 +124,9 @@ class MegatronFSDPConfig(_Settings):
     Attributes:
         megatron_fsdp_unit_modules: classes of the modules to shard one by one, or their import
             paths; None for the model's own `_no_split_modules`.
-        zero_dp_strategy: the tensors to shard: 0 nothing, 1 the optimizer's state, 2 gradients too,
-            3 parameters too; or the package's name of one of these, such as "optim_grads_params".
+        zero_dp_strategy: tensors to shard. 0: none; 1: the optimizer's state; 2: also gradients;
+            3: also parameters. Or the package's name of one of these: "no_shard", "optim",
+            "optim_grads" or "optim_grads_params".
         init_fsdp_with_meta_device: whether parameters are on the meta device until sharded.
         grad_reduce_in_fp32: whether gradients are reduced in fp32.
         preserve_fp32_weights: whether fp32 main weights are kept.
@@ -141,8 +143,8 @@ class MegatronFSDPConfig(_Settings):
         activation_checkpointing: whether layers are recomputed in backward.
 
     Raises:
-        ValueError: `zero_dp_strategy` is none of the values above, or `activation_checkpointing`
-            is no bool.
+        ValueError: `zero_dp_strategy` is not one of the values above, or
+            `activation_checkpointing` is not a bool.
     """
 
     megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None
@@ -168,20 +170,22 @@ class MegatronFSDPConfig(_Settings):
             raise ValueError(f"zero_dp_strategy={stage!r} must be one of {_ZERO_STRATEGIES}.")
         if not isinstance(self.activation_checkpointing, bool):
             raise ValueError(
-                f"activation_checkpointing={self.activation_checkpointing!r} must be True (every "
-                "layer) or False (none) for Megatron-FSDP."
+                f"activation_checkpointing={self.activation_checkpointing!r} must be True (all "
+                "layers) or False (no layer) for Megatron-FSDP."
             )
 
 
 @dataclass
 class DDPConfig(_Settings):
-    """Settings of DistributedDataParallel, under its names: `DDP(model, **config.to_dict())`.
+    """Settings of DistributedDataParallel, with its argument names.
+
+    Use them as `DistributedDataParallel(model, **config.to_dict())`.
 
     Attributes:
         bucket_cap_mb: size of a bucket of gradients in MiB; None for torch's default.
         broadcast_buffers: whether buffers are broadcast before every forward.
-        find_unused_parameters: whether parameters without gradient are looked for.
-        static_graph: whether the graph is the same in every step.
+        find_unused_parameters: whether each forward finds the parameters that get no gradient.
+        static_graph: whether the autograd graph is the same in every step.
         gradient_as_bucket_view: whether gradients are views of the buckets.
     """
 

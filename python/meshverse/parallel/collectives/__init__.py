@@ -1,1 +1,1 @@
-"""Collectives of one process alone, and over meshes."""
+"""Collectives over the processes of a mesh, or in a single process."""

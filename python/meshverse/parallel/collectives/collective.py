@@ -1,4 +1,4 @@
-"""Collective operations for a training program, on several processes or on one alone.
+"""Collective operations for a training program, with several processes or a single one.
 
 Example:
     >>> alone = SingleProcessCollective()
@@ -23,21 +23,21 @@ from torch import Tensor
 
 
 class Collective(ABC):
-    """A set of processes with the collective operations that they call together.
+    """Set of processes with the collective operations that they call together.
 
-    All of them call each operation, in the same order. **Ranks are ranks within this collective**,
-    0 to `world_size - 1`, also as sources: `collective.local.broadcast(tensor, 0)` sends from the
-    first process of each node. Tensors need not be contiguous, nor on the device on which the
-    backend communicates: they are copied there and back.
+    All processes call each operation, in the same order. **Ranks are ranks within this
+    collective**, 0 to `world_size - 1`, also as sources: `collective.local.broadcast(tensor, 0)`
+    sends from the first process of each node. Tensors may be non-contiguous, or on another device
+    than the backend needs: they are copied to it and back.
 
     Attributes:
         rank: rank of this process in this collective.
         world_size: number of processes in this collective.
         local_rank: index of this process, and of its device, on its node.
-        dp_rank: index of this process's share of the data.
-        dp_world_size: number of shares.
-        tp_rank: index of this process in its tensor-parallel group.
-        tp_world_size: number of processes in that group.
+        dp_rank: index of this process's part of the data.
+        dp_world_size: number of parts of the data.
+        tp_rank: rank of this process in its tensor-parallel group.
+        tp_world_size: number of processes in its tensor-parallel group.
         default_device: device for this process's tensors.
     """
 
@@ -49,23 +49,23 @@ class Collective(ABC):
     tp_rank: int = 0
     tp_world_size: int = 1
     default_device: torch.device
-    # Device on which tensors are communicated; None for the device that they are on.
+    # Device to which tensors are copied for an operation; None to use them where they are.
     _communication_device: torch.device | None = None
 
     @property
     def local(self) -> Collective:
-        """This collective limited to the process's node."""
+        """Collective of the processes on this process's node."""
         return self
 
     @property
     def tp_world(self) -> Collective:
-        """This collective limited to the process's tensor-parallel group."""
+        """Collective of the processes in this process's tensor-parallel group."""
         return self
 
     @property
     @abstractmethod
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group of the operations; None for a single process."""
+        """Process group of the operations; None for a single process."""
 
     @property
     def is_master(self) -> bool:
@@ -97,36 +97,40 @@ class Collective(ABC):
         """Return the tensors of all processes, concatenated in the order of ranks.
 
         Args:
-            tensor: shape (n, ...), the same on each process; () counts as (1,).
+            tensor: tensor of shape (n, ...), the same shape on all processes. A scalar counts as
+                a tensor of shape (1,).
 
         Returns:
-            Shape (world_size * n, ...), on the device of the argument.
+            A tensor of shape (world_size * n, ...), on the argument's device.
         """
-        mine = self._stage(tensor if tensor.ndim else tensor.reshape(1))
-        gathered = mine.new_empty((self.world_size * mine.shape[0], *mine.shape[1:]))
+        own = self._stage(tensor if tensor.ndim else tensor.reshape(1))
+        gathered = own.new_empty((self.world_size * own.shape[0], *own.shape[1:]))
         if group := self.process_group:
-            dist.all_gather_into_tensor(gathered, mine, group=group)
+            dist.all_gather_into_tensor(gathered, own, group=group)
         else:
-            gathered.copy_(mine)
+            gathered.copy_(own)
         return gathered.to(tensor.device)
 
     def all_gather_to_list(self, tensor: Tensor) -> list[Tensor]:
-        """Return the list of all processes' tensors, of one shape, in the order of ranks."""
+        """Return the tensors of all processes, which have one shape, as a list by rank."""
         return list(self.all_gather(tensor.unsqueeze(0)).unbind())
 
     def all_gather_objects(self, item: Any) -> list[Any]:
-        """Return the list of all processes' objects, sent by pickle, in the order of ranks."""
+        """Return the objects of all processes, which are sent by pickle, as a list by rank."""
         items = [item] * self.world_size
         if group := self.process_group:
             dist.all_gather_object(items, item, group=group)
         return items
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite the tensors of all processes, of one shape and dtype, with one process's.
+        """Copy one process's tensor into the tensors of all others, in place.
 
         Args:
-            tensor: the tensor to send, or to overwrite.
-            src: rank of the sender in this collective; ValueError if there is no such rank.
+            tensor: tensor to send or to overwrite, of the same shape and dtype on all processes.
+            src: rank of the sender in this collective.
+
+        Raises:
+            ValueError: `src` is not a rank of this collective.
         """
         self._check_source(src)
         if group := self.process_group:
@@ -134,10 +138,10 @@ class Collective(ABC):
                 dist.broadcast(staged, group=group, group_src=src)
 
     def broadcast_objects(self, items: list[Any], src: int = 0) -> None:
-        """Overwrite the items of all processes' lists, of one length, with one process's.
+        """Copy the items of one process's list into the lists of all others, in place.
 
         Args:
-            items: the list of objects to send, or to overwrite.
+            items: list of objects to send or to overwrite, of the same length on all processes.
             src: as in `broadcast`.
         """
         self._check_source(src)
@@ -146,13 +150,14 @@ class Collective(ABC):
             dist.broadcast_object_list(items, group=group, device=device, group_src=src)
 
     def close(self) -> None:  # noqa: B027  (most collectives own no group)
-        """Free what this collective made. Closing again does nothing."""
+        """Free the process groups that this collective created. A second call does nothing."""
 
     def _check_source(self, src: int) -> None:
         if not 0 <= src < self.world_size:
             raise ValueError(
-                f"Source rank {src} of a collective of {self.world_size} processes: it must be a "
-                f"rank within the collective, 0 to {self.world_size - 1}, not a global rank."
+                f"Source rank {src} of a collective of {self.world_size} processes: the source "
+                f"must be a rank within the collective, 0 to {self.world_size - 1}, not a global "
+                "rank."
             )
 
     def _stage(self, tensor: Tensor) -> Tensor:
@@ -171,7 +176,7 @@ class SingleProcessCollective(Collective):
     """Collective of a single process, without a process group.
 
     Args:
-        device: device for its tensors; by default the current GPU, or the CPU if there is none.
+        device: device of its tensors; by default the current GPU, or the CPU if there is no GPU.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -182,11 +187,11 @@ class SingleProcessCollective(Collective):
 
 
 def destroy_dist_connection() -> None:
-    """Destroy the default process group and all others, ignoring Ctrl-C meanwhile.
+    """Destroy all process groups, and ignore Ctrl-C until that is done.
 
-    The previous SIGINT handler is restored afterwards, also after an error. Outside the main
-    thread, which alone can set handlers, Ctrl-C is not ignored. Without a process group, nothing is
-    done.
+    Afterwards the previous SIGINT handler is restored, even after an error. In other threads than
+    the main thread, which cannot set handlers, Ctrl-C is not ignored. Without a default process
+    group, nothing is done.
     """
     if not dist.is_initialized():
         return

@@ -28,17 +28,17 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class Meshes(NamedTuple):
-    """Two views of the same processes, in one universe: equal axes share their process group."""
+    """Two meshes over the same processes, in one universe: equal axes share a process group."""
 
     parallel_mesh: DeviceMesh  # axes (dp_replicate, dp_shard, tp)
     physical_mesh: DeviceMesh  # axes (nodes, local_ranks)
 
 
 class MeshCollective(Collective):
-    """Collective of all processes of a world or process group, with meshes for training.
+    """Collective of all processes of the default group or of another one, with training meshes.
 
-    Creates the default process group if there is none: NCCL on GPUs, bound to this process's
-    device, else gloo.
+    Creates the default process group if there is none: with NCCL on GPUs, bound to this process's
+    device; with gloo otherwise.
 
     Args:
         rank: rank of this process in the collective.
@@ -47,16 +47,16 @@ class MeshCollective(Collective):
         local_rank: index of this process, and of its device, on its node.
         device_type: "cpu", "cuda", or another, such as "mps", whose tensors are sent via the CPU.
         mesh: existing meshes to use; by default new ones are created.
-        process_group: process group of the collective; by default the default group. With `mesh`,
-            operations go over this group, such as one along some of its axes.
-        tp_size: number of processes in a tensor-parallel group, which lies within a node. With
+        process_group: process group of the operations; by default the default group. With `mesh`,
+            it may be a group along some axes of the mesh.
+        tp_size: number of processes in a tensor-parallel group, which is within a node. With
             `mesh`, this and `sharding_world_size` may be left out.
-        sharding_world_size: number of shards; other processes hold replicas. By default the number
-            of tensor-parallel groups on a node.
+        sharding_world_size: number of shards of each replica. By default the number of
+            tensor-parallel groups on a node.
 
     Raises:
-        ValueError: sizes do not divide each other or disagree with `mesh`, or rank and size are not
-            the process group's. Nothing has been created then.
+        ValueError: sizes are not divisible as required or disagree with `mesh`, or rank and size
+            are not those of the process group. No process group is left behind then.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MeshCollective(Collective):
             shape = mesh.parallel_mesh.shape
             if process_group is None and world_size != mesh.parallel_mesh.size():
                 raise ValueError(
-                    f"world_size={world_size}, but mesh= is of {mesh.parallel_mesh.size()} ranks. "
+                    f"world_size={world_size}, but mesh= has {mesh.parallel_mesh.size()} ranks. "
                     "They must agree, unless process_group= is given."
                 )
             if local_world_size != mesh.physical_mesh.shape[-1]:
@@ -94,7 +94,7 @@ class MeshCollective(Collective):
         if process_group is None and local_rank != rank % local_world_size:
             raise ValueError(
                 f"local_rank={local_rank} of rank {rank} with local_world_size={local_world_size}: "
-                f"it must be {rank % local_world_size}, as the ranks of a node are consecutive. "
+                f"it must be {rank % local_world_size}, because ranks of a node are consecutive. "
                 "Start the processes node by node, as torchrun does."
             )
         with contextlib.ExitStack() as made:
@@ -102,14 +102,14 @@ class MeshCollective(Collective):
                 _start_world(rank, world_size, local_rank, device_type)
                 made.callback(destroy_dist_connection)
             group = process_group or _default_group()
-            _check_place(rank, world_size, group)
+            _check_rank_and_size(rank, world_size, group)
             self._ranks: Sequence[int] = dist.get_process_group_ranks(group)
             if mesh is None:
                 mesh = _make_meshes(device_type, shape, local_world_size, self._ranks)
                 made.callback(mesh.parallel_mesh.universe.destroy)
             self._made = made.pop_all()
-        # Looked up at each use: the group may be lazy, and a reference to it would keep its threads
-        # and sockets after it was destroyed.
+        # Found at each use: the group may be lazy, and a reference to it would keep its threads and
+        # sockets alive after it is destroyed.
         self._find_group: Callable[[], dist.ProcessGroup] = (
             _default_group if process_group is None else lambda: process_group
         )
@@ -131,35 +131,35 @@ class MeshCollective(Collective):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of the operations; RuntimeError once it is destroyed."""
+        """Process group of the operations; RuntimeError after it was destroyed."""
         return self._find_group()
 
     @cached_property
     def local(self) -> Collective:
-        """This collective limited to the process's node."""
+        """Collective of the processes on this process's node."""
         return self._limited_to(self.meshes.physical_mesh, "local_ranks")
 
     @cached_property
     def tp_world(self) -> Collective:
-        """This collective limited to the process's tensor-parallel group, which is on one node."""
+        """Collective of this process's tensor-parallel group, which is on one node."""
         return self._limited_to(self.meshes.parallel_mesh, "tp")
 
     def _limited_to(self, mesh: DeviceMesh, axis: str) -> MeshCollective:
-        """Return this collective limited to the group along an axis; closing it frees nothing."""
+        """Return the collective over the group along an axis; its `close()` frees nothing."""
         limited = copy.copy(self)
-        for name in ("local", "tp_world"):  # cached for this collective
+        for name in ("local", "tp_world"):  # cached properties, which the copy computes again
             vars(limited).pop(name, None)
         limited._made = contextlib.ExitStack()
         ranks: list[int] = mesh[axis].mesh.tolist()
-        if not set(self._ranks).issubset(ranks):  # else it is within that group already
+        if not set(self._ranks).issubset(ranks):  # else it is within that group
             limited.rank, limited.world_size = mesh.get_local_rank(axis), len(ranks)
             limited._ranks, limited._find_group = ranks, partial(mesh.get_group, axis)
         return limited
 
     def close(self) -> None:
-        """Free the process groups that this collective created, even the default group.
+        """Free the process groups that this collective created, including the default group.
 
-        All processes call this when all are done: with gloo, call `barrier()` first.
+        All processes call this after all have finished: with gloo, call `barrier()` first.
         """
         self._made.close()
 
@@ -189,13 +189,13 @@ def _parallel_shape(
     return rows // shards, shards, tp_size
 
 
-def _check_place(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
+def _check_rank_and_size(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
     is_member = isinstance(group, dist.ProcessGroup)
     if not is_member or (group.rank(), group.size()) != (rank, world_size):
-        own = f"rank {group.rank()} of {group.size()} in" if is_member else "no member of"
+        own = f"rank {group.rank()} of {group.size()} in" if is_member else "not a member of"
         raise ValueError(
             f"rank={rank} of world_size={world_size}, but this process is {own} the process group. "
-            "A collective's processes must be the group's members, with the group's rank and size."
+            "Pass the rank and the size that this process has in the group."
         )
 
 
@@ -211,8 +211,8 @@ def _start_world(rank: int, world_size: int, local_rank: int, device_type: str) 
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise RuntimeError(
-            "The world of this collective was destroyed, by its close() or by "
-            "destroy_process_group(). Create a new collective."
+            "The world of this collective was destroyed by close() or destroy_process_group(). "
+            "Create a new collective."
         )
     return cast("dist.ProcessGroup", dist.group.WORLD)
 
@@ -234,9 +234,9 @@ def _make_meshes(
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveConfig:
-    """Settings for `build_collective`, explained at `MeshCollective`.
+    """Settings of `build_collective`, with the meaning that they have in `MeshCollective`.
 
-    Without a `device_type`, the collective uses the GPU, or the CPU if there is none.
+    If `device_type` is None, the collective uses the GPU, or the CPU if there is no GPU.
     """
 
     device_type: str | None = None
@@ -245,7 +245,7 @@ class CollectiveConfig:
 
 
 def build_collective(config: CollectiveConfig) -> Collective:
-    """Build the collective of the processes that torchrun started, or else of this process alone.
+    """Return the collective of all processes that torchrun started, else that of this process.
 
     Raises:
         ValueError: only some of torchrun's environment variables are set, or the sizes do not fit
@@ -263,8 +263,9 @@ def build_collective(config: CollectiveConfig) -> Collective:
         return SingleProcessCollective(device_type)
     if missing:
         raise ValueError(
-            f"The environment lacks some of torchrun's {', '.join(_VARIABLES)}: {missing} are "
-            "missing. Start the processes with torchrun, or unset the others for one process."
+            f"Some of torchrun's environment variables {', '.join(_VARIABLES)} are set, but "
+            f"{missing} are missing. Start the processes with torchrun, or unset the others for a "
+            "single process."
         )
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in _VARIABLES)
     return MeshCollective(

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: reads it from arguments, sends tokens to experts and back."""
+"""Routing of tokens to experts: read from arguments, then done by all-to-all exchanges."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Routing(NamedTuple):
 
     hidden: Tensor  # shape (tokens, features)
     expert_ids: Tensor  # shape (tokens, choices); ids among all experts of the module
-    # Weights of the choices, of the same shape; None if `hidden` is multiplied by them already.
+    # Weights of the choices, of the same shape; None if `hidden` is already multiplied by them.
     weights: Tensor | None
 
-    def share(self, sliced: Callable[[Tensor], Tensor]) -> Routing:
-        """Return this routing with each tensor replaced by `sliced(tensor)`."""
-        return Routing(*(None if each is None else sliced(each) for each in self))  # type: ignore[arg-type]
+    def map(self, function: Callable[[Tensor], Tensor]) -> Routing:
+        """Return this routing with each tensor replaced by `function(tensor)`."""
+        return Routing(*(None if each is None else function(each) for each in self))  # type: ignore[arg-type]
 
 
 def arguments_of(module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> tuple[Any, ...]:
-    """Return the arguments of a call in the order of the module's own forward."""
+    """Return all arguments of a call, in the order of the parameters of the module's forward."""
     bound = signature(type(module).forward).bind(module, *arguments, **keywords)
     return tuple(bound.arguments.values())[1:]
 
@@ -37,11 +37,11 @@ def read_routing(experts: StackedExperts, values: tuple[Tensor, ...]) -> Routing
     """Return the routing in the arguments of a module's forward.
 
     The arguments are hidden states, each token's expert ids, and the router's weights. In Llama 4
-    they are only rows, equally many for each expert, which are multiplied by the router's weights
-    already; rows that were not routed are zeros.
+    there is one argument: equally many rows for each expert, already multiplied by the router's
+    weights; rows of tokens that were not routed to the expert are zeros.
 
-    An id below 0 or beyond the experts names no expert: it becomes `experts.count`, with weight 0.
-    Ids of identity experts stay.
+    An id below 0 or above the last expert's belongs to no expert: it becomes `experts.count`, with
+    weight 0. Ids of identity experts are unchanged.
     """
     hidden = values[0].flatten(0, -2)
     if len(values) == 1:
@@ -49,17 +49,19 @@ def read_routing(experts: StackedExperts, values: tuple[Tensor, ...]) -> Routing
         ids = torch.arange(experts.count, device=hidden.device).repeat_interleave(count)
         return Routing(hidden, ids[:, None], None)
     expert_ids, weights = values[1].long(), values[2]
-    is_none = expert_ids < 0
-    if not experts.hands_on:
-        is_none |= expert_ids >= experts.count
-    expert_ids = expert_ids.masked_fill(is_none, experts.count)
-    return Routing(hidden, expert_ids, weights.masked_fill(is_none, 0))
+    is_invalid = expert_ids < 0
+    if not experts.has_identity:
+        is_invalid |= expert_ids >= experts.count
+    expert_ids = expert_ids.masked_fill(is_invalid, experts.count)
+    return Routing(hidden, expert_ids, weights.masked_fill(is_invalid, 0))
 
 
 def weigh(routing: Routing, outputs: Tensor) -> Tensor:
     """Return, for each token, the weighted sum of its experts' outputs.
 
-    Outputs have the shape (tokens * choices, features).
+    Args:
+        routing: routing of the tokens.
+        outputs: outputs of the experts, shape (tokens * choices, features).
     """
     by_token = outputs.view(*routing.expert_ids.shape, outputs.size(-1))
     if routing.weights is not None:
@@ -75,11 +77,16 @@ def dispatch(
 ) -> Tensor:
     """Return the outputs of all ranks' experts for this rank's tokens, shape (tokens, features).
 
-    Each choice of a token is a row. An all-to-all sends it to its expert's rank, and another sends
-    the output back; no row is dropped. The host waits only for the numbers of rows.
+    For each token and each expert chosen for it, one row is sent. An all-to-all sends rows to the
+    ranks of their experts, and another sends outputs back; no row is dropped. The host waits only
+    for the numbers of rows. All ranks of the mesh call this, even a rank without tokens.
 
-    All ranks of the 1-D mesh call this, even without tokens; rank r has the r-th part of the
-    experts. `run(rows, local expert ids)` runs them on rows, of which there may be none.
+    Args:
+        routing: routing of this rank's tokens.
+        experts: description of the experts.
+        mesh: 1-D mesh, whose rank r has the r-th part of the experts.
+        run: function `run(rows, local expert ids)` that returns the outputs of this rank's experts;
+            there may be no rows.
     """
     ids, count, group = routing.expert_ids.reshape(-1), experts.count, mesh.get_group()
     order = ids.argsort(stable=True)
@@ -92,26 +99,33 @@ def dispatch(
     sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
 
     rows = routing.hidden[order // routing.expert_ids.size(-1)]
-    own, handed_on = torch.split(rows, [sum(sent), rows.size(0) - sum(sent)])
-    arrived = exchange_rows(own, sent, received, group)
-    here = torch.arange(sent_counts.size(1), device=ids.device).repeat(mesh.size())
-    here = here.repeat_interleave(received_counts.flatten(), output_size=sum(received))
-    outputs = exchange_rows(run(arrived, here), received, sent, group)
+    routed, others = torch.split(rows, [sum(sent), rows.size(0) - sum(sent)])
+    arrived = exchange_rows(routed, sent, received, group)
+    local_ids = torch.arange(sent_counts.size(1), device=ids.device).repeat(mesh.size())
+    local_ids = local_ids.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+    outputs = exchange_rows(run(arrived, local_ids), received, sent, group)
 
-    if not experts.hands_on:
-        handed_on = torch.zeros_like(handed_on)
-    outputs = torch.cat([outputs, handed_on.to(outputs.dtype)])
+    if not experts.has_identity:
+        others = torch.zeros_like(others)
+    outputs = torch.cat([outputs, others.to(outputs.dtype)])
     return weigh(routing, outputs[order.argsort()])
 
 
 def exchange_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Exchange rows with all ranks of a group by an all-to-all; gradients go the other way.
+    """Exchange rows with all ranks of a group by an all-to-all, which backward reverses.
 
-    All ranks of the group call this, with the numbers of rows to send to and receive from each
-    rank. Takes rows of shape (sum of sent, ...) and returns (sum of received, ...), both in the
-    order of ranks.
+    All ranks of the group call this.
+
+    Args:
+        rows: rows to send, shape (sum of sent, ...), in the order of receiving ranks.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: the process group.
+
+    Returns:
+        The received rows, shape (sum of received, ...), in the order of sending ranks.
     """
     apply: Any = _Exchange.apply
     return apply(rows, list(sent), list(received), group)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Parallel styles that distribute whole experts over a mesh, and a search for experts."""
+"""Parallel styles that distribute whole experts over a mesh, and functions that find experts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ONLY_STACKED = (
     "experts. Use transformers 5.0 or newer, or ep_size=1 and a plan that splits each expert."
 )
 
-# Names of modules with experts in models that carry no plan of their own.
+# Names of experts' modules in models without an `_ep_plan`.
 _EXPERTS = re.compile(r"(.*\.)?experts")
 
 
 class _WholeExperts(StackedStyle):
-    """Base of the styles that distribute whole experts: rank r has the r-th part of them."""
+    """Base of the styles that distribute whole experts: rank r has the r-th part of the experts."""
 
     gradient_scale = 1.0
 
@@ -57,17 +57,17 @@ class _WholeExperts(StackedStyle):
         routing = read_routing(experts, values)
         with hidden_parameters(module, local):
             own = partial(_run, module, experts, self.gradient_scale)
-            if len(values) == 1:  # rows without a routing, as in Llama 4: zeros stay
+            if len(values) == 1:  # rows of Llama 4: those of zeros are not routed
                 routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
-                some = routing.share(lambda each: each[routed])
+                some = routing.map(lambda each: each[routed])
                 output = self.combine(some, experts, mesh, own)
                 return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
             output = self.combine(routing, experts, mesh, own)
-        # No view if possible: FSDP2's hooks are lost on a view that is changed in place.
+        # Return a view only if needed: FSDP2's hooks are lost if a view is changed in place.
         return output if output.shape == values[0].shape else output.view_as(values[0])
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts, whose number divides by the ranks."""
+        """Check that the module has stacked experts, whose number is divisible by `size`."""
         experts = self.described(name, module)
         takes_all = "routing_weights" in signature(type(module).forward).parameters
         if takes_all and not experts.is_routed:
@@ -77,12 +77,12 @@ class _WholeExperts(StackedStyle):
             )
         if experts.count % size:
             raise ValueError(
-                f"{name}: its {experts.count} experts do not divide by the {size} ranks of expert "
-                "parallelism. The number of ranks must divide the number of experts."
+                f"{name}: its {experts.count} experts are not divisible by the {size} ranks of "
+                "expert parallelism. Use a number of ranks that divides the number of experts."
             )
 
     def placements(self, experts: StackedExperts) -> dict[str, Placement]:
-        """Return the placements: all parameters are split by experts."""
+        """Return placements that split all parameters by experts."""
         return dict.fromkeys(experts.names, Shard(0))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -95,19 +95,27 @@ class _WholeExperts(StackedStyle):
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
-        """Return all ranks' experts' outputs; `run(rows, local ids)` runs this rank's experts."""
+        """Return the outputs of all ranks' experts.
+
+        Args:
+            routing: routing of this rank's tokens.
+            experts: description of the experts.
+            mesh: 1-D mesh of the experts.
+            run: function `run(rows, local expert ids)` that runs this rank's experts.
+        """
 
 
 @dataclass(eq=False, repr=False)
 class ExpertParallel(_WholeExperts):
-    """Style that distributes stacked experts over ranks, and sends each rank's tokens to them.
+    """Style that distributes stacked experts over ranks, and sends tokens to the experts' ranks.
 
-    For a module whose forward takes hidden states, each token's experts and their weights. No token
-    is dropped. The gradients of experts are sums over the tokens of all ranks of the mesh.
+    The module's forward must take hidden states, each token's experts, and the weights of these
+    experts. No token is dropped. The gradients of experts are sums over the tokens of all ranks.
 
     Args:
-        same_tokens: 1-D mesh of the ranks that have the same tokens as this one, such as that of
-            tensor parallelism: each then sends a part of them. None if every rank has its own.
+        same_tokens: 1-D mesh of the ranks that have the same tokens as this rank, such as the mesh
+            of tensor parallelism. Each of them then sends a part of the tokens. None if all ranks
+            have different tokens.
         gradient_scale: factor on the gradients of the experts' parameters.
     """
 
@@ -121,7 +129,7 @@ class ExpertParallel(_WholeExperts):
         same = self.same_tokens
         if same is None or same.size() == 1:
             return dispatch(routing, experts, mesh, run)
-        outputs = dispatch(routing.share(partial(_slice, same)), experts, mesh, run)
+        outputs = dispatch(routing.map(partial(_slice, same)), experts, mesh, run)
         shape = routing.hidden.shape
         sliced = DTensor.from_local(
             outputs.contiguous(), same, [Shard(0)], shape=shape, stride=(shape[1], 1)
@@ -130,7 +138,7 @@ class ExpertParallel(_WholeExperts):
 
 
 def _slice(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have; gradients are gathered."""
+    """Return this rank's part of a tensor that all ranks have; backward gathers the gradients."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(0)]).to_local()
 
@@ -139,37 +147,37 @@ class SameTokensExpertParallel(_WholeExperts):
     """Style that distributes stacked experts over ranks that all have the same tokens.
 
     Each rank runs its experts on the tokens that chose them, and the outputs are summed over the
-    ranks: no token changes ranks.
+    ranks. Tokens are not sent.
     """
 
     def combine(
         self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
     ) -> Tensor:
         """Return the sum over the ranks of their experts' outputs."""
-        shared = routing.share(
+        shared = routing.map(
             lambda each: sum_gradients(each, mesh) if each.is_floating_point() else each
         )
         local = experts.count // mesh.size()
         first = mesh.get_local_rank() * local
-        mine = (routing.expert_ids >= first) & (routing.expert_ids < first + local)
-        flat = mine.reshape(-1).nonzero().squeeze(-1)
-        rows = shared.hidden[flat // mine.size(-1)]
+        is_own = (routing.expert_ids >= first) & (routing.expert_ids < first + local)
+        flat = is_own.reshape(-1).nonzero().squeeze(-1)
+        rows = shared.hidden[flat // is_own.size(-1)]
         given = run(rows, routing.expert_ids.reshape(-1)[flat] - first)
-        outputs = given.new_zeros((mine.numel(), given.size(-1))).index_copy(0, flat, given)
+        outputs = given.new_zeros((is_own.numel(), given.size(-1))).index_copy(0, flat, given)
         term = DTensor.from_local(weigh(shared, outputs), mesh, [Partial()], run_check=False)
         total = term.redistribute(placements=[Replicate()]).to_local()
-        if not experts.hands_on:
+        if not experts.has_identity:
             return total
         beyond = (routing.expert_ids >= experts.count).reshape(-1, 1)
-        handed_on = routing.hidden.repeat_interleave(mine.size(-1), 0) * beyond
-        return total + weigh(routing, handed_on)
+        unchanged = routing.hidden.repeat_interleave(is_own.size(-1), 0) * beyond
+        return total + weigh(routing, unchanged)
 
 
 def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
     """Return the rows of a parameter that belong to this rank's experts.
 
-    LongCat's weights have rows for its identity experts too, so an even split gives a rank rows of
-    other ranks' experts. The ranks exchange these first.
+    LongCat's weights also have rows for its identity experts, so an even split gives a rank some
+    rows of other ranks' experts. The ranks then exchange rows.
     """
     parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()
@@ -191,7 +199,10 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
 def _run(
     module: Any, experts: StackedExperts, gradient_scale: float, rows: Tensor, ids: Tensor
 ) -> Tensor:
-    """Return this rank's experts' outputs for rows; scales the gradients of parameters only."""
+    """Return the outputs of this rank's experts for rows.
+
+    `gradient_scale` applies to the gradients of parameters, not to those of rows.
+    """
     rows = _scaled_gradient(rows, 1 / gradient_scale)
     if implementation_of(module) not in (None, "eager") and rows.size(0):
         unit = torch.ones_like(ids, dtype=rows.dtype)
@@ -214,8 +225,8 @@ def _scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
 def expert_modules(model: nn.Module) -> list[str]:
     """Return the names of a model's modules of routed experts: stacked weights, or ModuleLists.
 
-    They are those whose weights the model's own expert-parallel plan (`_ep_plan`) splits by
-    experts; without such a plan, those called `experts`.
+    If the model has an expert-parallel plan (`_ep_plan`), they are the modules whose weights the
+    plan splits by experts; else the modules called `experts`.
     """
     planned = [
         found
@@ -244,17 +255,17 @@ def apply_expert_parallelism(
     """Distribute a model's experts over the ranks of a mesh, in place.
 
     Args:
-        model: a model with whole parameters.
-        ep_mesh: a 1-D mesh.
+        model: model whose experts' parameters are not distributed yet.
+        ep_mesh: 1-D mesh to distribute the experts over.
         same_tokens: as in `ExpertParallel`.
         gradient_scale: as in `ExpertParallel`.
 
     Returns:
-        The names of the modules whose experts were distributed.
+        Names of the modules whose experts were distributed.
 
     Raises:
-        ValueError: the model has no experts, or some that cannot be distributed over these ranks.
-            The model is unchanged then.
+        ValueError: the model has no experts, or experts that cannot be distributed over these
+            ranks. The model is unchanged then.
 
     Example:
         >>> apply_expert_parallelism(model, moe_mesh["ep"])  # doctest: +SKIP
@@ -268,19 +279,20 @@ def apply_expert_parallelism(
 
 
 def check_experts(model: nn.Module, size: int) -> list[str]:
-    """Return the names of modules whose experts can be distributed over `size` ranks.
+    """Return the names of a model's modules with experts, after checking them.
 
-    A pipeline stage may have none, if other stages of its model have some.
+    A pipeline stage may have no experts, if other stages of its model have some.
 
     Raises:
-        ValueError: there are none, or some cannot be distributed or do not divide by the ranks.
+        ValueError: the model has no experts, or experts that cannot be distributed over `size`
+            ranks.
     """
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
         raise ValueError(
             f"ep={size}: {type(model).__name__} has no experts to distribute: it must have an "
             "_ep_plan, or modules called 'experts' with 3-D weights. Use ep_size=1, or apply "
-            "ExpertParallel() to its modules with parallelize_module."
+            "ExpertParallel() to its experts' modules with parallelize_module."
         )
     for name in names:
         module = model.get_submodule(name)
@@ -291,5 +303,7 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
             )
         ExpertParallel().check(name, module, size)
         if any(isinstance(each, DTensor) for each in module.parameters()):
-            raise ValueError(f"{name} is distributed already: do it once, before FSDP.")
+            raise ValueError(
+                f"{name} is distributed already. Distribute experts once, before FSDP."
+            )
     return names

@@ -1,4 +1,4 @@
-"""Parallel style that splits stacked experts by inner features: each rank has a part of each."""
+"""Parallel style that splits stacked experts by their inner features."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from .dispatch import arguments_of, exchange_rows, read_routing, weigh
 from .stacked import DOWN, StackedExperts, StackedStyle, apply_experts, implementation_of, own_gate
 
 _DOWN_BIAS = f"{DOWN}_bias"
-# transformers' implementations of experts that call `_apply_gate` between the two products.
+# transformers' implementations of experts that call `_apply_gate` between the two matrix products.
 _WITH_GATE = ("grouped_mm", "batched_mm")
 
 
 class ExpertFeaturesParallel(StackedStyle):
     """Style that gives each rank a part of the inner features of all stacked experts.
 
-    For a module whose forward takes hidden states and, unless they are routed already, each token's
-    experts and their weights; inputs are the same on all ranks. Weights are split contiguously, so
-    their full tensors are those of one process. If one weight has all gates first and then all
-    other features, ranks exchange half of its output, so that each has gates and features that
-    belong together. The outputs are summed over the ranks.
+    The module's forward must take hidden states and, unless they are routed already, each token's
+    experts and the weights of these experts. Inputs must be the same on all ranks; outputs are
+    summed over the ranks. Weights are split contiguously, so their full tensors are those of one
+    process. If one weight has all gates first and then all other features, ranks exchange half of
+    its output: each rank needs gates and features of the same indices.
     """
 
     def run(
         self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
     ) -> Any:
-        """Run the module's own forward on this rank's features, between sums over the ranks."""
+        """Run the module's own forward on this rank's features, and sum outputs over the ranks."""
 
-        def shared(value: Any) -> Any:
+        def with_summed_gradient(value: Any) -> Any:
             is_float = isinstance(value, Tensor) and value.is_floating_point()
             return sum_gradients(value, mesh) if is_float else value
 
-        inputs, more = tuple(map(shared, inputs)), {name: shared(more[name]) for name in more}
+        inputs = tuple(map(with_summed_gradient, inputs))
+        more = {name: with_summed_gradient(value) for name, value in more.items()}
         local = {name: module._parameters[name].to_local() for name in experts.names}
-        if _DOWN_BIAS in local:  # the sum over the ranks adds it once
+        if _DOWN_BIAS in local:  # in the sum over the ranks, it counts once
             local[_DOWN_BIAS] = sum_gradients(local[_DOWN_BIAS], mesh) / mesh.size()
         with hidden_parameters(module, local):
             output = _run(module, experts, mesh, inputs, more)
@@ -49,12 +50,12 @@ class ExpertFeaturesParallel(StackedStyle):
         return whole.redistribute(placements=[Replicate()]).to_local()
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts whose inner features divide by the ranks."""
+        """Check that the module has stacked experts with inner features divisible by `size`."""
         experts = self.described(name, module)
         if experts.width % size:
             raise ValueError(
-                f"{name}: the {experts.width} inner features of its experts do not divide by the "
-                f"{size} ranks of tensor parallelism. The number of ranks must divide them."
+                f"{name}: the {experts.width} inner features of its experts are not divisible by "
+                f"the {size} ranks of tensor parallelism. Use a number of ranks that divides them."
             )
         has_gate = hasattr(module, "act_fn") or hasattr(type(module), "_apply_gate")
         if getattr(module, "has_post_expert_norm", False) or not has_gate:
@@ -65,7 +66,7 @@ class ExpertFeaturesParallel(StackedStyle):
             )
 
     def placements(self, experts: StackedExperts) -> dict[str, Placement]:
-        """Return the placement of each parameter: split by inner features."""
+        """Return placements that split each parameter by inner features."""
         columns, down = (2, 1) if experts.transposed else (1, 2)
         placements: dict[str, Placement] = dict.fromkeys(experts.columns, Shard(columns))
         placements |= {DOWN: Shard(down), **dict.fromkeys(experts.biases, Shard(1))}
@@ -106,11 +107,12 @@ def _run_routed(
 
 
 def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:
-    """Apply the experts' gate to features of which each rank has consecutive ones.
+    """Apply the experts' gate to this rank's part of the packed features.
 
-    A weight with all gates first and then all other features is split contiguously: of n ranks, the
-    first have gates only, the last features only. An expert needs both for the same indices. If
-    each half has n parts, rank r has the parts 2r and 2r+1, and needs r and n+r.
+    The packed features are all gates, then all other features, split contiguously over n ranks: the
+    first ranks have only gates, the last ranks only other features. To apply the gate, a rank needs
+    gates and features of the same indices. Divide gates and features into n parts each, 0 to 2n-1:
+    rank r has the parts 2r and 2r+1, and gets r and n+r.
     """
     size, rank, count = mesh.size(), mesh.get_local_rank(), features.size(0)
     if size == 1:

@@ -1,4 +1,4 @@
-"""Experts' own mesh: sharding over it by FSDP2, and gradient norms over several meshes."""
+"""Sharding of experts over their own mesh with FSDP2, and gradient norms over several meshes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torch_total_norm
 
 from meshverse import DeviceMesh
-from meshverse.parallel.meshes.create import asked_ep_size, create_moe_mesh
+from meshverse.parallel.meshes.create import create_moe_mesh, requested_ep_size
 from meshverse.parallel.meshes.degrees import degree
 
 EP_SHARD, EP = "ep_shard", "ep"
@@ -27,16 +27,20 @@ def choose_moe_mesh(
 ) -> DeviceMesh | None:
     """Return the experts' mesh (ep_shard, ep), or None without expert parallelism.
 
-    All ranks call this, as it may create the mesh. If `moe_mesh` is None, the mesh is created for
-    `device_mesh`; the degree is then `ep_size`, by default that with which `device_mesh` was made.
+    All ranks call this, because it may create the mesh.
+
+    Args:
+        device_mesh: the model's mesh, in whose universe the experts' mesh is.
+        moe_mesh: the experts' mesh, or None to create it.
+        ep_size: degree of expert parallelism; by default the one requested with `device_mesh`.
 
     Raises:
-        ValueError: `ep_size` is no degree, does not divide the ranks, or is not that of `moe_mesh`;
-            or `moe_mesh` is not over the ranks of one pipeline stage, in the same universe.
+        ValueError: `ep_size` is not an int above 0, does not divide the ranks, or is not that of
+            `moe_mesh`; or `moe_mesh` is not over one pipeline stage, or in another universe.
     """
     size = None if ep_size is None else degree(ep_size, "ep_size")
     if moe_mesh is None:
-        size = asked_ep_size(device_mesh) if size is None else size
+        size = requested_ep_size(device_mesh) if size is None else size
         if size == 1:
             return None
         moe_mesh = create_moe_mesh(device_mesh._root(), ep_size=size)
@@ -55,15 +59,15 @@ def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh) -> None:
     stage = device_mesh[others] if others and len(others) < len(names) else device_mesh
     if moe_mesh.universe is not device_mesh.universe:
         raise ValueError(
-            f"{moe_mesh} is not in the universe of {device_mesh}, and must be: FSDP2 combines "
-            "meshes of one root only. Make both with create_device_meshes(), or the second with "
-            "universe=."
+            f"{moe_mesh} is not in the universe of {device_mesh}, and must be, because FSDP2 "
+            "combines only meshes of one root. Create both with create_device_meshes(), or the "
+            "second one with universe=."
         )
     ranks, expected = (mesh.layout.collapse().sorted() for mesh in (moe_mesh, stage))
     if axes != (EP_SHARD, EP) or ranks != expected:
         raise ValueError(
             f"The experts' mesh {moe_mesh} has the axes {axes} over the layout {ranks}: it must "
-            f"have {(EP_SHARD, EP)} over {expected}, one pipeline stage of {device_mesh}. Make "
+            f"have {(EP_SHARD, EP)} over {expected}, one pipeline stage of {device_mesh}. Create "
             "both with create_device_meshes(), or this one with create_moe_mesh()."
         )
 
@@ -80,9 +84,9 @@ def shard_experts(
 ) -> None:
     """Shard the experts of a model over `ep_shard`, before FSDP2 shards the modules around them.
 
-    With replicas, the experts are sharded within each and replicated between them, like the rest,
-    unless `replicas` does not divide ep_shard: then they are sharded over all of ep_shard. Inputs
-    keep their dtype, as routers' weights may have a higher precision than hidden states.
+    With replicas, experts are sharded within a replica and replicated over replicas, like the other
+    parameters; but if `replicas` does not divide ep_shard, they are sharded over all of ep_shard.
+    Inputs keep their dtype, because routing weights may have a higher precision than hidden states.
     """
     mesh, parts = moe_mesh[EP_SHARD], moe_mesh[EP].size()
     shards, remainder = divmod(mesh.size(), replicas)
@@ -91,7 +95,7 @@ def shard_experts(
     shards = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        """Return None to split by experts if they divide, else a dim that divides by the shards."""
+        """Return None to shard by experts, if divisible; else the first divisible other dim."""
         if parameter.size(0) % (shards * parts) == 0:
             return None
         dims = (dim for dim in range(1, parameter.ndim) if parameter.size(dim) % shards == 0)
@@ -112,16 +116,17 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return the norm over tensors on any meshes; each element counts once.
+    """Return the total norm of tensors on any meshes; each element counts once.
 
     Args:
-        tensors: DTensors, of any meshes and placements, and tensors that are the same on all ranks.
-        norm_type: p of the p-norm; infinity is allowed.
+        tensors: DTensors on any meshes with any placements, and plain tensors that are the same on
+            all ranks.
+        norm_type: the p of the p-norm; infinity is allowed.
         error_if_nonfinite: whether to raise a RuntimeError if the norm is infinite or nan.
-        foreach: as in torch.
+        foreach: as in `torch.nn.utils.get_total_norm`.
 
     Returns:
-        A plain tensor, the same on all ranks of the meshes.
+        The norm as a plain tensor, the same on all ranks of the meshes.
     """
     norm_type = float(norm_type)  # accepts "inf", as torch does
     by_mesh = defaultdict[object, list[Tensor]](list)
@@ -136,7 +141,7 @@ def get_total_norm(
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of gradients is {total.item()}. Pass "
-            "error_if_nonfinite=False to scale by it nevertheless."
+            "error_if_nonfinite=False to clip gradients by it nevertheless."
         )
     return total
 
@@ -163,17 +168,17 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_`, on any meshes. All ranks call this.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, on any meshes. All ranks call this.
 
     Args:
-        parameters: parameters, whose gradients are scaled in place.
-        max_norm: largest norm of all gradients together.
+        parameters: parameters whose gradients are clipped in place.
+        max_norm: largest total norm of the gradients after the call.
         norm_type: as in `get_total_norm`.
         error_if_nonfinite: as in `get_total_norm`.
         foreach: as in torch.
 
     Returns:
-        The norm before scaling, a plain tensor.
+        The total norm before clipping, as a plain tensor.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     having = [each for each in listed if each.grad is not None]
@@ -186,7 +191,7 @@ def clip_grad_norm_(
 def scale_gradients(
     parameters: Iterable[Tensor], max_norm: float, total: Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale the gradients of parameters on any meshes, in place, if `total` exceeds `max_norm`."""
+    """Scale gradients on any meshes in place, if their norm `total` is above `max_norm`."""
     by_mesh = defaultdict[object, list[Tensor]](list)
     for each in parameters:
         by_mesh[each.grad.device_mesh if isinstance(each.grad, DTensor) else None].append(each)

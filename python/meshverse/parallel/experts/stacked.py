@@ -33,7 +33,7 @@ class StackedExperts:
     # Whether `columns` is one weight with all gates first and then all other features. Otherwise
     # gates and features alternate, or have separate weights.
     packed: bool
-    hands_on: bool  # whether ids above `count` are identity experts, which return their input
+    has_identity: bool  # whether ids from `count` on are identity experts, which return their input
     # Whether transformers has several implementations of the module. Its forward then takes hidden
     # states, each token's experts, and the router's weights.
     is_routed: bool
@@ -45,9 +45,9 @@ class StackedExperts:
 
 
 def describe(module: nn.Module) -> StackedExperts | None:
-    """Describe the stacked experts of a module; None if it has none.
+    """Return the layout of a module's stacked experts; None if it has no such experts.
 
-    Parameters that are DTensors are described by their global shapes.
+    Of DTensors, the global shapes count.
     """
     shapes = {name: each.shape for name, each in module.named_parameters(recurse=False)}
     columns = tuple(name for name in _COLUMNS if len(shapes.get(name, ())) == 3)
@@ -65,7 +65,7 @@ def describe(module: nn.Module) -> StackedExperts | None:
         biases=tuple(f"{name}_bias" for name in (*columns, DOWN) if f"{name}_bias" in shapes),
         transposed=transposed,
         packed=features == 2 * width and bool(getattr(module, "is_concatenated", True)),
-        hands_on=hasattr(module, "identity_expert"),
+        has_identity=hasattr(module, "identity_expert"),
         is_routed=_is_routed(module),
     )
 
@@ -75,24 +75,25 @@ class StackedStyle(CheckedStyle):
 
     @abstractmethod
     def placements(self, experts: StackedExperts) -> Mapping[str, Placement]:
-        """Return the placement of each parameter, by name."""
+        """Return the placements of the parameters, by name."""
 
     @abstractmethod
     def run(
         self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
     ) -> Any:
-        """Run the module's forward on split parameters."""
+        """Run the module's forward with split parameters."""
 
     def described(self, name: str, module: nn.Module) -> StackedExperts:
-        """Describe the stacked experts of a module; ValueError if it is anything else."""
+        """Return the layout of a module's stacked experts; ValueError for any other module."""
         experts = describe(module)
         names = experts.names if experts else ()
         others = [own for own, _ in module.named_parameters() if own not in names]
         if experts is None or others:
             raise ValueError(
-                f"{name}: {self} is for experts whose weights are stacked in 3-D parameters such "
-                f"as 'gate_up_proj', and nothing else; this is a {type(module).__name__} with "
-                f"{others[:6]}. Remove it from the plan, or name the experts' module inside it."
+                f"{name}: {self} needs a module with experts whose weights are stacked in 3-D "
+                "parameters such as 'gate_up_proj', and without other parameters. This is a "
+                f"{type(module).__name__} with {others[:6]}. Remove it from the plan, or name the "
+                "experts' module inside it."
             )
         return experts
 
@@ -100,7 +101,7 @@ class StackedStyle(CheckedStyle):
         self.check(type(module).__name__, module, device_mesh.size())
         experts = self.described(type(module).__name__, module)
         split_parameters(module, self.placements(experts), device_mesh, self.src_data_rank)
-        # Not a closure: a copy of the module must run on its own parameters.
+        # A partial, not a closure: deepcopy copies it, so that a copy runs its own forward.
         module.forward = partial(self.run, module, experts, device_mesh)
         return module
 
@@ -113,13 +114,13 @@ def _is_routed(module: nn.Module) -> bool:
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """Return the implementation that transformers' config names for a module, or None."""
+    """Return the name of the implementation that transformers' config selects, or None."""
     name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return name if _is_routed(module) else None
 
 
 def own_gate(module: Any, features: Tensor) -> Tensor:
-    """Apply a module's gate to the inner features, before the last product."""
+    """Apply a module's gate to the inner features, before the down projection."""
     if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
         return type(module)._apply_gate(module, features)  # type: ignore[no-any-return]
     experts = describe(module)
@@ -138,33 +139,34 @@ def apply_experts(
     *,
     identity_share: float = 1.0,
 ) -> Tensor:
-    """Return the experts' outputs for rows sorted by expert, without a router's weights.
+    """Return the experts' outputs for rows sorted by expert, without applying routing weights.
 
-    Computes one product per expert, for cases that transformers' faster implementations lack.
+    Computes one matrix product per expert, for cases that transformers' faster implementations do
+    not support.
 
     Args:
         module: the experts' module, with local tensors as parameters.
-        experts: its description.
-        rows: shape (sum of counts, features), those of the first expert first.
-        counts: number of rows of each expert. Rows beyond the experts with weights go to identity
-            experts, which return them, or to no expert, which gives zeros.
-        gate: called once as `gate(module, features)` between the products.
-        identity_share: factor on the output of identity experts, if ranks sum their outputs.
+        experts: layout of the module's experts.
+        rows: input rows, shape (sum of counts, features), sorted by expert.
+        counts: number of rows of each expert. Counts after the first `experts.count` are those of
+            identity experts, which return their rows, or of no expert, for which outputs are zeros.
+        gate: function that is called once, as `gate(module, features)`, between the products.
+        identity_share: factor on the outputs of identity experts, for ranks that sum their outputs.
     """
     count = experts.count
-    own, handed_on = torch.split(rows, [sum(counts[:count]), sum(counts[count:])])
+    own, others = torch.split(rows, [sum(counts[:count]), sum(counts[count:])])
 
     def products(rows: Tensor, name: str) -> Tensor:
         weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
         given = []
         for number, part in enumerate(torch.split(rows, list(counts[:count]))):
-            # Also without rows, so that every expert gets a gradient, of zeros.
+            # Computed even without rows, so that the expert gets a gradient, of zeros.
             product = part @ (weights[number] if experts.transposed else weights[number].mT)
             given.append(product if biases is None else product + biases[number])
         return torch.cat(given)
 
     outer = products(gate(module, products(own, experts.columns[-1])), DOWN)
-    if not handed_on.size(0):
+    if not others.size(0):
         return outer
-    identity = module.identity_expert(handed_on) * identity_share if experts.hands_on else None
-    return torch.cat([outer, torch.zeros_like(handed_on) if identity is None else identity])
+    identity = module.identity_expert(others) * identity_share if experts.has_identity else None
+    return torch.cat([outer, torch.zeros_like(others) if identity is None else identity])

@@ -1,1 +1,1 @@
-"""Meshes of a trainer: create them from degrees, and find them by axis names."""
+"""Meshes of a trainer: created from degrees, found by axis names."""

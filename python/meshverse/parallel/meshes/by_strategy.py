@@ -51,14 +51,17 @@ def create_device_meshes(
     """Create the meshes that a strategy trains on. All ranks of the world call this.
 
     Args:
-        strategy_config: settings of the strategy, whose type selects the strategy.
-        parallelism: the degrees.
-        where: keywords. `world_size`: number of ranks, by default the default process group's.
-            `timeout_minutes`: for every group made here or derived later, by default the default
-            group's. `ranks`: global ranks to place the mesh on, its last axis varying fastest, by
-            default all in order; other ranks get a mesh without groups, which they can inspect.
-            `universe`: a universe to build the meshes in, such as that of a mesh over all ranks of
-            the job; `ranks` are then a part of it (`Universe.part`).
+        strategy_config: settings, whose type selects the strategy.
+        parallelism: degrees of parallelism.
+        where: four optional keywords.
+
+            - `world_size`: number of ranks; by default the default process group's.
+            - `timeout_minutes`: timeout of all process groups of the meshes and of meshes derived
+              from them; by default the default group's.
+            - `ranks`: global ranks of the mesh, whose last axis varies fastest; by default all
+              ranks in order. Other ranks get a mesh without groups, which they can inspect.
+            - `universe`: existing universe to create the meshes in, such as that of a mesh over all
+              ranks of the job. The meshes are then in a part of it (`Universe.part`) over `ranks`.
 
     Returns:
         The mesh and the experts' mesh, in one universe; None for a mesh that the strategy does not
@@ -66,7 +69,7 @@ def create_device_meshes(
 
     Raises:
         ValueError: the strategy is unknown or does not support a degree, the degrees do not fit the
-            ranks, or `world_size` is not the process group's. Nothing has been created then.
+            number of ranks, or `world_size` is not the process group's. No mesh is created then.
     """
     if isinstance(strategy_config, FSDP2Config):
         return create_fsdp2_device_mesh(parallelism, **where)

@@ -1,4 +1,4 @@
-"""The meshes of a trainer, in one universe, built from degrees.
+"""Meshes of a trainer in one universe, created from degrees.
 
 Example:
     >>> mesh, moe_mesh = create_fsdp2_device_mesh(  # doctest: +SKIP
@@ -24,12 +24,12 @@ from meshverse import DeviceMesh, Universe, init_device_mesh
 from .degrees import MeshSpec, ParallelismSizes, data_parallel_size, degree, is_degree
 from .submesh import register_flattened_axes
 
-# Lets a strategy that gets only the root mesh find the ep_size that was requested with it.
+# The ep_size requested with a universe's root mesh, for strategies that get only this mesh.
 _ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
 
 
 class Where(TypedDict, total=False):
-    """Keywords of `create_device_meshes`, which explains them: ranks and groups of a mesh."""
+    """Keywords about ranks and groups of a mesh, which `create_device_meshes` explains."""
 
     world_size: int | None
     timeout_minutes: float | None
@@ -42,32 +42,32 @@ def create_fsdp2_device_mesh(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Create the root mesh (pp, dp_replicate, dp_shard, cp, tp), and (ep_shard, ep) if ep > 1.
 
-    Axes of size 1 are there too. `get_flat_mesh` returns the flattened axes dp = (dp_replicate,
+    Axes of size 1 are included. `get_flat_mesh` returns the flattened axes dp = (dp_replicate,
     dp_shard), dp_shard_cp = (dp_shard, cp) and dp_cp = (dp_replicate, dp_shard, cp).
 
     Args:
-        parallelism: the degrees.
+        parallelism: degrees of parallelism.
         where: keywords of `create_device_meshes`.
 
     Raises:
         ValueError: the degrees do not fit the ranks or each other, or `world_size` is not the
             process group's.
     """
-    count, keywords = _place(**where)
+    count, keywords = _ranks_and_options(**where)
     mesh = _build(fsdp2_specs(parallelism, count)[0], keywords)
     ep = _ep_sizes[mesh.universe] = parallelism.ep_size or 1
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
 
 def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
-    """Return what `create_fsdp2_device_mesh` would make of `count` ranks, or raise its error."""
+    """Return the specs of the meshes that `create_fsdp2_device_mesh` creates over `count` ranks."""
     tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
     cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
     replicas = parallelism.dp_replicate_size or 1
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
     if replicas > 1 and (dp % replicas or dp == replicas):
         raise ValueError(
-            f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and above it: every "
+            f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and larger: each "
             "replica has the same number of shards, at least two. Use DDPConfig to replicate only."
         )
     spec = MeshSpec(
@@ -92,8 +92,8 @@ def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
     return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
 
 
-def asked_ep_size(mesh: DeviceMesh) -> int:
-    """Return the ep_size with which a mesh, or the root of it, was created; else 1."""
+def requested_ep_size(mesh: DeviceMesh) -> int:
+    """Return the ep_size that was requested with a mesh or its root; 1 if there was none."""
     return _ep_sizes.get(mesh.universe, 1)
 
 
@@ -101,18 +101,19 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
     """Create the mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
 
     Args:
-        mesh: the root mesh; an axis pp, if it has one, must be the first.
-        ep_size: number of ranks that the experts are split over.
+        mesh: root mesh of its universe. If it has an axis pp, this must be the first axis.
+        ep_size: number of ranks to split the experts over.
 
     Raises:
-        ValueError: `ep_size` does not divide the ranks of a stage, or the mesh is not the root.
+        ValueError: `ep_size` does not divide the number of ranks of a stage, or the mesh does not
+            have all ranks of its universe.
     """
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
     spec = _moe_spec(stages, mesh.size() // stages, ep_size)
     if mesh.size() != mesh.universe.size:
         raise ValueError(
             f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe, and "
-            "must have all. Give the root mesh."
+            "must have all of them. Give the root mesh."
         )
     experts = init_device_mesh(
         mesh.device_type, spec.shape, mesh_dim_names=spec.axes, universe=mesh.universe
@@ -125,25 +126,26 @@ def create_megatron_fsdp_device_mesh(
 ) -> DeviceMesh:
     """Create the root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
 
-    Arguments and errors are those of `create_fsdp2_device_mesh`; degrees of other axes must be 1.
+    Arguments and errors are those of `create_fsdp2_device_mesh`. A degree above 1 of another axis
+    raises ValueError.
     """
     refuse_degrees(parallelism, "Megatron-FSDP", ("dp_replicate_size", "pp_size", "ep_size"))
     tp, cp = parallelism.tp_size or 1, parallelism.cp_size or 1
-    count, keywords = _place(**where)
+    count, keywords = _ranks_and_options(**where)
     dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp)
     flattened = {"dp_cp": ("dp", "cp")} if cp > 1 else {}
     return _build(MeshSpec((dp, cp, tp), ("dp", "cp", "tp"), flattened), keywords)
 
 
 def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
-    """Raise ValueError if a degree that the strategy does not support is above 1."""
+    """Raise ValueError if any of the named degrees, which the strategy lacks, is above 1."""
     for name in names:
         if (size := getattr(parallelism, name) or 1) > 1:
             raise ValueError(f"{strategy} does not support {name}={size}. Use FSDP2Config for it.")
 
 
 def world_size_of(given: int | None) -> int:
-    """Return the world size: the default process group's, or without one, the argument."""
+    """Return the default process group's size; without such a group, the argument."""
     degree(given, "world_size")
     size = dist.get_world_size() if dist.is_initialized() else given
     if size is None:
@@ -157,7 +159,7 @@ def world_size_of(given: int | None) -> int:
     return size
 
 
-def _place(
+def _ranks_and_options(
     *,
     world_size: int | None = None,
     timeout_minutes: float | None = None,

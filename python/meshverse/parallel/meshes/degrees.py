@@ -1,4 +1,4 @@
-"""Degrees of parallelism, axis names and descriptions of meshes: plain data, checked.
+"""Degrees of parallelism, axis names and descriptions of meshes, with their checks.
 
 Example:
     >>> data_parallel_size(None, 64, tp_size=8, cp_size=2)
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class MeshAxisName(str, Enum):
-    """Names of the axes; each equals its string and has the same hash."""
+    """Names of the axes. Each member equals its string, and has the same hash."""
 
     PP = "pp"
     DP = "dp"
@@ -30,7 +30,7 @@ class MeshAxisName(str, Enum):
     EP = "ep"
     EP_SHARD = "ep_shard"
 
-    # Enum's methods return different texts in different versions of Python.
+    # Enum's own methods return different strings in different versions of Python.
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
 
@@ -40,16 +40,16 @@ class ParallelismSizes:
     """Degrees of parallelism: the number of ways in which each one splits the work.
 
     Attributes:
-        dp_size: data parallelism, replicas times shards; None or -1: the number of ranks divided
-            by the other degrees.
-        dp_replicate_size: replicas within data parallelism; None or 1: shards only.
-        tp_size: tensor parallelism; None means 1, as for the following.
-        pp_size: pipeline parallelism.
-        cp_size: context parallelism.
-        ep_size: expert parallelism, over the ranks of a pipeline stage.
+        dp_size: degree of data parallelism, which is replicas times shards. None or -1 stands for
+            the number of ranks divided by the other degrees.
+        dp_replicate_size: number of replicas in data parallelism; None and 1 mean no replicas.
+        tp_size: degree of tensor parallelism. None means 1, as in the following degrees.
+        pp_size: degree of pipeline parallelism.
+        cp_size: degree of context parallelism.
+        ep_size: degree of expert parallelism, which divides the ranks of a pipeline stage.
 
     Raises:
-        ValueError: a degree is neither an int above 0 nor None, nor -1 for dp_size.
+        ValueError: a degree is neither an int above 0 nor None; for dp_size, -1 is allowed too.
     """
 
     dp_size: int | None = None
@@ -68,7 +68,7 @@ class ParallelismSizes:
 
 def is_degree(value: Any) -> bool:
     """Return whether a value is a degree: an int above 0."""
-    return type(value) is int and value > 0  # True is no degree
+    return type(value) is int and value > 0  # True is not a degree
 
 
 def degree(value: Any, name: str) -> int:
@@ -90,12 +90,12 @@ def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> i
     """Return the size of data parallelism: as set, or the ranks divided by the other degrees.
 
     Args:
-        dp_size: None or -1 to infer it.
+        dp_size: the degree; None or -1 to infer it.
         count: number of ranks.
-        other_sizes: the other degrees, by name.
+        other_sizes: other degrees, by name.
 
     Raises:
-        ValueError: the degrees do not multiply out to the number of ranks.
+        ValueError: the product of all degrees is not the number of ranks.
     """
     own = {} if dp_size in (None, -1) else {"dp_size": degree(dp_size, "dp_size")}
     sizes = own | other_sizes
@@ -103,18 +103,19 @@ def data_parallel_size(dp_size: int | None, count: int, **other_sizes: int) -> i
     if count < 1 or count % product or (own and count != product):
         factors = " * ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"{factors} = {product}, but there are {count} ranks. The degrees must multiply out to "
-            "the ranks; with dp_size unset, the product of the others must divide them."
+            f"{factors} = {product}, but there are {count} ranks. The product of the degrees must "
+            "be the number of ranks; without dp_size, the product of the others must divide it."
         )
     return count // math.prod(other_sizes.values())
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Description of a root mesh, with the axes that each flattened axis combines."""
+    """Description of a root mesh and of its flattened axes."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    # Name of each flattened axis, with the axes that it combines.
     flattened_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -127,20 +128,20 @@ def validate_mesh_spec(spec: MeshSpec) -> None:
     """Check that a mesh can be built as described.
 
     Raises:
-        ValueError: the mesh has no axes; an axis lacks a size above 0 or a name of its own; or a
-            flattened axis does not combine axes in the order of the mesh under a new name.
+        ValueError: there are no axes; an axis has no size above 0 or no distinct name; or a
+            flattened axis has the name of an axis, or combines axes in another order than the mesh.
     """
     shape, axes = spec.shape, spec.axes
     named_once = 0 < len(axes) == len(set(axes)) == len(shape)
     if not named_once or not all(map(is_degree, shape)):
         raise ValueError(
             f"Mesh of shape {shape} with axes {axes}: it must have one or more axes, each with a "
-            "size (an int above 0) and with a name of its own."
+            "size (an int above 0) and a distinct name."
         )
     for name, sources in spec.flattened_axes.items():
         in_order = tuple(axis for axis in axes if axis in sources)
         if name in axes or not sources or tuple(sources) != in_order:
             raise ValueError(
                 f"Flattened axis {name!r} of {tuple(sources)}: it must combine one or more of the "
-                f"mesh's axes {axes}, each once and in this order, under another name than theirs."
+                f"mesh's axes {axes}, each once and in this order, under a new name."
             )

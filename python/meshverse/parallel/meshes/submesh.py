@@ -1,4 +1,4 @@
-"""Submeshes by names of axes, flattened or not, and the mesh of a pipeline stage.
+"""Submeshes by names of axes (native or flattened), and the mesh of a pipeline stage.
 
 Example:
     >>> from meshverse import init_device_mesh
@@ -31,8 +31,8 @@ def register_flattened_axes(mesh: DeviceMesh, flattened_axes: Mapping[str, Seque
     """Flatten axes of a mesh under new names, by which `get_flat_mesh` finds them.
 
     Raises:
-        KeyError: the mesh lacks an axis, or has them in another order.
-        ValueError: a name is taken.
+        KeyError: the mesh lacks an axis, or has the axes in another order.
+        ValueError: a name exists already.
     """
     for name, sources in flattened_axes.items():
         mesh[tuple(map(str, sources))].flatten(str(name))
@@ -43,7 +43,7 @@ def unflatten_compat(
 ) -> DeviceMesh:
     """Return a mesh with one axis split into several, the rightmost varying fastest.
 
-    If `axis` is a flattened axis of the universe, the result has the new axes only. KeyError if
+    If `axis` is a flattened axis of the universe, the result has only the new axes. KeyError if
     there is no such axis; other errors are those of `unflatten`.
     """
     whole = mesh if axis in (mesh.mesh_dim_names or ()) else get_flat_mesh(mesh, axis)
@@ -55,15 +55,16 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
     Raises:
         KeyError: there is no axis of this name.
-        TypeError: the mesh lacks the axis, and is torch's own, which keeps no flattened axes.
+        TypeError: the mesh has no axis of this name, and is of torch's class, whose flattened axes
+            cannot be found.
     """
     own, name = mesh.mesh_dim_names or (), str(name)
     if name in own:
         return mesh[name]
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{mesh} has no axis {name!r}; it is torch's own mesh, whose flattened axes cannot be "
-            "found. Make it with meshverse.init_device_mesh, or call meshverse.install() first."
+            f"{mesh} has no axis {name!r}; it is of torch's own class, whose flattened axes cannot "
+            "be found. Use meshverse.init_device_mesh, or call meshverse.install() first."
         )
     flattened = mesh.flattened
     if name not in flattened:
@@ -76,17 +77,17 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def get_submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
-    """Return the mesh of some axes, flattened or not; the same object each time.
+    """Return the mesh of some axes, native or flattened; the same object each time.
 
     It uses the process groups that the axes already have.
 
     Args:
-        mesh: the mesh that has the axes; flattened axes may belong to its universe.
-        names: names of the axes. If none is flattened, they must be in the order of the mesh.
+        mesh: mesh that has the native axes; flattened axes are found in its universe.
+        names: names of the axes. Native axes alone must be in the order of the mesh.
 
     Raises:
-        KeyError: there is no name; a name is unknown or repeated; axes overlap, such as "dp" and
-            "dp_cp"; or axes of the mesh are in another order.
+        KeyError: `names` is empty; a name is unknown or repeated; axes overlap, such as "dp" and
+            "dp_cp"; or native axes are in another order than in the mesh.
     """
     names = (str(names),) if isinstance(names, str) else tuple(map(str, names))
     if not names or len(set(names)) < len(names):
@@ -98,7 +99,7 @@ def get_submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
     parts = [get_flat_mesh(mesh, name) for name in names]
     try:
         return cast("DeviceMesh", DeviceMesh.concatenate(parts))
-    except RuntimeError as error:  # every axis must step through ranks that no other does
+    except RuntimeError as error:  # the axes overlap
         raise KeyError(f"No submesh of the axes {names}: {error}") from error
 
 
@@ -107,9 +108,11 @@ def get_fsdp_dp_mesh(
 ) -> DeviceMesh:
     """Return the mesh to give to FSDP2: 1-D to shard, or 2-D (replicas, shards).
 
-    Without replicas it has one axis, even with context parallelism: of two axes, `fully_shard`
-    would replicate over the first. It has the same root as the TP and EP meshes, as FSDP2 needs.
-    KeyError if the mesh lacks one of the axes.
+    Without replicas it has one axis, even with context parallelism: `fully_shard` would replicate
+    over the first of two axes. It has the same root as the TP and EP meshes, which FSDP2 requires.
+
+    Raises:
+        KeyError: the mesh lacks one of the axes.
     """
     shards, names = dp_shard_cp_name, mesh.mesh_dim_names or ()
     layout = get_flat_mesh(mesh, shards).layout
@@ -120,7 +123,7 @@ def get_fsdp_dp_mesh(
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the size of a mesh's own axis; 1 if it has none of this name."""
+    """Return the size of an axis of a mesh; 1 if the mesh has no such axis."""
     axes = mesh.mesh_dim_names or ()
     return mesh.size(axes.index(axis)) if axis in axes else 1
 
@@ -131,14 +134,14 @@ def mesh_of_stage(
     """Return the mesh of this rank's pipeline stage.
 
     Raises:
-        ValueError: the mesh has several stages, and the model is not a stage of this rank; or the
-            model is one of several stages, and `sequence_parallel` is True.
+        ValueError: the mesh has several stages, and the model is not a stage of this rank; or
+            `sequence_parallel` is True, and the model is one of several stages.
     """
     size, name, own = axis_size(mesh, "pp"), type(model).__name__, stage_of(model)
     if sequence_parallel and own is not None and own.count > 1:
         raise ValueError(
-            f"sequence_parallel=True for stage {own.index} of {own.count} of {name}, and stages "
-            "must pass on whole hidden states. Use sequence_parallel=False."
+            f"sequence_parallel=True for stage {own.index} of {own.count} of {name} is not "
+            "supported: stages pass whole hidden states. Use sequence_parallel=False."
         )
     if size == 1:
         return mesh
@@ -147,31 +150,31 @@ def mesh_of_stage(
         others = ", ".join(f'"{axis}"' for axis in axes)
         raise ValueError(
             f"pp={size}, but {name} is not split into {size} stages. Split it first, with "
-            'meshverse.parallel.pipeline_stages(model, device_mesh["pp"]). If it is a stage that '
-            f"was made in another way, parallelize it on device_mesh[{others}]."
+            'meshverse.parallel.pipeline_stages(model, device_mesh["pp"]). If it is a stage from '
+            f"another library, parallelize it on device_mesh[{others}]."
         )
     rank = mesh.get_local_rank("pp")
     if own.count % size or own.index % size != rank:
         raise ValueError(
-            f"{name} is stage {own.index} of {own.count}, and this rank is number {rank} of "
-            f"pp={size}. Each rank must parallelize the stages that pipeline_stages() returned on "
+            f"{name} is stage {own.index} of {own.count}, but this rank has the index {rank} of "
+            f"pp={size}. Each rank must parallelize the stages that pipeline_stages() returned to "
             "it for this mesh."
         )
     return mesh[axes]
 
 
 def check_covered(mesh: DeviceMesh, used: Sequence[DeviceMesh]) -> None:
-    """Raise ValueError if a mesh has more ranks than the meshes that a strategy uses of it.
+    """Raise ValueError if the meshes that a strategy uses do not cover all ranks of a mesh.
 
-    If it has an axis cp, log a warning that sequences are still to be split.
+    If the mesh has an axis cp, log a warning that sequences are not split yet.
     """
     count = math.prod(each.size() for each in used)
     if count != mesh.size():
         axes = ", ".join(f"{each.mesh_dim_names} of {each.size()}" for each in used)
         raise ValueError(
             f"{mesh} has {mesh.size()} ranks, but the strategy splits the model over {count} of "
-            f"them: {axes} ranks. Its axes must cover the mesh. Name other axes, or give the part "
-            "of the mesh that this model is on."
+            f"them: {axes} ranks. The strategy's axes must cover the mesh. Name other axes, or "
+            "give the submesh that this model is on."
         )
     if (size := axis_size(mesh, "cp")) > 1:
         _logger.warning(

@@ -20,14 +20,14 @@ from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, che
 
 from .modules import layer_lists
 
-# Names of modules in multimodal models; all other modules are language.
+# Patterns in names of modules for each part of a multimodal model; other modules are language.
 _PARTS = {
     "vision": re.compile("vision|visual|image|vit"),
     "audio": re.compile("audio|speech"),
     "multimodal": re.compile("multi_?modal|projector|connector|merger"),
 }
 
-# Operations whose results "selective" keeps: costly to recompute for the memory they take.
+# Operations whose results "selective" keeps: recomputing them costs much for the memory saved.
 _ATTENTION = [f"{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 _ATTENTION += ["flash_attention_for_cpu"]
 _KEPT = {
@@ -44,15 +44,15 @@ def apply_activation_checkpointing(
     """Make each layer of a model drop its activations and recompute them in backward.
 
     Layers are the items of the outermost ModuleLists and ModuleDicts. Their `forward` is replaced;
-    names in the state dict stay. In the configs of a transformers model and of all its parts,
-    `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
+    names in the state dict are unchanged. In the configs of a transformers model and of all its
+    parts, `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
 
     Args:
         model: the model, changed in place.
-        mode: "full" or True keeps a layer's inputs only; "selective" also keeps the results of its
-            matrix products and attention.
-        scope: parts of the model: "all", or one or several of "language", "vision", "audio" and
-            "multimodal", found by names of modules; in any form that `FSDP2Config` takes.
+        mode: "full" or True to keep only a layer's inputs; "selective" to keep also the results of
+            its matrix products and attention.
+        scope: parts of the model, found by names of modules: "all", or one or more of "language",
+            "vision", "audio" and "multimodal", in any form that `FSDP2Config` takes.
 
     Raises:
         ValueError: the mode or scope is unknown, or the model has no layers in the scope.
@@ -67,7 +67,7 @@ def apply_activation_checkpointing(
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
-        # Not a closure: a copy of the model must call its own layers, not those of this one.
+        # A partial, not a closure: deepcopy copies it, so that a copied model calls its own layers.
         layer.forward = partial(_checkpointed, layer.forward, settings)
     for module in model.modules():  # a multimodal model's text model has a config of its own
         config: Any = vars(module).get("config")
@@ -76,7 +76,7 @@ def apply_activation_checkpointing(
 
 
 def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.Module]:
-    """Return the layers of a model in a scope of activation checkpointing; ValueError if none."""
+    """Return the layers of a model in a checkpointing scope; ValueError if there are none."""
     parts = checkpointing_parts(scope)
     by_part: dict[str, list[nn.Module]] = {}
     for name, layer in chain.from_iterable(layer_lists(model)):
@@ -99,9 +99,9 @@ def prepare(
     scope: CheckpointingScope,
     reapply_trainability: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Apply activation checkpointing, if there is a mode, then call `reapply_trainability`.
+    """Apply activation checkpointing, if `mode` is set, then call `reapply_trainability`.
 
-    This comes between splitting a model and sharding it.
+    Strategies call this after they split a model and before they shard it.
     """
     if mode:
         apply_activation_checkpointing(model, mode, scope)

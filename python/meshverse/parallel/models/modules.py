@@ -1,4 +1,4 @@
-"""Search for modules of a model: by name or import path, in lists of layers, in stages.
+"""Functions that find modules of a model: by name, in lists of layers, in pipeline stages.
 
 Example:
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
@@ -32,30 +32,30 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StageOf:
-    """Description of a pipeline stage: the part of a model that it has."""
+    """Description of a pipeline stage."""
 
     index: int
     count: int  # number of stages
     layers: range  # numbers of its decoder layers
-    # Name of the parameter that the first and last stage share: the embedding's on the first, the
-    # head's on the last. None on other stages, and if the two are not tied.
+    # Name of the tied parameter: the embedding's on the first stage, the head's on the last. None
+    # on other stages, and if embedding and head are not tied.
     tied: str | None = None
-    # Whether the whole model has experts, in this stage or in others.
+    # Whether the whole model has experts, on this stage or on others.
     model_has_experts: bool = False
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the head."""
+        """Whether the stage has the head."""
         return self.index == self.count - 1
 
 
 class AbsentModule(nn.Module):
-    """Stand-in for a module of another stage, without parameters."""
+    """Stand-in, without parameters, for a module of another stage."""
 
 
 def mark_as_stage(model: nn.Module, stage: StageOf) -> None:
@@ -72,8 +72,8 @@ def stage_of(model: nn.Module) -> StageOf | None:
 def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
     """Yield the items of each of the outermost ModuleLists and ModuleDicts, with their names.
 
-    The module may be such a list itself. Of a list of lists, whose items have no forward, the inner
-    lists count. Layers of other pipeline stages are left out.
+    The module may be such a list itself. If a list contains lists, which have no forward, the inner
+    lists are used. Layers of other pipeline stages are left out.
     """
     children = [
         (name, child)
@@ -99,17 +99,17 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _wait(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    """Wait for an embedding's output, which may be an asynchronous tensor if it is split by rows.
+    """Return an embedding's output after waiting for it: that of a row-wise split is asynchronous.
 
-    From such a tensor, a compiled layer (seen with torch 2.13) computes the right output, but loses
-    the gradient, so that the embedding is not trained.
+    A compiled layer that gets an asynchronous tensor returns the right output but loses the
+    gradient, so that the embedding is not trained (seen with torch 2.13).
     """
-    # An asynchronous tensor has a class of its own. Views of it do not wait; a copy does.
+    # An asynchronous tensor has its own class. A copy waits for it; a view does not.
     return output if type(output) is Tensor else output.clone()
 
 
 def matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    """Return the names of a model's modules that match a plan's key, in the model's order.
+    """Return the names of the modules that match a plan's key, in the order of the model.
 
     Modules of other pipeline stages are left out.
     """
@@ -124,7 +124,7 @@ def is_in_other_stage(model: nn.Module, pattern: str) -> bool:
 
 
 def _walk(model: nn.Module, pattern: str) -> list[list[tuple[str, nn.Module]]]:
-    """Return the modules, with names, that match each prefix of a plan's key."""
+    """Return, for each prefix of a plan's key, the matching modules with their names."""
     steps = [[("", model)]]
     for token in pattern.split(".") if pattern else ():
         children = [
@@ -159,13 +159,13 @@ def is_present(model: nn.Module, pattern: str) -> bool:
 
 
 def adapted(module: nn.Module) -> nn.Module:
-    """Return the layer inside PEFT's adapters; else the layer itself."""
+    """Return the layer that PEFT's adapters wrap; a layer without adapters is returned as it is."""
     base = module._modules.get(BASE_LAYER)
     return module if base is None else base
 
 
 def child_name(parent: str, name: str) -> str:
-    """Return the full name (or pattern) of a child; an empty parent is the model itself."""
+    """Return the full name (or pattern) of a child; the model itself has the name ""."""
     return f"{parent}.{name}" if parent else name
 
 
@@ -179,7 +179,7 @@ def import_class_from_path(path: str) -> Any:
 
     Raises:
         ImportError: the module cannot be imported, or lacks this name.
-        ValueError: it is no path of Python names.
+        ValueError: it is not a dotted path of Python names.
     """
     try:
         return pkgutil.resolve_name(path)
@@ -190,7 +190,7 @@ def import_class_from_path(path: str) -> Any:
 
 
 def import_classes_from_paths(paths: Sequence[str]) -> list[Any]:
-    """Import the objects at paths, in order; log a warning for each that fails, and omit it."""
+    """Import the objects at paths, in order; omit those that fail, with a warning in the log."""
     found = []
     for path in paths:
         try:

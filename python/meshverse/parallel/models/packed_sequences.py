@@ -15,7 +15,7 @@ _CHECK = "_is_packed_sequence"
 _MASKS = "find_packed_sequence_indices"
 _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
-_own: list[Any] = []  # transformers' own check, while it is replaced
+_own: list[Any] = []  # transformers' own function, while it is replaced
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
@@ -23,14 +23,15 @@ def _never_packed(position_ids: Any, batch_size: int) -> bool:
 
 
 def _no_indices(position_ids: Any) -> None:
-    """Find no packed sequences, in place of transformers' function."""
+    """Replace transformers' function that finds packed sequences: find none."""
 
 
 def patch_is_packed_sequence() -> bool:
-    """Replace transformers' check for packed sequences by False. Do not use with packed sequences.
+    """Make transformers' check for packed sequences return False. Do not use it with them.
 
     Returns:
-        Whether it was replaced now; False if it was before, or transformers has no such check.
+        Whether this call replaced the check. False if it was replaced before, or if transformers
+        has no such check.
     """
     module = _module_with(_CHECK)
     if module is None or module._is_packed_sequence is _never_packed:
@@ -41,7 +42,7 @@ def patch_is_packed_sequence() -> bool:
 
 
 def restore_is_packed_sequence() -> None:
-    """Put transformers' own check back, if it was replaced."""
+    """Restore transformers' own check, if it was replaced."""
     module = _module_with(_CHECK)
     if module is not None and module._is_packed_sequence is _never_packed:
         module._is_packed_sequence = _own.pop()
@@ -49,9 +50,10 @@ def restore_is_packed_sequence() -> None:
 
 @contextlib.contextmanager
 def without_masks_for_packed_sequences() -> Iterator[None]:
-    """Keep transformers from masking tokens whose positions do not go up by one.
+    """Keep transformers from masking tokens by their positions, within the context.
 
-    transformers takes such positions for packed sequences, and masks these from each other.
+    If positions do not increase by one, transformers assumes packed sequences, and masks each
+    sequence from the others.
     """
     if (module := _module_with(_MASKS)) is None:
         yield

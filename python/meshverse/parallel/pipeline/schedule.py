@@ -1,4 +1,4 @@
-"""Pipeline stages of a rank, torch's schedule over them, and tied embeddings.
+"""Pipeline stages of a rank, torch's schedules over them, and tied embeddings.
 
 Example:
     >>> stages = pipeline_stages(model, mesh["pp"])  # doctest: +SKIP
@@ -50,18 +50,19 @@ def pipeline_stages(
     virtual: int = 1,
     layers_per_stage: Sequence[int] | None = None,
 ) -> list[_Model]:
-    """Return this rank's stages of a model, to be parallelized one by one.
+    """Return this rank's stages of a model, which the caller then parallelizes one by one.
 
     Args:
         model: as in `split_into_stages`.
-        pp_mesh: the 1-D mesh of all ranks of the pipeline, `mesh["pp"]`.
-        virtual: stages per rank, for interleaved schedules: rank r has stages r, r + pp size, ...
-        layers_per_stage: number of layers of each stage of the model; by default as even as
+        pp_mesh: 1-D mesh of all ranks of the pipeline, `mesh["pp"]`.
+        virtual: number of stages per rank, above 1 for interleaved schedules. Rank r has the stages
+            r, r + pp size, and so on.
+        layers_per_stage: number of layers of each stage of the model; by default as equal as
             possible.
 
     Raises:
-        ValueError: as `split_into_stages`; or `virtual` is no int above 0, or is above 1 though the
-            pipeline has one rank.
+        ValueError: `split_into_stages` raised it; or `virtual` is not an int above 0, or is above 1
+            for a pipeline of one rank.
     """
     _check_mesh(pp_mesh)
     rank, size = pp_mesh.get_local_rank(), pp_mesh.size()
@@ -87,16 +88,16 @@ def pipeline_schedule(
     """Create torch's schedule over this rank's stages. All ranks of the pipeline call this.
 
     Args:
-        stages: the stages that `pipeline_stages` returned, after they were parallelized.
-        pp_mesh: the mesh that `pipeline_stages` was called with.
-        loss_function: returns the mean loss of a microbatch from its logits and targets.
+        stages: stages that `pipeline_stages` returned, already parallelized.
+        pp_mesh: mesh that was passed to `pipeline_stages`.
+        loss_function: function of a microbatch's logits and targets that returns their mean loss.
         n_microbatches: number of microbatches that a batch is split into.
-        schedule: torch's name: "1F1B" or "GPipe" for one stage per rank, "Interleaved1F1B" or
-            "LoopedBFS" for several; by default 1F1B, interleaved for several stages.
+        schedule: torch's name of the schedule: "1F1B" (default) or "GPipe" for one stage per rank,
+            "Interleaved1F1B" (default) or "LoopedBFS" for several.
 
     Raises:
         ValueError: the schedule is unknown, or does not fit the number of stages or microbatches;
-            these are not this rank's stages of a model; or a tied embedding and its head are split
+            `stages` are not this rank's stages of a model; or a tied embedding and head are split
             in different ways, or only one of them is frozen.
     """
     _check_mesh(pp_mesh)
@@ -108,8 +109,8 @@ def pipeline_schedule(
     if not owned or count < len(stages) or indices != expected or counts != {size * count}:
         raise ValueError(
             f"Stages {indices} of {sorted(counts)}, among {len(stages)} modules, for rank {rank} "
-            f"of {size} of the pipeline: give all that pipeline_stages() returned on this rank for "
-            "this mesh, in that order."
+            f"of {size} of the pipeline: give the list that pipeline_stages() returned on this "
+            "rank for this mesh."
         )
     name = schedule or ("1F1B" if count == 1 else "Interleaved1F1B")
     _check_schedule(name, count, n_microbatches, size)
@@ -117,26 +118,27 @@ def pipeline_schedule(
     local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
     device, group = torch.device(kind, *local), pp_mesh.get_group()
 
-    def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
+    def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return loss_function(output, target) / n_microbatches
 
     def make() -> Any:
-        made = [
+        torch_stages = [
             PipelineStage(stage, own.index, own.count, device, group=group)
             for stage, own in zip(stages, owned, strict=True)
         ]
         make_schedule: Any = (_ONE | _SEVERAL)[name]
-        # torch would scale all gradients, even those added by earlier steps.
-        settings = {"loss_fn": share_of_loss, "scale_grads": False}
-        return make_schedule(made[0] if count == 1 else made, n_microbatches, **settings)
+        # With scale_grads=True, torch would also scale the gradients of earlier steps again.
+        settings = {"loss_fn": scaled_loss, "scale_grads": False}
+        own_stages = torch_stages[0] if count == 1 else torch_stages
+        return make_schedule(own_stages, n_microbatches, **settings)
 
     return PipelineSchedule(stages, pp_mesh, device, n_microbatches, make)
 
 
 class PipelineSchedule:
-    """Schedule that trains a rank's pipeline stages; `pipeline_schedule` creates it.
+    """Schedule that trains a rank's pipeline stages, which `pipeline_schedule` creates.
 
-    All ranks of a pipeline make the same calls.
+    All ranks of a pipeline call each method, in the same order.
 
     Attributes:
         schedule: torch's schedule.
@@ -160,7 +162,7 @@ class PipelineSchedule:
             _Batches(n_microbatches, self._owned[0].count) for _ in range(2)
         )
         self.schedule, self._make = make(), make
-        # A separate schedule: some versions of torch cannot train with one that has evaluated.
+        # A separate schedule: in some versions of torch, a schedule cannot train after evaluation.
         self._evaluation: Any = None
 
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
@@ -173,26 +175,26 @@ class PipelineSchedule:
                 the same shape in each call.
             target: targets, shape (batch, ...).
             keywords: keywords for the forward of every stage, such as attention_mask. Tensors in
-                them are split by the batch too; those with a first dimension of 1 serve all
-                sequences.
+                them are split along the first dimension, the batch; if its size is 1, the tensor
+                applies to all sequences.
 
         Returns:
-            The microbatches' losses on the rank of the last stage; an empty list elsewhere.
+            Losses of the microbatches on the rank with the last stage; an empty list on others.
 
         Raises:
-            TypeError: a keyword needs all layers of the model, such as use_cache.
-            ValueError: the batch does not divide into the microbatches, its shape or dtype is not
-                that of the first call, or a keyword cannot be split by the batch. All ranks raise
-                this, and nothing has been sent.
+            TypeError: a keyword, such as use_cache, needs all layers of the model.
+            ValueError: the batch cannot be divided into the microbatches, its shape or dtype is not
+                that of the first call, or a keyword cannot be split along the batch. With the same
+                arguments, all ranks raise, and nothing is sent.
         """
         with self._tied.summed():
             return self._run(self.schedule.step, self._batches, inputs, target, keywords)
 
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
-        """Return the losses of a batch, without gradients; otherwise as `step`.
+        """Return the losses of a batch as `step` does, without computing gradients.
 
-        All its batches must have one shape, which may differ from that of `step`.
+        All batches of `eval` must have one shape, which may differ from that of `step`.
         """
         if self._evaluation is None:
             self._evaluation = self._make()
@@ -200,32 +202,32 @@ class PipelineSchedule:
         gradients = [each.grad for each in parameters]
         losses = self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient  # torch drops them when it first tries a stage
+            parameter.grad = gradient  # torch's first run of a stage drops gradients
         return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all stages by their total norm; tied ones count once.
+        """Clip the gradients of all stages by their total norm, in which tied gradients count once.
 
         Args:
-            max_norm: largest norm of the whole model's gradients.
-            norm_type: p of the p-norm, above 0; infinity is allowed.
+            max_norm: largest norm of the whole model's gradients after the call.
+            norm_type: the p of the p-norm, above 0; infinity is allowed.
 
         Returns:
-            The norm before clipping, a plain fp32 tensor, the same on all ranks of the pipeline.
+            The norm before clipping, as a plain fp32 tensor, the same on all ranks of the pipeline.
 
         Raises:
-            ValueError: `norm_type` is no number above 0.
+            ValueError: `norm_type` is not above 0.
         """
         norm_type = float(norm_type)  # accepts "inf", as torch does
         if not norm_type > 0:
             raise ValueError(
-                f"norm_type={norm_type} must be a number above 0: others are no norms, and a stage "
-                "without gradients would change their result."
+                f"norm_type={norm_type} must be a number above 0: for others, a stage without "
+                "gradients would change the result."
             )
         every = [each for stage in self.stages for each in stage.parameters()]
         twice = self._tied.counted_elsewhere
         gradients = [e.grad for e in every if e is not twice and e.grad is not None]
-        # In fp32, whatever dtype a stage's gradients have.
+        # In fp32 on all ranks: the dtypes of gradients may differ between stages.
         own = get_total_norm(gradients, norm_type).to(self._device, torch.float32)
         norms = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(norms, own, group=self._group)
@@ -261,7 +263,7 @@ def _check_schedule(name: str, count: int, n_microbatches: int, pp_size: int) ->
     if name not in known:
         raise ValueError(
             f"schedule={name!r} for {count} stages per rank must be one of {sorted(known)}. "
-            f"{sorted(_ONE)} run one stage per rank (virtual=1), {sorted(_SEVERAL)} several."
+            f"{sorted(_ONE)} need one stage per rank (virtual=1), {sorted(_SEVERAL)} several."
         )
     if not is_degree(n_microbatches):
         raise ValueError(f"n_microbatches={n_microbatches!r} must be an int above 0.")
@@ -274,15 +276,15 @@ def _check_schedule(name: str, count: int, n_microbatches: int, pp_size: int) ->
     if name == "Interleaved1F1B" and n_microbatches % rounds:
         raise ValueError(
             f"n_microbatches={n_microbatches} over {pp_size} ranks run in {rounds} rounds, and "
-            f"must divide by that number. Choose a multiple of {pp_size}."
+            f"must be divisible by that number. Choose a multiple of {pp_size}."
         )
 
 
 class _Batches:
-    """Check of the batches of one schedule; with several stages, all must have one shape.
+    """Checks of the batches of one schedule; with several stages, all must have one shape.
 
-    Every rank checks a batch before anything is sent: if a rank raised in the middle of a step, the
-    others would wait for it.
+    Each rank checks a batch before anything is sent: if a rank raised during a step, the other
+    ranks would wait for it.
     """
 
     def __init__(self, n_microbatches: int, n_stages: int) -> None:
@@ -291,7 +293,7 @@ class _Batches:
         self._first: tuple[torch.Size, torch.dtype] | None = None
 
     def check(self, inputs: Tensor, target: Tensor) -> None:
-        """Check that a batch divides into microbatches, and has the first one's shape and dtype.
+        """Check that a batch can be split into microbatches, and is like the first batch.
 
         The result is the same on all ranks of the pipeline.
         """
@@ -311,25 +313,29 @@ class _Batches:
             shape, dtype = self._first
             raise ValueError(
                 f"A batch of shape {tuple(inputs.shape)}, {inputs.dtype}, after a first one of "
-                f"shape {tuple(shape)}, {dtype}: all must have one shape and dtype. Pad or drop "
-                "shorter batches, or create another pipeline_schedule for them."
+                f"shape {tuple(shape)}, {dtype}: all batches must have one shape and dtype. Pad or "
+                "drop shorter batches, or create another pipeline_schedule for them."
             )
 
     def has_run(self, inputs: Tensor) -> None:
-        """Record the first batch: torch's stages have allocated their receive buffers for it."""
+        """Record the first batch, for which torch's stages have allocated their receive buffers."""
         if self._first is None and self._has_peers:
             self._first = (inputs.shape, inputs.dtype)
 
 
 def _for_each_sequence(keywords: Mapping[str, Any], inputs: Tensor) -> dict[str, Any]:
-    """Expand the tensors in keywords to the batch as first dimension, by which torch splits them.
+    """Return keywords with each tensor expanded to the batch, along which torch splits tensors.
 
-    A tensor, also in a list or dictionary, has one entry for each sequence or, with a first
-    dimension of 1, serves all. Inputs have the shape (batch, tokens) or (batch, tokens, features).
+    A tensor, which may be in a list or dict, must have one entry per sequence, or a first dimension
+    of size 1, whose entry then applies to all sequences.
+
+    Args:
+        keywords: keywords of a step.
+        inputs: batch of shape (batch, tokens) or (batch, tokens, features).
 
     Raises:
-        ValueError: a tensor has another first dimension; or it is 1-D, and could have an entry for
-            each sequence or for each token.
+        ValueError: a tensor has another first dimension; or it is 1-D with as many entries as there
+            are sequences and tokens, so that its meaning is ambiguous.
     """
 
     def is_mask(each: Any) -> bool:
@@ -349,8 +355,8 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
     if shape == (batch,) == (tokens,):
         raise ValueError(
             f"{name} has {batch} elements, and the batch has {batch} sequences of {tokens} tokens: "
-            f"it must say which it has one for. Give {name}[None] for one per token, the same in "
-            f"all sequences, or {name}[:, None] for one per sequence."
+            f"it could have one per sequence or per token. Give {name}[:, None] for one per "
+            f"sequence, or {name}[None] for one per token, the same in all sequences."
         )
     if not shape or shape[0] not in ((batch,) if len(shape) == 1 else (1, batch)):
         raise ValueError(
@@ -358,17 +364,21 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
             f"dimension must be {batch}, or 1 if all sequences share it, as {name}[None]. Give a "
             f"single number as {name}.item()."
         )
-    if isinstance(value, BlockMask) or shape[0] == batch:  # torch takes a BlockMask of 1 for all
+    if isinstance(value, BlockMask) or shape[0] == batch:  # torch uses a BlockMask of 1 for all
         return value
     return value.expand(batch, *shape[1:])
 
 
 class TiedParameter:
-    """The embedding that is tied to the head, if they are in different stages.
+    """Parameter of an embedding that is tied to the head, if these are in different stages.
 
-    Each of the two stages has a copy, with the gradient of its own part of the model. What a step
-    adds to the two gradients is summed, so that the copies stay equal. All ranks of the pipeline
-    create this with their parallelized stages, and use it together.
+    Each of the two stages has a copy of the parameter, whose gradient comes from that stage. After
+    a step, the two ranks sum what the step added to both gradients, so that the copies stay equal.
+    All ranks of the pipeline create this object and use it together.
+
+    Args:
+        stages: this rank's stages, already parallelized.
+        pp_mesh: 1-D mesh of the pipeline.
 
     Raises:
         ValueError: the copies have different shapes, dtypes or placements, or only one is frozen.
@@ -388,12 +398,12 @@ class TiedParameter:
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:
-        """The parameter if another rank counts its gradient in the total norm, else None."""
+        """The parameter, if the other rank counts its gradient in the total norm; else None."""
         return None if self._is_first else self._parameter
 
     @contextlib.contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum over the two stages what they add to the gradient within the block."""
+        """Sum, over the two stages, what is added to the gradients within the context."""
         parameter = self._parameter
         if parameter is None or not parameter.requires_grad:  # frozen: on the other stage too
             yield
@@ -411,7 +421,7 @@ class TiedParameter:
         peer: Any = {"group": self._group, "group_peer": self._peer}
         for work in dist.batch_isend_irecv([dist.P2POp(*way, **peer) for way in ways]):
             work.wait()
-        # The sum first, then what was before: so the two stages round alike.
+        # Add the earlier gradient last: then both stages round in the same way.
         total = others.add_(added)
         after.copy_(total if before is None else total.add_(before))
 
@@ -425,8 +435,8 @@ class TiedParameter:
         if theirs[0] != own:
             raise ValueError(
                 f"{name} is tied to a parameter of another pipeline stage, but they differ: {own} "
-                f"here and {theirs[0]} there. Both must have the same tensor-parallel style, FSDP2 "
-                "mesh and requires_grad. Change one, or untie them."
+                f"on this stage, and {theirs[0]} on the other. Both must have the same "
+                "tensor-parallel style, FSDP2 mesh and requires_grad. Change one, or untie them."
             )
 
 

@@ -1,4 +1,4 @@
-"""Pipeline stage of a model: a model of the same class with a part of its layers.
+"""Pipeline stages: models of the same class as the whole model, with some of its layers.
 
 Example:
     >>> [list(layers) for layers in layers_of_stages(5, 2)]
@@ -28,7 +28,7 @@ from .structure import Structure, copy_attributes, describe, hidden_of, shallow_
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Arguments that ask for outputs of all layers.
+# Arguments of a forward that need all layers.
 _REFUSED = (
     *("labels", "logits_to_keep", "past_key_values", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
@@ -40,11 +40,11 @@ def layers_of_stages(
 ) -> list[range]:
     """Return the layers of every stage, in order.
 
-    By default the stages are as even as possible; earlier ones have one layer more.
+    By default the numbers of layers are as equal as possible; the first stages have one layer more.
 
     Raises:
-        ValueError: there are more stages than layers, or `layers_per_stage` does not add up to the
-            layers.
+        ValueError: there are more stages than layers, or `layers_per_stage` does not add up to
+            `n_layers`.
     """
     if not is_degree(n_stages):
         raise ValueError(f"n_stages={n_stages!r} must be an int above 0.")
@@ -54,13 +54,13 @@ def layers_of_stages(
                 f"{n_stages} stages for {n_layers} layers: every stage must have at least one "
                 "layer. Use fewer pipeline stages, or fewer virtual stages per rank."
             )
-        share, more = divmod(n_layers, n_stages)
-        layers_per_stage = [share + (stage < more) for stage in range(n_stages)]
+        fewest, n_larger = divmod(n_layers, n_stages)
+        layers_per_stage = [fewest + (stage < n_larger) for stage in range(n_stages)]
     counts = list(layers_per_stage)
     if len(counts) != n_stages or not all(map(is_degree, counts)) or sum(counts) != n_layers:
         raise ValueError(
             f"layers_per_stage={tuple(counts)} for {n_stages} stages and {n_layers} layers: it "
-            "must have an int above 0 for each stage, and add up to the layers."
+            "must have an int above 0 for each stage, and add up to the number of layers."
         )
     return [range(*each) for each in pairwise(accumulate(counts, initial=0))]
 
@@ -70,23 +70,23 @@ def split_into_stages(
 ) -> _Model:
     """Return one pipeline stage of a language model from transformers.
 
-    The stage is a model of the same class with some of the layers, under their own names; the first
-    stage also has the embedding, the last one the norm and the head. `stage(inputs, **keywords)`
-    takes tokens on the first stage and hidden states on the others; it returns hidden states, or
-    logits on the last stage. Attention masks and position ids go to every stage as keywords. Tensor
-    parallelism, FSDP2, activation checkpointing and torch.distributed.checkpoint work on a stage as
-    on the model.
+    The stage is a model of the same class that has some of the layers, under the same names. The
+    first stage also has the embedding, and the last stage the norm and the head. `stage(inputs,
+    **keywords)` takes tokens on the first stage and hidden states on others; it returns logits on
+    the last stage and hidden states on others. Pass attention masks and position ids to every stage
+    as keywords. Tensor parallelism, FSDP2, activation checkpointing and
+    torch.distributed.checkpoint work on a stage as on the whole model.
 
     Args:
         model: the whole model, on one device, before any parallelism. The stage shares its modules:
             do not use the model afterwards.
         n_stages: number of stages.
-        index: which stage to return, from 0.
-        layers_per_stage: number of layers of each stage; by default as even as possible.
+        index: index of the stage to return, from 0.
+        layers_per_stage: number of layers of each stage; by default as equal as possible.
 
     Raises:
-        ValueError: the model cannot be split; it is a stage, or distributed already; or the
-            numbers do not fit its layers. The model is unchanged then.
+        ValueError: the model cannot be split, is already a stage, or is already distributed; or
+            the numbers do not fit its layers. The model is unchanged then.
     """
     name = type(model).__name__
     if stage_of(model) is not None:
@@ -99,7 +99,7 @@ def split_into_stages(
     structure = describe(model)
     ranges = layers_of_stages(structure.n_layers, n_stages, layers_per_stage)
     if not 0 <= index < n_stages:
-        raise ValueError(f"index={index!r} must be a stage from 0 to {n_stages - 1}.")
+        raise ValueError(f"index={index!r} must be the index of a stage, 0 to {n_stages - 1}.")
     tied = _tied(model, structure, ranges).get(index)
     has_experts = bool(expert_modules(model))
     return _make(model, structure, StageOf(index, n_stages, ranges[index], tied, has_experts))
@@ -111,12 +111,12 @@ def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
     if refused:
         raise TypeError(
             f"{type(stage).__name__} is a pipeline stage, and takes no {refused}, which need all "
-            "layers. Compute the loss from the last stage's logits."
+            "layers of the model. Compute the loss from the last stage's logits."
         )
 
 
 def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> dict[int, str]:
-    """Return, by stage, the name of the parameter that the first and last stage share, if any."""
+    """Return the name of the parameter that the first and last stage share, by stage, if any."""
     prefix, last = structure.inner + "." if structure.inner else "", len(ranges) - 1
 
     def stage_with(name: str) -> int:
@@ -139,9 +139,9 @@ def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> di
         if found or {*owners} != {0, last}:
             raise ValueError(
                 f"{type(model).__name__} cannot be split into {len(ranges)} pipeline stages: "
-                f"{shared} are one parameter, in stages {sorted(owners)}. Stages must share no "
-                "parameter except an embedding tied to the head. Choose layers_per_stage so that "
-                "these are in one stage, or untie them."
+                f"{shared} are one parameter, in stages {sorted(owners)}. Stages may share only "
+                "an embedding that is tied to the head. Choose layers_per_stage so that these are "
+                "in one stage, or untie them."
             )
         found = owners
     return found
@@ -157,7 +157,7 @@ class _Passage:
 
 
 class _AbsentLayer(AbsentModule):
-    """Stand-in for a layer of another stage: returns the stage's input, or records its output."""
+    """Stand-in for a layer of another stage: it returns the input, or records the output."""
 
     def __init__(self, layer: nn.Module, passage: _Passage, *, is_before: bool) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _AbsentLayer(AbsentModule):
         self._is_before = is_before
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return a substitute for the layer's output."""
+        """Return the stage's input or output, in the form of a layer's output."""
         passage = self._passage
         if not self._is_before and passage.passed_on is None:
             passage.passed_on = hidden_of(arguments, keywords)
@@ -202,7 +202,7 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
         others = {name: _Idle() for name in stage._modules if name != structure.inner}
         stage._modules.update(others)
     mark_as_stage(stage, own)
-    # Not a closure: a copy of the stage must run its own layers.
+    # A partial, not a closure: deepcopy copies it, so that a copied stage runs its own layers.
     stage.forward = partial(_forward, stage, passage, structure.inner)
     return stage
 
@@ -214,7 +214,7 @@ def _forward(
     check_keywords(stage, keywords)
     if own.is_first:
         given = {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
-    else:  # only its shape counts: the stage's first layer gets the hidden states
+    else:  # only the shape is used: the stage's first layer gets the hidden states
         given = {"inputs_embeds": inputs.new_zeros(()).expand(*inputs.shape[:2], inputs.size(-1))}
     runs: Any = partial(type(stage).forward, stage)
     if inner and not own.is_last:

@@ -1,4 +1,4 @@
-"""Order in which a transformers model runs its layers, found by running it without them."""
+"""Order in which a transformers model runs its layers, found by a run with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshverse.parallel.models.modules import AbsentModule
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_TOKENS = (2, 3)  # sequences, and tokens of each
-_LAYER = ""  # stands for a layer among the names of children
+_TOKENS = (2, 3)  # number of sequences, and of tokens in each
+_LAYER = ""  # event of a layer, among events that are names of children
 _NOTHING = object()  # output of a layer besides its hidden states
 # Exceptions that a model may raise when its layers are replaced.
 _FROM_MODELS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
@@ -30,12 +30,12 @@ _FROM_MODELS += (LookupError, RuntimeError, TypeError, ValueError)
 class Structure(NamedTuple):
     """Names of the modules by which a model is split into stages."""
 
-    inner: str  # name of the module that runs the layers, empty for the model itself
-    layers: str  # name of their list in it
+    inner: str  # name of the module that runs the layers; "" for the model itself
+    layers: str  # name of the list of layers in the inner module
     n_layers: int
-    # Children of the inner module that run before the layers and have parameters.
+    # Children of the inner module with parameters, by whether they run before or after the layers.
     before: tuple[str, ...]
-    after: tuple[str, ...]  # children of it that run after the layers and have parameters
+    after: tuple[str, ...]
     in_tuples: bool  # whether a layer returns a tuple that begins with the hidden states
 
 
@@ -43,7 +43,7 @@ def describe(model: nn.Module) -> Structure:
     """Return how a model runs its layers.
 
     Raises:
-        ValueError: it cannot be split into stages, with the reason. The model is unchanged then.
+        ValueError: the model cannot be split into stages. It is unchanged then.
     """
     config: Any = getattr(model, "config", None)
     inner_name, layers = _find_layers(model, config)
@@ -52,7 +52,7 @@ def describe(model: nn.Module) -> Structure:
         wrapped = _wrapped(model)
         reason = (
             f"it is a wrapper around {wrapped}, and only that model itself can be split. Give that "
-            "model, with LoRA layers inside it if wanted (peft.inject_adapter_in_model)"
+            "model; to add LoRA layers to it, use peft.inject_adapter_in_model"
             if wrapped
             else f"{type(inner).__name__} has no list of as many layers as its config says, as "
             "language models of transformers have"
@@ -64,7 +64,8 @@ def describe(model: nn.Module) -> Structure:
             if not trial.reason:
                 sides = trial.sides()
                 return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
-        # A trial whose layers return the wrong form stops after the first one: take the other.
+        # If layers must return the other form, a trial fails after the first layer. Report the
+        # reason of the trial that ran more layers.
         reason = max(reversed(trials), key=lambda trial: trial.events.count(_LAYER)).reason
     raise ValueError(
         f"{type(model).__name__} cannot be split into pipeline stages: {reason}. Train it without "
@@ -73,7 +74,7 @@ def describe(model: nn.Module) -> Structure:
 
 
 def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
-    """Return the names of the module that runs the decoder layers and of their list in it."""
+    """Return the name of the module that runs the decoder layers, and that of their list in it."""
     prefix = getattr(model, "base_model_prefix", "")
     children = {"": model, **dict(model.named_children())}
     count = getattr(config, "num_hidden_layers", None)
@@ -90,7 +91,7 @@ def _find_layers(model: nn.Module, config: Any) -> tuple[str, str | None]:
 
 
 def _wrapped(model: nn.Module) -> str:
-    """Return the type and name of a model with layers inside a wrapper, in words; else ""."""
+    """Return words for the model with layers inside a wrapper: its type and name; else ""."""
     for name, module in model.named_modules():
         config = vars(module).get("config")
         if name and config is not None and _find_layers(module, config)[1] is not None:
@@ -99,7 +100,7 @@ def _wrapped(model: nn.Module) -> str:
 
 
 def _needs_all_layers(config: Any) -> str:
-    """Return in words why the config needs all layers in one process, else ""."""
+    """Return the reason why the config needs all layers in one process, in words; else ""."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         return f"its last {shared} layers (num_kv_shared_layers) use the keys of earlier ones"
     if getattr(config, "output_router_logits", False):
@@ -108,10 +109,17 @@ def _needs_all_layers(config: Any) -> str:
 
 
 class _Trial:
-    """A run of a model in which probes replace the layers and record their inputs.
+    """Run of a model in which probes replace the layers and record their inputs.
 
-    `inner` runs the layers, which are in its list `layers`; it is not changed. `events` are the
-    names of the children that ran, in order; `reason` is why the model cannot be split.
+    Args:
+        inner: module that runs the layers; it is not changed.
+        layers: name of the list of layers in it.
+        in_tuples: whether the probes return tuples.
+
+    Attributes:
+        events: names of the children that ran, and `_LAYER` for each layer, in order.
+        probes: the probes, in the order of the layers.
+        reason: why the model cannot be split, in words; "" if it can.
     """
 
     def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
@@ -124,13 +132,13 @@ class _Trial:
         self._device = next(inner.parameters()).device
         self._inner = shallow_copy(inner)
         self._inner._modules[layers] = nn.ModuleList()
-        if self._device.type == "meta":  # models read values of masks, which meta tensors lack
+        if self._device.type == "meta":  # models read values of masks, and meta tensors have none
             self._device = torch.device("cpu")
             self._inner = _without_memory(self._inner)
         self._inner._modules[layers] = nn.ModuleList(self.probes)
 
     def run(self) -> str:
-        """Run the trial, and return in words why the model cannot be split, else ""."""
+        """Run the trial, and return the reason why the model cannot be split, in words; else ""."""
         tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
         kind = self._device.type
         devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
@@ -139,7 +147,7 @@ class _Trial:
             # Dropout before the layers must not change the random state of training.
             context.enter_context(torch.random.fork_rng(devices, device_type=kind))
             for name, module in self._children():
-                hook = module.register_forward_hook(partial(_note, self.events, name))
+                hook = module.register_forward_hook(partial(_record, self.events, name))
                 context.callback(hook.remove)
             try:
                 output: Any = self._inner(input_ids=tokens, use_cache=False)
@@ -156,7 +164,7 @@ class _Trial:
         return tuple(dict.fromkeys(self.events[:first])), tuple(dict.fromkeys(after))
 
     def _children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules outside the layers that have parameters, by the child they are in."""
+        """Yield the modules outside the layers that have parameters, with the child they are in."""
         for name, module in self._inner.named_modules():
             child = name.partition(".")[0]
             has_parameters = any(True for _ in module.parameters(recurse=False))
@@ -165,8 +173,8 @@ class _Trial:
 
     def _objections(self, tokens: Tensor) -> Iterator[str]:
         probes = self.probes
-        calls, places = zip(*((probe.calls, probe.place) for probe in probes), strict=True)
-        if {*calls} != {1} or [*places] != sorted(places):
+        calls, order = zip(*((probe.calls, probe.order) for probe in probes), strict=True)
+        if {*calls} != {1} or [*order] != sorted(order):
             yield f"its layers do not run once each and in order; they ran {[*calls]} times"
             return
         if (shape := tuple(probes[0].hidden.shape))[:2] != _TOKENS:
@@ -175,7 +183,7 @@ class _Trial:
                 f"shape {shape}"
             )
         if any(following.hidden is not probe.given for probe, following in pairwise(probes)):
-            yield "its layers do not get just the output of the layer before them"
+            yield "the hidden states that its layers get are not the output of the layer before"
             return
         for probe in probes:
             yield from probe.objections(tokens)
@@ -201,7 +209,7 @@ class _Probe(AbsentModule):
         self._events = events
         self._in_tuples = in_tuples
         self._names = list(inspect.signature(layer.forward).parameters)
-        self.calls = self.place = 0
+        self.calls = self.order = 0
         self.hidden: Any = None
         self.given: Any = None
         self.others: list[tuple[str, Any]] = []
@@ -209,18 +217,18 @@ class _Probe(AbsentModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         hidden = hidden_of(arguments, keywords)
         if not isinstance(hidden, Tensor):
-            # No TypeError: some models take it for surplus arguments, and try again.
+            # Not a TypeError: some models catch it, and call the layer with fewer arguments.
             raise ValueError(f"a layer gets {type(hidden).__name__} as its hidden states")
         self.calls += 1
         self._events.append(_LAYER)
-        self.place = len(self._events)
+        self.order = len(self._events)
         self.hidden, self.given = hidden, hidden.detach().clone()
         self.others = list(zip(self._names, arguments, strict=False))[1:]
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
 
     def objections(self, tokens: Tensor) -> Iterator[str]:
-        """Yield in words which arguments only the stage of another layer would have."""
+        """Yield, in words, the arguments that only the stage of another layer would have."""
         for name, value in self.others:
             if isinstance(value, dict | list) and not value:
                 yield f"its layers share data in their argument {name!r}"
@@ -228,12 +236,12 @@ class _Probe(AbsentModule):
                 if each is _NOTHING:
                     yield f"its layers pass on more than hidden states ({name!r})"
                 if each is tokens or (isinstance(each, Tensor) and each.requires_grad):
-                    made = "which is computed from the tokens before the first layer"
-                    yield f"its layers get {name!r}, {made}"
+                    origin = "which is computed from the tokens before the first layer"
+                    yield f"its layers get {name!r}, {origin}"
 
 
-def _note(events: list[str], name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
-    """Record which child runs, and mark its output by requires_grad."""
+def _record(events: list[str], name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Record that a child ran, and mark its output by requires_grad."""
     events.append(name)
     if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_()
@@ -241,7 +249,7 @@ def _note(events: list[str], name: str, module: nn.Module, arguments: Any, outpu
 
 
 def shallow_copy(module: _Module) -> _Module:
-    """Return a copy with the same children, parameters and buffers, in tables of its own."""
+    """Return a copy that has the same children, parameters and buffers, in dicts of its own."""
     copied = copy.copy(module)
     for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         copied.__dict__[table] = copy.copy(module.__dict__[table])
@@ -249,7 +257,7 @@ def shallow_copy(module: _Module) -> _Module:
 
 
 def _without_memory(module: _Module) -> _Module:
-    """Return a copy of a module on the meta device, with tensors of expanded zeros on the CPU."""
+    """Return a copy of a module on the meta device, with CPU tensors that are one expanded zero."""
     copied = copy.deepcopy(module)
     for each in copied.modules():
         for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
@@ -269,9 +277,9 @@ def hidden_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
 
 
 def copy_attributes(layer: nn.Module, other: nn.Module) -> None:
-    """Copy the plain attributes of a layer, such as its type, which a model may read.
+    """Copy the plain attributes of a layer, such as its type, because a model may read them.
 
-    Modules within the layer become plain objects that have such attributes too.
+    Modules within the layer are replaced by plain objects with the modules' plain attributes.
     """
     for name, value in _plain_attributes(layer).items():
         other.__dict__.setdefault(name, value)

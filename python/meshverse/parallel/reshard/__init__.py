@@ -1,1 +1,1 @@
-"""Tensors move between meshes: read, described to other ranks, planned, exchanged."""
+"""Transfers of tensors between meshes: descriptions, plans and the exchange of messages."""

@@ -1,4 +1,4 @@
-"""A run of a move on one rank: packs boxes of tensors (see `Transfer`), exchanges, unpacks them."""
+"""One run of a `Reshard` on one rank: packs boxes (see `Transfer`), exchanges and unpacks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshverse import _torch_compat as compat
 
-from .plan import Message, Plan, Step, Transfer
+from .plan import Message, Plan, Round, Transfer
 from .sides import has_memory, local_tensor
 
 # Elements that need no cast are copied bit by bit, as numbers of the same size.
@@ -25,10 +25,11 @@ _Views = Sequence[Tensor | None]
 
 
 class _Seen(NamedTuple):
-    """A tensor with its layout (all that a plan depends on) when it was last checked.
+    """A tensor with its layout, on which the plan depends, at the last check.
 
-    While the mark, which is cheap to read, is the same, the layout is too. `kept` holds the objects
-    whose ids are in the mark, so that the ids stay theirs.
+    A check first compares marks, which are cheap to read: while the mark is the same, so is the
+    layout. A mark contains ids of objects; `kept` references these, so that no other object can
+    get their ids.
     """
 
     tensor: Tensor
@@ -39,6 +40,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def now(cls, tensor: Tensor) -> _Seen:
+        """Read a tensor's current layout."""
         local = local_tensor(tensor)
         whole: tuple[Any, ...] = ()
         if isinstance(tensor, DTensor):
@@ -57,13 +59,15 @@ def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
     return id(held), id(spec), held.data_ptr(), held.shape
 
 
-class _Places(NamedTuple):
-    """Boxes of local tensors as views, and where each is in a message."""
+class _MessageBoxes(NamedTuple):
+    """Boxes of one message: views of local tensors, and their positions in the message."""
 
     boxes: list[Tensor]
-    at: list[tuple[torch.dtype, list[int], list[int], int]]  # dtype, extents, strides, offset
+    # For each box, a view of the message: dtype, extents, strides, offset in elements.
+    at: list[tuple[torch.dtype, list[int], list[int], int]]
 
     def in_buffer(self, buffer: Tensor) -> list[Tensor]:
+        """Return the boxes as views of a buffer that has the message."""
         typed = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, *_ in self.at}}
         return [
             typed[dtype].as_strided(extents, strides, offset)
@@ -71,22 +75,26 @@ class _Places(NamedTuple):
         ]
 
 
-_Steps = list[tuple[Step, _Places, _Places]]  # what it sends, and receives
+_Rounds = list[tuple[Round, _MessageBoxes, _MessageBoxes]]  # with the boxes sent and received
 
 
 class Exchange:
     """Runs a plan on this rank's tensors.
 
-    A model has thousands of small tensors, so a run does little in Python for each box: its view is
-    made once, and all boxes of a message are copied by one call.
+    A model has thousands of small tensors, so a run does little in Python for each box: the first
+    run makes the views, later ones reuse them, and one call copies all boxes of a message.
 
     Args:
-        plan: the plan of this rank.
-        device: the device on which messages are packed.
-        tensors: by side and name; targets must overlap neither sources nor other targets.
+        plan: plan of this rank.
+        device: device of the staging buffers, in which messages are packed.
+        tensors: tensors of this rank, by side and name.
 
     Attributes:
-        wanted_bytes: size of this rank's targets, in the dtypes in which they are sent.
+        target_bytes: size of this rank's targets, in the dtypes in which they are sent.
+
+    Raises:
+        ValueError: a target overlaps in memory with itself, a source or another target; see
+            `_check_memory`.
     """
 
     def __init__(
@@ -99,16 +107,16 @@ class Exchange:
         }
         sources, targets = self._views()
         _check_memory(plan.transfers, sources, targets)
-        self.wanted_bytes = sum(
+        self.target_bytes = sum(
             view.numel() * transfer.dtype.itemsize
             for transfer, view in zip(plan.transfers, targets, strict=True)
             if view is not None
         )
-        self._steps: _Steps | None = None  # for the memory in `_seen`
-        self._kept: tuple[list[Tensor], list[Tensor]] = [], []
+        self._rounds: _Rounds | None = None  # views of the tensors in `_seen`; None before a run
+        self._kept: tuple[list[Tensor], list[Tensor]] = [], []  # local copies: targets, sources
 
     def find_change(self) -> str:
-        """Return in words which tensor's layout has changed since the move was built, else ""."""
+        """Return a sentence about a tensor whose layout has changed since construction, else ""."""
         for side, tensors in self._seen.items():
             for name, seen in tensors.items():
                 if _mark_of(seen.tensor) == seen.mark:
@@ -116,19 +124,20 @@ class Exchange:
                 now = _Seen.now(seen.tensor)
                 if now.layout != seen.layout:
                     return (
-                        f"{side} {name!r} has changed since the move was built: it was {seen}, and "
-                        f"is {now} now. Change it back and run the move again, or build a new move."
+                        f"{side} {name!r} has changed since the Reshard was constructed: it was "
+                        f"{seen}, and is {now} now. Change it back and call the Reshard again, or "
+                        "construct a new one."
                     )
-                tensors[name], self._steps = now, None
+                tensors[name], self._rounds = now, None
         return ""
 
     def _views(self) -> Iterator[list[Tensor | None]]:
-        """Yield for each side the view that each transfer reads or writes, or None if not here."""
+        """Yield, for each side, the view that each transfer uses on this rank, or None if none."""
         for side, parts in self._plan.parts.items():
             seen = self._seen[side]
             yield [None if part is None else part[1].of(seen[part[0]].local) for part in parts]
 
-    def _prepare(self) -> _Steps:
+    def _prepare(self) -> _Rounds:
         sources, targets = self._views()
         self._kept = [], []
         for transfer, source_starts, target_starts, extents in self._plan.kept():
@@ -140,37 +149,41 @@ class Exchange:
         dtypes = [transfer.dtype for transfer in self._plan.transfers]
         given, wanted = (list(map(_viewed, views, dtypes)) for views in (sources, targets))
         return [
-            (step, self._places(step.sent, given), self._places(step.received, wanted))
-            for step in self._plan.steps
+            (
+                each,
+                self._message_boxes(each.sent, given),
+                self._message_boxes(each.received, wanted),
+            )
+            for each in self._plan.rounds
         ]
 
-    def _places(self, message: Message | None, tensors: _Views) -> _Places:
-        places = _Places([], [])
+    def _message_boxes(self, message: Message | None, tensors: _Views) -> _MessageBoxes:
+        found = _MessageBoxes([], [])
         for transfer, first_byte, starts, extents in self._plan.boxes(message) if message else ():
             box = _box(tensors[transfer], starts, extents)
             dtype = self._plan.transfers[transfer].dtype
             if box.dtype == _BITS[dtype.itemsize]:
                 dtype = box.dtype
             strides = [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
-            places.boxes.append(box)
-            places.at.append((dtype, extents, strides, first_byte // dtype.itemsize))
-        return places
+            found.boxes.append(box)
+            found.at.append((dtype, extents, strides, first_byte // dtype.itemsize))
+        return found
 
     def run(self, group: dist.ProcessGroup) -> None:
-        """Copy the sources' current values into the targets, over the group of all ranks."""
+        """Copy the sources' current values into the targets, over the `Reshard`'s own group."""
         with torch.no_grad():
-            steps = self._steps = self._steps or self._prepare()
+            rounds = self._rounds = self._rounds or self._prepare()
             _copy(*self._kept)
-            self._exchange(steps, group)
+            self._exchange(rounds, group)
 
-    def _exchange(self, steps: _Steps, group: dist.ProcessGroup) -> None:
-        # In units of the largest alignment that an element can need: 16 bytes.
+    def _exchange(self, rounds: _Rounds, group: dist.ProcessGroup) -> None:
+        # Lengths in elements of 16 bytes, which is the largest alignment that a dtype can need.
         lengths = [-(-size // 16) for size in (self._plan.sent_bytes, self._plan.received_bytes)]
         free = [
             [torch.empty(length, dtype=torch.complex128, device=self._device) for length in lengths]
             for _ in range(self._plan.n_buffers)
         ]
-        under_way: deque[tuple[list[dist.Work], _Places, list[Tensor]]] = deque()
+        under_way: deque[tuple[list[dist.Work], _MessageBoxes, list[Tensor]]] = deque()
 
         def finish() -> None:
             works, received, buffers = under_way[0]
@@ -181,12 +194,12 @@ class Exchange:
             free.append(buffers)
 
         try:
-            for step, sent, received in steps:
+            for messages, sent, received in rounds:
                 if not free:
                     finish()
                 buffers = free.pop()
                 _copy(sent.in_buffer(buffers[0]), sent.boxes)
-                ways = zip((dist.isend, dist.irecv), buffers, step, strict=True)
+                ways = zip((dist.isend, dist.irecv), buffers, messages, strict=True)
                 operations = [
                     dist.P2POp(way, buffer.view(torch.uint8)[: each.n_bytes], each.peer, group)
                     for way, buffer, each in ways
@@ -198,17 +211,20 @@ class Exchange:
             while under_way:
                 finish()
         except BaseException:
-            # c10d still writes into the buffers of pending operations: they must stay allocated.
+            # c10d may still write into the buffers of pending operations: keep them allocated.
             _abandoned.append(under_way)
             raise
 
 
-# Buffers of failed runs, into which c10d may still write; kept until the process ends.
+# Buffers of failed runs, kept until the process ends.
 _abandoned: list[Any] = []
 
 
 def _viewed(local: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the view of a local tensor that is copied to and from messages of a dtype."""
+    """Return a local tensor as numbers of the same size, if messages have its dtype; else itself.
+
+    Conjugate and negative views are returned unchanged too: their bits are not their values.
+    """
     if local is None or local.dtype != dtype or local.is_conj() or local.is_neg():
         return local
     return local.view(_BITS[dtype.itemsize])
@@ -228,7 +244,7 @@ def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
 
 def _box(local: Tensor | None, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
     if local is None:
-        raise AssertionError("a plan moves a tensor that this rank does not have")
+        raise AssertionError("the plan has a transfer of a tensor that this rank does not have")
     strides = local.stride()
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     return local.as_strided(extents, strides, local.storage_offset() + first)
@@ -237,8 +253,9 @@ def _box(local: Tensor | None, starts: Sequence[int], extents: Sequence[int]) ->
 def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _Views) -> None:
     """Check that targets share no memory with sources or with each other.
 
-    Allowed are: the same tensor as source and target of a transfer that changes nothing; the same
-    tensor as two targets; parts of a tensor that alternate in memory, such as blocks of columns.
+    Three kinds of shared memory are allowed: a tensor may be both source and target of a transfer
+    with the same sharding on both sides; a tensor may be the target of several names; and tensors
+    may alternate in memory without a common element, such as blocks of columns.
     """
     used: list[tuple[int, str, Transfer, Tensor]] = []
     for side, views in (("source", sources), ("target", targets)):
@@ -249,8 +266,8 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
             if side == "target" and _folds(local):
                 raise ValueError(
                     f"target {transfer.name!r} is expanded or unfolded: its elements overlap in "
-                    f"memory (shape {tuple(local.shape)}, strides {local.stride()}). Give a tensor "
-                    "without overlap, such as clone(memory_format=torch.contiguous_format)."
+                    f"memory (shape {tuple(local.shape)}, strides {local.stride()}). Give a target "
+                    "whose elements have their own memory, such as the tensor that was expanded."
                 )
     used.sort(key=lambda each: each[0])
     for index, (first, side, transfer, one) in enumerate(used):
@@ -260,30 +277,31 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
                 break
             if side == other_side and (side == "source" or transfer.name == other_transfer.name):
                 continue
-            stays = transfer is other_transfer and transfer.source == transfer.target
-            is_tied = (side == other_side or stays) and _elements(one) == _elements(other)
-            if not is_tied and not _take_turns(one, other):
+            is_no_op = transfer is other_transfer and transfer.source == transfer.target
+            is_tied = (side == other_side or is_no_op) and _elements(one) == _elements(other)
+            if not is_tied and not _alternate(one, other):
                 names = f"{side} {transfer.name!r}", f"{other_side} {other_transfer.name!r}"
                 raise ValueError(
                     f"{' and '.join(sorted(names))} overlap in memory on this rank: writing a "
-                    "target would change the other. Give one its own memory, such as a clone()."
+                    "target would change the other. Give a clone() of the source; or for two "
+                    "targets, a new tensor for one of them, and copy from it after each run."
                 )
 
 
 def _byte_strides(local: Tensor) -> list[tuple[int, int]]:
-    """Return (stride in bytes, size) for the bytes of an element and each dimension, ascending."""
+    """Return (stride in bytes, size) for an element's bytes, then each dimension, by stride."""
     axes = zip(local.stride(), local.shape, strict=True)
     element = local.element_size()
     return [(1, element), *sorted((stride * element, n) for stride, n in axes if n > 1)]
 
 
 def _reach(local: Tensor, below: float = float("inf")) -> int:
-    """Return the bytes that a tensor spans along the dimensions of strides less than `below`."""
+    """Return how many bytes a tensor spans along its dimensions with a stride less than `below`."""
     return 1 + sum(stride * (n - 1) for stride, n in _byte_strides(local) if stride < below)
 
 
 def _folds(local: Tensor) -> bool:
-    """Whether a tensor's elements may overlap: a stride lies within what shorter strides span."""
+    """Whether a tensor's elements may overlap: whether smaller strides span a larger stride."""
     reach = 0
     for stride, n in _byte_strides(local) if local.numel() else ():
         if stride <= reach:
@@ -292,8 +310,8 @@ def _folds(local: Tensor) -> bool:
     return False
 
 
-def _take_turns(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors alternate in memory: each has its own part of every period of bytes."""
+def _alternate(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors alternate in memory, in separate parts of each period of bytes."""
     distance = other.data_ptr() - one.data_ptr()
     strides = {stride for each in (one, other) for stride, _ in _byte_strides(each) if stride}
     for period in strides:
@@ -306,6 +324,6 @@ def _take_turns(one: Tensor, other: Tensor) -> bool:
 
 
 def _elements(local: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors of the same elements in the same order."""
+    """Return a key that is equal for views of the same elements in the same order."""
     is_changed = local.is_conj(), local.is_neg()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), is_changed

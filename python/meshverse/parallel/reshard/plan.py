@@ -1,4 +1,4 @@
-"""The plan of one rank, from the tensors of all ranks: its transfers and their messages."""
+"""Plan of one rank: the messages and local copies of each run, from all ranks' descriptions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .sides import Content, Description, Grid, Spec
 
 _N_NAMED = 5  # names that an error lists
 _N_SHOWN = 16  # peers in a printed table
-_IN_FLIGHT = 2  # steps at once: while one is exchanged, the next is packed
+_ROUNDS_IN_FLIGHT = 2  # while one round's messages are exchanged, the next round's are packed
 _ALIGNMENT = 16  # bytes of the largest element
 
 
 class Sharding(NamedTuple):
-    """Layout of a tensor on the ranks that hold it, as the core's planner takes it."""
+    """Layout of a tensor on the ranks that hold it, in the form that `plan_reshard` takes."""
 
     holders: int  # index in `Transfers.holders`
-    dims: tuple[int, ...]  # for each axis of the holders, the dimension that it splits, or -1
-    factors: tuple[int, ...]  # for each axis, the split factor of a `_StridedShard`, or 1
-    right_to_left: bool  # whether strided splits are applied after the plain ones, as by FSDP2
+    dims: tuple[int, ...]  # for each axis of the holders: the dimension that it splits, or -1
+    factors: tuple[int, ...]  # for each axis: the split factor of a `_StridedShard`, or 1
+    right_to_left: bool  # whether strided splits are applied after the plain ones; see `Side`
 
 
 class Narrow(NamedTuple):
@@ -42,8 +42,8 @@ class Narrow(NamedTuple):
     spans: tuple[tuple[int, int], ...] = ()
 
     def of(self, local: Tensor) -> Tensor:
-        """Return that part of a local tensor."""
-        if not local.numel():  # FSDP2 may keep an empty one in any shape
+        """Return this part of a local tensor, as a view."""
+        if not local.numel():  # FSDP2 may keep an empty local tensor in any shape
             return local
         for dim, (start, length) in zip(self.dims, self.spans, strict=True):
             local = local.narrow(dim, start, length)
@@ -51,28 +51,37 @@ class Narrow(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One tensor, or a box of one, that moves from one set of ranks to another.
+    """A tensor, or a box of it, to copy from the ranks of its source to the ranks of its target.
 
-    A box is a range of elements along every dimension. Pieces are moved as boxes.
+    A box is a range of elements along every dimension. A piece is copied as one or more boxes.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the elements that are sent
+    dtype: torch.dtype  # of the elements in messages
     source: Sharding
     target: Sharding
-    source_at: Narrow = Narrow()  # the box in local tensors of the source
-    target_at: Narrow = Narrow()
+    source_at: Narrow = Narrow()  # the box within local tensors of the source
+    target_at: Narrow = Narrow()  # the box within local tensors of the target
 
 
 class Transfers(NamedTuple):
-    """All transfers of a move and the ranks that hold its tensors; the same on all ranks."""
+    """All transfers of a `Reshard`, the same on all ranks."""
 
-    holders: list[Holders]
+    holders: list[Holders]  # sets of ranks that hold tensors
     all: list[Transfer]
 
     def parts(self, side: str, rank: int) -> list[tuple[str, Narrow] | None]:
-        """Return the tensor and the part of it that each transfer reads or writes on a rank."""
+        """Return, for each transfer, the part that it reads or writes on a rank.
+
+        Args:
+            side: "source" to return the parts that are read, "target" for those that are written.
+            rank: global rank, or rank in the connection.
+
+        Returns:
+            For each transfer, the tensor's name and the part of its local tensor; None if the
+            transfer does not use this rank on this side.
+        """
         has = [each.coordinates_of(rank) is not None for each in self.holders]
         return [
             (each.name, getattr(each, f"{side}_at")) if has[getattr(each, side).holders] else None
@@ -84,8 +93,9 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
     """Match each target tensor to its source.
 
     Raises:
-        ValueError: one side lacks a name, shapes disagree, or a dtype cannot be cast.
-        RuntimeError: ranks split a tensor in different orders.
+        ValueError: one side lacks a name, shapes disagree, or a dtype cannot be cast; or not all
+            ranks of a mesh pass a tensor in the same way.
+        RuntimeError: axes split a tensor in different orders on some ranks.
     """
     sources, targets = (_groups_of(side, described, contents) for side in ("source", "target"))
     _check_names("source", sources, "target", targets)
@@ -93,14 +103,15 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
     holders = _HoldersList()
     transfers: list[Transfer] = []
     for name in sorted(sources):
-        # If several meshes hold a source, any of them will do: all ranks take the first.
+        # Several groups may hold the source. All ranks take the first one.
         origin = sources[name][0]
         for group in (*sources[name], *targets[name]):
             shape, other = (tuple(n for _, n in each.spec.window) for each in (origin, group))
             if shape != other:
                 raise ValueError(
                     f"Reshard: {name!r} has the shape {shape} in the source and {other} in the "
-                    "target or on other ranks. The whole tensor or piece must have one shape."
+                    "target or on other ranks. The shape of the whole tensor or piece must be the "
+                    "same everywhere."
                 )
         for group in targets[name]:
             dtype = _wire_dtype(name, origin.spec.dtype, group.spec.dtype)
@@ -110,48 +121,56 @@ def transfers_of(described: Mapping[int, Description], contents: Mapping[str, An
 
 @dataclass
 class _Group:
-    """Ranks that shard a tensor in the same way: meshes of one grid, at different first ranks."""
+    """Ranks that shard a tensor in the same way, on meshes that differ in their first rank only."""
 
     spec: Spec
-    grid: Grid | None  # of each mesh; None if each rank has the whole tensor
-    firsts: set[int] = field(default_factory=set)  # of the meshes; without a grid, all the ranks
-    # Digests of the `Content`s that list the tensor.
-    digests: list[str] = field(default_factory=list)
+    grid: Grid | None  # the grid of every mesh; None if each rank has the whole tensor
+    firsts: set[int] = field(default_factory=set)  # the first ranks; without a grid, all ranks
+    digests: list[str] = field(default_factory=list)  # of each `Content` that lists the tensor
     right_to_left: bool = False  # as in `Sharding`
 
     def ranks(self) -> list[int]:
-        """Return the ranks of all these meshes. O(ranks)."""
+        """Return the ranks of all these meshes. O(number of ranks)."""
         if self.grid is None or self.grid.ranks is not None:
             return sorted(self.firsts) if self.grid is None else list(self.grid.ranks or ())
         positions = self.grid.layout.collapse()
-        offsets = [positions(place) for place in range(positions.size)]
+        offsets = [positions(index) for index in range(positions.size)]
         return [first + offset for first in sorted(self.firsts) for offset in offsets]
 
     def shards(self, dim: int) -> tuple[Tensor, Tensor, list[dict[int, int]]]:
-        """Return, for a dimension, each element's shard number and index in it, and all shards.
+        """Return how one dimension of the window is sharded.
 
-        The elements are those of the window. A shard is given by its coordinates, by axis.
+        Returns:
+            For each element, the number of its shard; for each element, its index within that
+            shard; and for each shard, its coordinates by axis.
         """
         (start, length), size = self.spec.window[dim], self.spec.shape[dim]
         sizes = () if self.grid is None else self.grid.layout.shape
         splits = zip(range(len(sizes)), sizes, self.spec.dims, self.spec.factors, strict=True)
         own = tuple((axis, n, factor) for axis, n, of, factor in splits if of == dim and n > 1)
-        owners, places, shards = _shards(size, own, self.right_to_left)
-        return owners[start : start + length], places[start : start + length], shards
+        owners, indices, shards = _shards(size, own, self.right_to_left)
+        return owners[start : start + length], indices[start : start + length], shards
 
     def __str__(self) -> str:
         shape, dtype, window, _, dims, factors = self.spec
-        splits = [("no dimension", f"dimension {dim}")[dim >= 0] for dim in dims]
-        strides = f", with split factors {factors}" if max(factors, default=1) > 1 else ""
-        part = f"elements {window} of a {dtype} of shape {shape}"
-        return f"{part}, split along {splits} by the mesh's axes{strides}"
+        splits = ", ".join(f"dimension {dim}" if dim >= 0 else "no dimension" for dim in dims)
+        strides = f" with split factors {factors}" if max(factors, default=1) > 1 else ""
+        is_whole = window == tuple((0, size) for size in shape)
+        part = "" if is_whole else f"the piece with (start, length) {window} of "
+        what = f"{part}a {dtype} tensor of shape {shape}"
+        return f"{what}, of which the mesh's axes split {splits}{strides}"
 
 
 def _groups_of(
     side: str, described: Mapping[int, Description], contents: Mapping[str, Any]
 ) -> dict[str, list[_Group]]:
-    """Return by name the groups of ranks that shard a tensor alike, by their lowest first rank."""
-    members = defaultdict[str, dict[int, list[int]]](dict)  # `firsts` by digest of content and rank
+    """Return, for each tensor of one side, its groups of ranks, in order of the lowest first rank.
+
+    Raises:
+        RuntimeError: axes split a tensor in different orders on some ranks.
+        ValueError: not all ranks of a mesh pass a tensor in the same way.
+    """
+    members = defaultdict[str, dict[int, list[int]]](dict)  # by content's digest: `firsts` by rank
     orders: set[str] = set()
     for rank, description in described.items():
         if has := description.sides.get(side):
@@ -162,9 +181,9 @@ def _groups_of(
     )
     if both := sorted(right_to_left & left_to_right):
         raise RuntimeError(
-            f"Reshard: ranks have split {side} {both[0]!r} in different orders: the local shapes "
-            "fit FSDP2 on some ranks and distribute_tensor on others. All ranks must split it the "
-            "same way."
+            f"Reshard: {side} {both[0]!r} is split in different orders on some ranks: local shapes "
+            "are those of FSDP2 on some ranks, and those of distribute_tensor on others. Split it "
+            "in the same way on all ranks."
         )
     found: dict[str, dict[Any, _Group]] = {}
     for digest, ranks in members.items():
@@ -193,15 +212,15 @@ def _check_names(side: str, names: Iterable[str], other: str, known: Iterable[st
         hint = f" (the {other} has {near[0]!r}, a similar name)" if near else ""
         raise ValueError(
             f"Reshard: the {other} has no tensor named {shown}{more}, which the {side} has{hint}. "
-            "Both sides must have the same names: leave out what does not move, and pass rename= "
-            "where names differ."
+            "Both sides must have the same names: leave out tensors that are not transferred, and "
+            "pass rename= if names differ."
         )
 
 
 def _check_all_have(
     side: str, groups: Mapping[str, Iterable[_Group]], members: Mapping[str, Iterable[int]]
 ) -> None:
-    """Check that if one rank of a mesh passes a tensor, all its ranks pass it in the same way."""
+    """Check that all ranks of a mesh pass a tensor in the same way, if one of them passes it."""
     checked = set()
     for name, alike in groups.items():
         for group in alike:
@@ -214,8 +233,8 @@ def _check_all_have(
                 raise ValueError(
                     f"Reshard: {side} {name!r} is not the same on all ranks of its mesh: "
                     f"{in_words(have)} passed {group}; {in_words(lacking)} did not. All ranks of a "
-                    "mesh must pass the same tensors, with the same shape, dtype and placements, "
-                    "and must be among ranks=."
+                    "mesh must be in ranks=, and pass the same tensors with the same shape, dtype "
+                    "and placements."
                 )
 
 
@@ -224,7 +243,7 @@ def _wire_dtype(name: str, source: str, target: str) -> torch.dtype:
     if not torch.can_cast(of_source, of_target):
         raise ValueError(
             f"Reshard: {name!r} is {source} in the source and {target} in the target, which cannot "
-            "hold its values. Cast one of them first."
+            "hold the source's values. Cast one of them first."
         )
     return min(of_source, of_target, key=lambda dtype: dtype.itemsize)  # type: ignore[no-any-return]
 
@@ -238,7 +257,12 @@ class _HoldersList:
         self._known: dict[Any, int] = {}
 
     def sharding(self, group: _Group, at: Mapping[int, int]) -> Sharding:
-        """Return the sharding over the ranks of a group that have these coordinates, by axis."""
+        """Return the sharding over some ranks of a group.
+
+        Args:
+            group: ranks that hold the tensor.
+            at: coordinates by axis; only ranks with these coordinates count.
+        """
         meshes = (group.grid, tuple(sorted(group.firsts)))
         key = (*meshes, tuple(sorted(at.items())))
         if key not in self._known:
@@ -254,7 +278,7 @@ class _HoldersList:
             self.all.append(Holders(rank_map, base, axes.select(others)))
         spec = group.spec
         others = [axis for axis in range(len(spec.dims)) if axis not in at]
-        # The first axis goes over the meshes, which all hold the same tensor.
+        # Axis 0 of the holders numbers the meshes of the group, each of which has the whole tensor.
         dims = (-1, *(spec.dims[axis] for axis in others))
         factors = (1, *(spec.factors[axis] for axis in others))
         return Sharding(self._known[key], dims, factors, group.right_to_left)
@@ -263,10 +287,10 @@ class _HoldersList:
 def _boxes(
     name: str, dtype: torch.dtype, source: _Group, target: _Group, holders: _HoldersList
 ) -> Iterator[Transfer]:
-    """Yield the transfers of one tensor: one, or for a piece of a sharded dimension, several.
+    """Yield the transfers of one tensor: one for a whole tensor, one or more for a piece.
 
-    Such a piece is cut wherever a shard of either side ends: the core's planner takes only tensors
-    that begin where their first shard begins.
+    A piece is cut wherever a shard of either side ends, because `plan_reshard` takes only tensors
+    that begin at the start of a shard.
     """
     sides, shape = (source, target), [length for _, length in source.spec.window]
     cut = [
@@ -279,29 +303,30 @@ def _boxes(
             shape[dim] = span.length
         laid_out: list[tuple[Sharding, Narrow]] = []
         for number, side in enumerate(sides):
-            places = [span.at[number] for span in choice]
-            at = {axis: place for _, shard in places for axis, place in shard.items()}
-            starts = [(start, span.length) for (start, _), span in zip(places, choice, strict=True)]
+            shards = [span.at[number] for span in choice]
+            at = {axis: coordinate for _, shard in shards for axis, coordinate in shard.items()}
+            starts = [(start, span.length) for (start, _), span in zip(shards, choice, strict=True)]
             laid_out.append((holders.sharding(side, at), Narrow(tuple(cut), tuple(starts))))
         (one, at_one), (other, at_other) = laid_out
         yield Transfer(name, tuple(shape), dtype, one, other, at_one, at_other)
 
 
 class _Span(NamedTuple):
-    """Elements of a piece along a dimension that lie in one shard on each side."""
+    """Consecutive elements of a piece along a dimension that are in one shard on each side."""
 
     length: int
-    at: list[tuple[int, dict[int, int]]]  # for each side: first element in its shard, coordinates
+    # For each side: index of the first of these elements in its shard, and the shard's coordinates.
+    at: list[tuple[int, dict[int, int]]]
 
 
 @compat.untraced()  # real tensors, even if FakeTensorMode is active
 def _spans(source: _Group, target: _Group, dim: int) -> list[_Span]:
-    """Cut a piece along one dimension, where a shard of either side ends."""
+    """Cut a piece along one dimension, wherever a shard of either side ends."""
     sides = [group.shards(dim) for group in (source, target)]
-    one, other = ((of.diff() != 0) | (places.diff() != 1) for of, places, _ in sides)
+    one, other = ((of.diff() != 0) | (indices.diff() != 1) for of, indices, _ in sides)
     ends, size = (one | other).nonzero().flatten() + 1, len(sides[0][0])
     return [
-        _Span(stop - i, [(int(places[i]), shards[int(of[i])]) for of, places, shards in sides])
+        _Span(stop - i, [(int(indices[i]), shards[int(of[i])]) for of, indices, shards in sides])
         for i, stop in itertools.pairwise([0, *ends.tolist(), size] if size else [])
     ]
 
@@ -310,10 +335,13 @@ def _spans(source: _Group, target: _Group, dim: int) -> list[_Span]:
 def _shards(
     size: int, splits: tuple[tuple[int, int, int], ...], right_to_left: bool
 ) -> tuple[Tensor, Tensor, list[dict[int, int]]]:
-    """Return each element's shard number and index in the shard, and each shard's coordinates.
+    """Return how axes shard a dimension, in the form of `_Group.shards`.
 
-    Each split is an axis, its size and its split factor, in the order of the axes;
-    `csrc/reshard/spans.h` explains them.
+    Args:
+        size: size of the dimension.
+        splits: for each axis that splits the dimension, in the order of the axes: the axis, its
+            size and its split factor, which `csrc/reshard/spans.h` explains.
+        right_to_left: as in `Sharding`.
     """
     ordered = list(splits)
     if right_to_left:
@@ -322,14 +350,14 @@ def _shards(
     shards: list[tuple[dict[int, int], Tensor]] = [({}, torch.arange(size))]
     for axis, parts, factor in ordered:
         whole, shards = shards, []
-        for (at, elements), place in itertools.product(whole, range(parts)):
-            chunks = [_chunk(_chunk(elements, factor, i), parts, place) for i in range(factor)]
-            shards.append(({**at, axis: place}, torch.cat(chunks)))
-    owners, places = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
+        for (at, elements), index in itertools.product(whole, range(parts)):
+            chunks = [_chunk(_chunk(elements, factor, i), parts, index) for i in range(factor)]
+            shards.append(({**at, axis: index}, torch.cat(chunks)))
+    owners, indices = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
     for number, (_, elements) in enumerate(shards):
         owners[elements] = number
-        places[elements] = torch.arange(len(elements))
-    return owners, places, [at for at, _ in shards]
+        indices[elements] = torch.arange(len(elements))
+    return owners, indices, [at for at, _ in shards]
 
 
 def _chunk(elements: Tensor, parts: int, index: int) -> Tensor:
@@ -338,16 +366,16 @@ def _chunk(elements: Tensor, parts: int, index: int) -> Tensor:
 
 
 class Message(NamedTuple):
-    """Boxes that one rank sends another in one round."""
+    """Boxes that one rank sends to another in one round."""
 
-    peer: int
+    peer: int  # the other rank
     n_bytes: int
-    boxes_at: int
+    boxes_at: int  # index of the first box in `Plan._boxes`
     n_boxes: int
 
 
-class Step(NamedTuple):
-    """Messages that a rank exchanges at once: at most one sent, and one received."""
+class Round(NamedTuple):
+    """Messages that a rank exchanges at the same time: at most one sent and one received."""
 
     sent: Message | None
     received: Message | None
@@ -358,17 +386,20 @@ class Plan:
     """Messages and local copies of one rank in a run."""
 
     transfers: list[Transfer]  # of all ranks
-    # For each side, what each transfer reads or writes on this rank: tensor's name and part.
-    parts: dict[str, list[tuple[str, Narrow] | None]]
-    steps: list[Step]  # in the order in which all ranks exchange them
-    n_buffers: int  # steps at once; each has one buffer to send and one to receive
-    sent_bytes: int  # length of the longest message that this rank sends
-    received_bytes: int  # length of the longest message that this rank receives
-    _boxes: list[int]
-    _kept: list[int]
+    parts: dict[str, list[tuple[str, Narrow] | None]]  # by side, as `Transfers.parts` returns them
+    rounds: list[Round]  # in order; rounds without a message of this rank are left out
+    n_buffers: int  # rounds in flight; each needs a buffer to send and a buffer to receive
+    sent_bytes: int  # size of the largest message that this rank sends
+    received_bytes: int  # size of the largest message that this rank receives
+    _boxes: list[int]  # as `plan_reshard` returns them
+    _kept: list[int]  # as `plan_reshard` returns them
 
     def boxes(self, message: Message) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Yield a message's boxes: transfer, first byte in the message, starts, extents."""
+        """Yield the boxes of a message.
+
+        Each is (index of the transfer, first byte in the message, starts, extents), where starts
+        are the first elements in the local tensor, by dimension.
+        """
         numbers, at = self._boxes, message.boxes_at
         for _ in range(message.n_boxes):
             transfer, first_byte, n = numbers[at : at + 3]
@@ -378,7 +409,10 @@ class Plan:
             at = middle + n
 
     def kept(self) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
-        """Yield the local copies: transfer, starts in the source, starts in the target, extents."""
+        """Yield the local copies.
+
+        Each is (index of the transfer, starts in the source, starts in the target, extents).
+        """
         numbers, at = self._kept, 0
         while at < len(numbers):
             transfer, n = numbers[at : at + 2]
@@ -395,50 +429,53 @@ def plan_of(
     node_size: int = 1,
     node_of_rank: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan a run for one rank. The cost depends on its own shards and peers, not on all ranks.
+    """Return the plan of one rank.
 
-    Nodes are blocks of `node_size` ranks, or those in `node_of_rank`.
+    The cost depends on this rank's shards and peers, not on the world size. Nodes are consecutive
+    blocks of `node_size` ranks, unless `node_of_rank` has the node of each rank.
     """
     messages, boxes, kept = plan_reshard(
         transfers.holders,
         [(each.shape, each.dtype.itemsize, each.source, each.target) for each in transfers.all],
         rank,
         world_size,
-        buffer_bytes // (2 * _IN_FLIGHT) // _ALIGNMENT * _ALIGNMENT,
+        buffer_bytes // (2 * _ROUNDS_IN_FLIGHT) // _ALIGNMENT * _ALIGNMENT,
         node_size,
         node_of_rank,
     )
-    steps: dict[tuple[int, int], dict[bool, Message]] = {}
-    for step, turn, peer, is_sent, n_bytes, boxes_at, n_boxes in messages.tolist():
+    by_round: dict[tuple[int, int], dict[bool, Message]] = {}
+    # In a round, each rank sends to the rank `distance` above it. `number` counts the rounds of one
+    # distance: several are needed for more bytes than one message may have.
+    for distance, number, peer, is_sent, n_bytes, boxes_at, n_boxes in messages.tolist():
         message = Message(peer, n_bytes, boxes_at, n_boxes)
-        steps.setdefault((step, turn), {})[bool(is_sent)] = message
-    ordered = [Step(both.get(True), both.get(False)) for both in steps.values()]
-    sent = max((step.sent.n_bytes for step in ordered if step.sent), default=0)
-    received = max((step.received.n_bytes for step in ordered if step.received), default=0)
+        by_round.setdefault((distance, number), {})[bool(is_sent)] = message
+    rounds = [Round(both.get(True), both.get(False)) for both in by_round.values()]
+    sent = max((each.sent.n_bytes for each in rounds if each.sent), default=0)
+    received = max((each.received.n_bytes for each in rounds if each.received), default=0)
     parts = {side: transfers.parts(side, rank) for side in ("source", "target")}
-    n_buffers = min(_IN_FLIGHT, len(ordered))
+    n_buffers = min(_ROUNDS_IN_FLIGHT, len(rounds))
     numbers = boxes.tolist(), kept.tolist()
-    return Plan(transfers.all, parts, ordered, n_buffers, sent, received, *numbers)
+    return Plan(transfers.all, parts, rounds, n_buffers, sent, received, *numbers)
 
 
-class Traffic:
-    """Bytes that one rank sends, receives and keeps in each run; prints as a table.
+class ReshardBytes:
+    """Bytes that one rank sends, receives and copies locally in each run; prints as a table.
 
     Attributes:
-        rank: the rank.
-        sent: bytes sent to each rank.
-        received: bytes received from each rank.
-        kept: bytes of targets that this rank already has in its sources, and copies locally.
-        lower_bound: bytes that this rank must receive in any plan.
-        staging: bytes of memory for messages during a run, at most.
-        rounds: number of steps, one after the other, in which this rank sends or receives.
+        rank: the rank; in a connection's numbering, if there is one.
+        sent: bytes sent, by receiving rank.
+        received: bytes received, by sending rank.
+        kept: bytes of targets that are copied locally, from this rank's own sources.
+        lower_bound: bytes that this rank must receive in any plan: its targets without `kept`.
+        staging: bytes of the staging buffers that a run allocates.
+        rounds: number of rounds in which this rank sends or receives.
     """
 
     def __init__(self, plan: Plan, rank: int, target_bytes: int) -> None:
         self.rank = rank
         sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
-        for step in plan.steps:
-            for message, by_peer in zip(step, (sent, received), strict=True):
+        for each in plan.rounds:
+            for message, by_peer in zip(each, (sent, received), strict=True):
                 if message is not None:
                     by_peer[message.peer] += message.n_bytes
         self.sent, self.received = dict(sorted(sent.items())), dict(sorted(received.items()))
@@ -448,19 +485,19 @@ class Traffic:
         )
         self.lower_bound = target_bytes - self.kept
         self.staging = plan.n_buffers * (plan.sent_bytes + plan.received_bytes)
-        self.rounds = len(plan.steps)
+        self.rounds = len(plan.rounds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as a dict of plain data."""
+        """Return the attributes as a dict of ints and of dicts of ints."""
         return dict(vars(self))
 
     def __str__(self) -> str:
         sent, received = sum(self.sent.values()), sum(self.received.values())
         head = (
-            f"Rank {self.rank} receives {_in_bytes(received)} in each run (no less is possible: "
-            f"{_in_bytes(self.lower_bound)}), sends {_in_bytes(sent)} and keeps "
-            f"{_in_bytes(self.kept)}, in {self.rounds} rounds with {_in_bytes(self.staging)} of "
-            "memory for messages."
+            f"Rank {self.rank} receives {_in_bytes(received)} in each run (lower bound: "
+            f"{_in_bytes(self.lower_bound)}), sends {_in_bytes(sent)} and copies "
+            f"{_in_bytes(self.kept)} locally, in {self.rounds} rounds with "
+            f"{_in_bytes(self.staging)} of staging buffers."
         )
         peers = sorted({*self.sent, *self.received})
         lines = [head, *(["  rank  sends to it  receives from it"] if peers else [])]

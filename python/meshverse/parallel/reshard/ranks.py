@@ -1,4 +1,4 @@
-"""The process group of a move: its ranks exchange descriptions and begin each run over it."""
+"""The process group of a `Reshard`, over which its ranks exchange descriptions and start runs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from meshverse._core import RankMap
 _Answer = TypeVar("_Answer")
 
 
-class MoveGroup:
-    """The process group of one move.
+class ReshardGroup:
+    """Process group of one `Reshard` or one call of `redistribute`.
 
-    Each move has its own, so it never queues behind other collectives; its ranks create and close
-    it together. A move over a connection uses the connection's group and ranks instead, and leaves
-    it open.
+    Each `Reshard` has a group of its own, so its operations do not wait for a model's collectives.
+    The ranks create and close the group together. With a connection, the connection's group and
+    ranks are used instead, and closing leaves that group open.
 
     Args:
-        function: the function that the user called, for messages.
-        name: name of the move, the same on all ranks.
+        function: name of the function that the user called, for messages.
+        name: the user's `name=`, the same on all ranks.
         ranks: global ranks of the group; by default all ranks of the default group.
-        timeout: for creating the group and for each collective; by default the default group's.
-        connection: the connection, for tensors in several worlds.
+        timeout: timeout for creating the group and for each collective; by default the default
+            group's.
+        connection: connection between the worlds, if tensors are in several worlds; else None.
 
     Attributes:
-        label: the function and the name, for messages.
-        ranks: global ranks, ascending; with a connection, its ranks.
-        rank: this process's rank, in the same numbering.
+        label: the function and the user's name, for messages.
+        ranks: global ranks of the group, ascending; with a connection, ranks in the connection.
+        rank: rank of this process, in the same numbering as `ranks`.
         world_size: number of ranks in the world or connection.
         connection: the connection, or None.
     """
@@ -60,7 +61,7 @@ class MoveGroup:
         if not isinstance(connection, Connection):
             raise TypeError(
                 f"{function}(group={connection!r:.80}) of type {type(connection).__name__}: give "
-                "what meshverse.connect() returns. A move within one world needs no group=."
+                "the result of meshverse.connect(). Leave out group= within one world."
             )
         if ranks is not None or timeout is not None:
             raise ValueError(
@@ -69,27 +70,28 @@ class MoveGroup:
             )
         self.rank, self.world_size = connection.rank, connection.size
         self.ranks = tuple(range(connection.size))
-        _ = connection.group  # raises if it is closed
+        _ = connection.group  # raises if the connection is closed
 
     def _create(
         self, function: str, name: str, ranks: Sequence[int] | None, timeout: timedelta | None
     ) -> None:
         if dist.get_backend() == "fake":
             raise RuntimeError(
-                f"{function}: the backend 'fake' exchanges nothing between ranks. Use another one."
+                f"{function}: the backend 'fake' exchanges nothing between ranks. Use a real one."
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.ranks = _read_ranks(function, ranks, self.rank)
         is_timeout = isinstance(timeout, timedelta) and timeout > timedelta(0)
         self._wrong = "" if is_timeout or timeout is None else f"timeout={timeout!r}"
-        # The lowest number that no open move of these ranks and this name has isolates its group
-        # from theirs. It is the same on all ranks, as they open and close the same moves. A count
-        # of builds would not be, as a build may fail on some ranks only.
+        # The lowest number that no open group with these ranks and this name has. As part of the
+        # isolation tag, it keeps the new group apart from those. All ranks compute the same number,
+        # because they open and close the same groups. A count of attempts could disagree, because
+        # an attempt may fail on some ranks only.
         with _lock:
             keys = ((self.rank, self.ranks, name, number) for number in itertools.count())
             key = next(key for key in keys if key not in _open or not _open[key].is_open())
             self._key, _open[key] = key, self
-        # The default group's device type; the CPU, if it has several and that is one of them.
+        # "cpu" if the default group has a backend for it, else its first device type.
         types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
         try:
             with compat.untraced():
@@ -100,24 +102,26 @@ class MoveGroup:
                     ranks=list(self.ranks),
                     isolate=f"reshard {key[-1]} {name}".rstrip(),
                     timeout=timeout if is_timeout else None,
-                    check_consistency=False,  # its errors are final, a move's are not
+                    # A mismatch would be final, but a failed call can be repeated.
+                    check_consistency=False,
                 )
         except BaseException as error:
             self.close()
             if not isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(
-                f"{self.label}: {in_words(self.ranks)} could not create the process group of this "
-                f"move. All these ranks must call it; if others do, pass them as ranks=. {error}"
+                f"{self.label}: {in_words(self.ranks)} could not create their process group. All "
+                f"these ranks must make this call; if other ranks make it, list them in ranks=. "
+                f"{error}"
             ) from error
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. While referenced, it keeps the default group's store open."""
+        """The process group. Do not keep it: a reference to it keeps the default store open."""
         if self.connection is not None:
             return self.connection.group
         if self._mesh is None:
-            raise RuntimeError(f"{self.label}: its process group was closed.")
+            raise RuntimeError(f"{self.label}: the process group was closed.")
         return self._mesh.get_group()
 
     def is_open(self) -> bool:
@@ -132,9 +136,11 @@ class MoveGroup:
             return False
 
     def gather(self, describe: Callable[[], _Answer]) -> list[_Answer]:
-        """Return a function's results from all ranks; if it raises on one of them, all raise.
+        """Call a function on all ranks, and return all results; if one rank's call raises, all do.
 
-        A rank on which it did not raise, or whose peer has ended, raises a RuntimeError.
+        Raises:
+            RuntimeError: the function raised on another rank, or another rank ended.
+            Exception: the function raised it on this rank.
         """
         answer: Any = None
         error: Exception | None = None
@@ -142,7 +148,7 @@ class MoveGroup:
             if self._wrong:
                 raise ValueError(f"{self._wrong} must be a timedelta above 0, or None.")
             answer = describe()
-        except Exception as caught:  # noqa: BLE001  (the others must not wait for this rank)
+        except Exception as caught:  # noqa: BLE001  (the other ranks wait for this rank's result)
             error = caught
         text = f"{type(error).__name__}: {error}" if error else ""
         answers: list[Any] = [None] * len(self.ranks)
@@ -160,7 +166,14 @@ class MoveGroup:
     def share(
         self, own: Mapping[str, _Answer], digests: Sequence[Iterable[str]]
     ) -> dict[str, _Answer]:
-        """Return the data of all ranks by digest; the first rank that has a datum broadcasts it."""
+        """Return the contents of all ranks, by digest.
+
+        A content that some ranks lack is broadcast by the lowest rank that has it.
+
+        Args:
+            own: this rank's contents, by digest.
+            digests: for each rank, the digests of the contents that it has.
+        """
         found, owners = dict(own), defaultdict[str, list[int]](list)
         for rank, theirs in zip(self.ranks, digests, strict=True):
             for digest in theirs:
@@ -178,14 +191,15 @@ class MoveGroup:
                 collective(*arguments, group=self.group, **named)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.label}: a rank ended or failed before all ranks had exchanged their "
-                f"descriptions: {error}"
+                f"{self.label}: a rank ended or failed while the ranks exchanged descriptions of "
+                f"their tensors: {error}"
             ) from error
 
     def find_reason(self, reason: str, device: torch.device) -> tuple[int, str]:
-        """Return the highest rank with a reason not to run, and its reason; (-1, "") if none has.
+        """Return the highest rank that passes a reason not to run, with it; else (-1, "").
 
-        Costs one all-reduce of a number, and a broadcast if there is a reason.
+        All ranks call this; a rank that can run passes "". It takes one all-reduce of an integer,
+        and a broadcast if any rank passes a reason.
         """
         with compat.untraced():
             highest = torch.tensor(self.rank if reason else -1, device=device)
@@ -197,7 +211,10 @@ class MoveGroup:
         return rank, reasons[0]
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that uses the group alone; it raises if another move here uses it."""
+        """Return a context with exclusive use of the group; entering raises if it is in use.
+
+        Only a connection's group can be in use already, by another `Reshard` of this process.
+        """
         return contextlib.nullcontext() if self.connection is None else self.connection.in_use()
 
     def close(self) -> None:
@@ -210,23 +227,23 @@ class MoveGroup:
             mesh.universe.destroy()
 
 
-# Groups that are not closed, by this rank, all ranks, name and number. `_lock` protects them.
-_open: dict[tuple[int, tuple[int, ...], str, int], MoveGroup] = {}
+# Open groups by (this rank, ranks, name, number). `_lock` protects the dict.
+_open: dict[tuple[int, tuple[int, ...], str, int], ReshardGroup] = {}
 _lock = threading.Lock()
 
 
 def _read_ranks(function: str, ranks: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     given = list(range(dist.get_world_size()) if ranks is None else ranks)
     if not all(hasattr(each, "__index__") for each in given):
-        raise ValueError(f"{function}(ranks={given!r:.80}): these must be global ranks (ints).")
+        raise ValueError(f"{function}(ranks={given!r:.80}): ranks must be ints, the global ranks.")
     if rank not in given:
         raise ValueError(
             f"{function}(ranks={given!r:.80}) is called by rank {rank}, which is not among them. "
-            "Call it on these ranks only, or list all ranks that call it."
+            "Only these ranks may call it: skip the call on other ranks, or add them to ranks=."
         )
     return tuple(sorted(given))
 
 
 def in_words(ranks: Iterable[int]) -> str:
-    """Return ranks for a sentence: "rank 3", "ranks 0 to 7", "ranks 0, 2, 4"."""
+    """Return the words for some ranks: "rank 3", "ranks 0 to 7" or "ranks 0, 2, 4"."""
     return str(RankMap.from_ranks(sorted(ranks)))

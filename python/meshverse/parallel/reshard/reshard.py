@@ -1,4 +1,4 @@
-"""`Reshard` moves tensors between meshes of any ranks; `redistribute` moves one DTensor."""
+"""`Reshard` copies tensors from some meshes to others; `redistribute` does so for one DTensor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshverse import _torch_compat as compat
 from meshverse._core import shard_shape
 
 from .exchange import Exchange
-from .plan import Traffic, plan_of, transfers_of
-from .ranks import MoveGroup, in_words
+from .plan import ReshardBytes, plan_of, transfers_of
+from .ranks import ReshardGroup, in_words
 from .sides import (
     Description,
     Piece,
@@ -41,58 +41,61 @@ _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _FAKING = (
-    "FakeTensorMode is active, so tensors have no data to move. Call the move outside this mode; "
-    "compile only the code around it."
+    "FakeTensorMode is active, so tensors have no data to transfer. Call Reshard outside this "
+    "mode; compile only the code around the call."
 )
-_UNTOUCHED = "Nothing was sent, and the targets are as they were."
+_UNTOUCHED = "Nothing was sent, and the targets are unchanged."
 _TORN = "Each element of the targets has its old value or its new one."
-_CURE = (
-    "Build the move again, and run that. If a rank has ended, create a new default process group "
-    "first."
-)
+_CURE = "Construct a new Reshard. If a rank has ended, create a new default process group before."
 
 
 class Reshard:
-    """Moves tensors from any mesh to any other, as often as wanted.
+    """Reusable transfer that copies source tensors on some meshes into target tensors on others.
 
-    All `ranks` build it together, call it together and close it together. The two sides may have
-    the same ranks, some in common, or none, in one default process group; with `group`, in several
-    worlds. Shapes and placements are exchanged once, when the move is built. A run begins with one
-    all-reduce of a number; then only data is exchanged. The move has its own process group, so it
-    never queues behind a model's collectives. A rank receives each element of its targets once, and
-    none that it already has. If several ranks have an element, one on the receiver's node sends it
-    where possible, and these senders send about equally much.
+    Call the object to copy the sources' current values; each call is a *run*. All `ranks` must
+    construct it, call it and close it together. The ranks of the two sides may be the same, overlap
+    or be disjoint, within one default process group or, with `group`, in several worlds.
+
+    Shapes and placements are exchanged once, at construction. A run begins with an all-reduce of
+    one integer; then only data is exchanged. Without `group`, each `Reshard` has its own process
+    group, so its operations are not serialized with a model's collectives.
+
+    A rank receives each element of its targets once, except elements that it already has: these are
+    copied locally. If several ranks have an element, one on the receiver's node sends it where
+    possible. The data to send is divided about equally between such ranks.
 
     Args:
-        source: tensors to read, by name; None on ranks that are not on this side. DTensors may have
+        source: tensors to read, by name; None on ranks without sources. DTensors may have
             `Replicate`, `Shard` and FSDP2's strided placements, on any meshes. A plain tensor is
-            whole on every rank that passes it.
-        target: tensors to write in place, by name; None on ranks that are not on this side. They
-            may be views, such as one third of a fused weight, and may have another dtype. On either
-            side, a `Piece` is a part of a tensor.
-        rename: the sources' names in the target: a dict, or a function of the name. Names that the
-            dict lacks stay.
-        name: name of this move in messages. Threads that build moves of the same ranks at the same
-            time must pass a different name for each.
+            not split: every rank that passes it has all of it.
+        target: tensors to write in place, by name; None on ranks without targets. They may be
+            views, such as one third of a fused weight, and may have another dtype than the sources.
+            On either side, a `Piece` is a part of a tensor.
+        rename: dict or function from a source's name to its name in the target. Names that a dict
+            lacks are unchanged.
+        name: name of this `Reshard` in messages. If several threads construct one over the same
+            ranks at the same time, each must pass a different name.
         ranks: global ranks that call it; by default all ranks of the default group.
-        buffer_bytes: memory for messages on each rank, at most. The same on all ranks.
-        topology: which node each rank is on; by default nodes are blocks of `LOCAL_WORLD_SIZE`
-            ranks.
-        timeout: how long to wait for other ranks, here and in each run; by default that of the
-            default process group. The same on all ranks.
-        group: the `Connection` that `meshverse.connect` returned, to move tensors between worlds.
-            All its processes call this, each with tensors on meshes of its own world. `ranks`,
-            timeout and peers are the connection's. It runs one move at a time.
+        buffer_bytes: upper limit for the staging buffers of a run, per rank. Must be the same on
+            all ranks.
+        topology: topology with the node of each rank. By default, each `LOCAL_WORLD_SIZE`
+            consecutive ranks are a node. Must be the same on all ranks.
+        timeout: how long to wait for other ranks, at construction and in each run; by default the
+            default process group's timeout. Must be the same on all ranks.
+        group: the `Connection` that `meshverse.connect` returned, to copy between worlds. All its
+            processes call this, each with tensors on meshes of its own world. Ranks and timeout are
+            the connection's. Only one `Reshard` of a connection can run at a time.
 
     Attributes:
-        ranks: global ranks that call it, ascending; with `group`, the connection's ranks.
+        ranks: global ranks that call it, ascending; with `group`, ranks in the connection.
 
     Raises:
-        TypeError: a side is not a dict of tensors, or a tensor is of a kind that cannot be moved.
+        TypeError: a side is not a dict of tensors, or a tensor is of a kind that cannot be
+            transferred.
         ValueError: this rank is not among `ranks`; a placement is `Partial` or unknown; one side
-            lacks a name; shapes disagree; a dtype cannot be cast; sources and targets overlap in
-            memory.
-        RuntimeError: a rank did not join in time, or raised one of these errors: all ranks raise.
+            lacks a name; shapes disagree; a dtype cannot be cast; or a target overlaps in memory
+            with a source or another target.
+        RuntimeError: a rank did not join in time, or another rank raised one of these errors.
 
     Example:
         >>> move = Reshard(trainer, generator)  # doctest: +SKIP
@@ -116,19 +119,19 @@ class Reshard:
         def read() -> dict[str, Side | None]:
             return read_sides(renamed(source, rename), target, group)
 
-        of_ranks = MoveGroup("Reshard", name, ranks, timeout, group)
+        of_ranks = ReshardGroup("Reshard", name, ranks, timeout, group)
         self._build(of_ranks, read, buffer_bytes, topology)
 
     @classmethod
-    def _over(cls, group: MoveGroup, read: Callable[[], dict[str, Side | None]]) -> Self:
-        """Build a move over a group that exists already."""
-        move = cls.__new__(cls)
-        move._build(group, read)
-        return move
+    def _over(cls, group: ReshardGroup, read: Callable[[], dict[str, Side | None]]) -> Self:
+        """Construct a `Reshard` over an existing group."""
+        reshard = cls.__new__(cls)
+        reshard._build(group, read)
+        return reshard
 
     def _build(
         self,
-        group: MoveGroup,
+        group: ReshardGroup,
         read: Callable[[], dict[str, Side | None]],
         buffer_bytes: int = 64 * _MIB,
         topology: Topology | None = None,
@@ -137,7 +140,7 @@ class Reshard:
         self._lock = threading.Lock()  # one run at a time
         self._last: ReshardWork | None = None
         self._runs, self._why_broken = 0, ""
-        self._exchange: Exchange | None = None  # None once it is closed
+        self._exchange: Exchange | None = None  # None after close()
 
         def describe_own() -> Description:
             if compat.is_faking():
@@ -163,12 +166,14 @@ class Reshard:
         own = described[self._group.rank]
         _check_settings(described, contents)
         node_sizes = {each.node_size for each in described.values()}
-        node_size = own.node_size if len(node_sizes) == 1 else 1  # nodes of unequal size: unknown
+        # If ranks disagree on the size of nodes, nodes are unknown.
+        node_size = own.node_size if len(node_sizes) == 1 else 1
         transfers, nodes = transfers_of(described, contents), (node_size, contents[own.nodes])
         ranks = self._group.rank, self._group.world_size
         self._plan = plan_of(transfers, *ranks, own.buffer_bytes, *nodes)
         self._n_tensors = len({transfer.name for transfer in transfers.all})
-        # Messages are packed on the one type of device that all tensors are on, else on the CPU.
+        # Messages are packed on the device type of all tensors of all ranks; on the CPU, if there
+        # are several types.
         types = {each for description in described.values() for each in description.device_types}
         tensors = {name: side.tensors if side else {} for name, side in self._sides.items()}
         devices = [tensor.device for side in tensors.values() for tensor in side.values()]
@@ -176,26 +181,35 @@ class Reshard:
         if devices and devices[0].type == self._device.type:
             self._device = devices[0]
         self._exchange = Exchange(self._plan, self._device, tensors)
-        self._wanted_bytes = self._exchange.wanted_bytes
+        self._target_bytes = self._exchange.target_bytes
 
     def __call__(self, *, async_op: bool = False) -> ReshardWork | None:
-        """Copy the sources' current values into the targets, in place. All `ranks` call it.
+        """Copy the sources' current values into the targets, in place. All `ranks` call this.
 
-        With `async_op`, return a handle at once: sources must not be changed, nor targets used,
-        until its `wait()` returns.
+        Args:
+            async_op: whether to run in the background. Until the returned handle's `wait()`
+                returns, do not change sources and do not use targets.
+
+        Returns:
+            A handle if `async_op` is True, else None.
 
         Raises:
-            RuntimeError: before anything is sent: on any rank, a tensor's layout is not the one
-                that the move was built for (with the old layout back, the move runs again); the
-                last run is still under way; `close()` was called; a rank did not call in time. Or
-                while data is exchanged: a rank has ended, or is too late. Then each element of the
-                targets has its old value or its new one. After a late or ended rank, the move
-                cannot run again.
+            RuntimeError: in one of three cases. With `async_op`, the handle's `wait()` raises the
+                errors of the run.
+
+                - The last run is still under way, or `close()` was called. This rank raises at
+                  once, without the others.
+                - A tensor's layout on some rank is not that at construction. All ranks raise, and
+                  nothing is sent. Restore the layout to run again.
+                - A rank did not call in time, or has ended. Nothing was sent if the message says
+                  so; else each element of the targets has its old value or its new one. No later
+                  run is possible: construct a new `Reshard`.
         """
         with self._lock:
             if self._last is not None and not self._last.is_completed():
                 raise RuntimeError(
-                    "Reshard: the last run is still under way. Call wait() on its handle first."
+                    "Reshard: the last run is still under way. Call wait() on its handle before "
+                    "the next run."
                 )
             if self._last is not None and (error := self._last.unseen_error()):
                 _log.error("The last run failed, and nobody called wait() on its handle: %s", error)
@@ -213,8 +227,8 @@ class Reshard:
             if self._group.connection is not None:
                 _ = self._group.group  # raises
             raise RuntimeError(
-                f"{self._group.label}: the default process group in which this move was built is "
-                "gone. Build the move again after init_process_group()."
+                f"{self._group.label}: the default process group in which it was constructed was "
+                "destroyed. Construct a new Reshard after init_process_group()."
             )
         with self._group.in_use():
             self._run_alone(self._exchange)
@@ -222,7 +236,9 @@ class Reshard:
     def _run_alone(self, exchange: Exchange) -> None:
         self._runs += 1
         change = _FAKING if compat.is_faking() else exchange.find_change()
-        with self._breaking("did not begin, as a rank has ended or did not call it", _UNTOUCHED):
+        with self._breaking(
+            "did not begin, because a rank has ended or did not call it", _UNTOUCHED
+        ):
             rank, reason = self._group.find_reason(change, self._device)
         if reason:
             raise RuntimeError(
@@ -233,7 +249,12 @@ class Reshard:
 
     @contextlib.contextmanager
     def _breaking(self, what: str, state: str) -> Iterator[None]:
-        """Refuse all later runs after an error inside: they would receive leftovers of this one."""
+        """Make all later runs raise after an error inside: they could receive this run's messages.
+
+        Args:
+            what: words of the error about the run.
+            state: words of the error about the targets.
+        """
         try:
             yield
         except BaseException as error:
@@ -242,21 +263,24 @@ class Reshard:
             self._why_broken = f"{run} {what}: {text}\n{state} {_CURE}"
             if isinstance(error, RuntimeError):
                 raise RuntimeError(self._why_broken) from error
-            raise  # an interrupt stays one
+            raise  # such as KeyboardInterrupt
 
-    def explain(self) -> Traffic:
-        """Return the bytes that this rank sends, receives and keeps in each run, as a table."""
-        return Traffic(self._plan, self._group.rank, self._wanted_bytes)
+    def explain(self) -> ReshardBytes:
+        """Return the bytes that this rank sends, receives and copies locally in each run.
+
+        The result prints as a table.
+        """
+        return ReshardBytes(self._plan, self._group.rank, self._target_bytes)
 
     def close(self) -> None:
-        """Free the process group of this move, which cannot run afterwards. All its ranks call it.
+        """Free the process group. All `ranks` call this; no run is possible afterwards.
 
-        A connection stays open.
+        Waits for an asynchronous run. A connection stays open.
         """
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
                 self._last.wait()
-        self._why_broken = self._why_broken or "Reshard: close() was called. Build the move again."
+        self._why_broken = self._why_broken or "Reshard: close() was called. Construct a new one."
         self._exchange, self._last, self._sides, self._contents = None, None, {}, {}
         self._group.close()
 
@@ -275,7 +299,7 @@ class Reshard:
 def read_sides(
     source: Tensors | None, target: Tensors | None, connection: Connection | None = None
 ) -> dict[str, Side | None]:
-    """Read both sides of this rank, each with `read_side`."""
+    """Return both sides on this rank, each read by `read_side`."""
     given = {"source": source, "target": target}
     rank_of = None if connection is None else connection.rank_of
     return {name: read_side(tensors, name, rank_of) for name, tensors in given.items()}
@@ -295,18 +319,18 @@ def _check_settings(described: Mapping[int, Description], contents: Mapping[str,
             said = ["None" if one is None else f"nodes {one!r:.80}" for one in found]
         raise RuntimeError(
             f"Reshard: ranks {first} and {other} pass different {name}: {said[0]} on rank {first}, "
-            f"{said[1]} on rank {other}. All ranks must pass the same."
+            f"{said[1]} on rank {other}. All ranks must pass the same value."
         )
 
 
 class ReshardWork:
-    """Handle of a run: calling a `Reshard` with `async_op=True` returns it."""
+    """Handle of an asynchronous run, which calling a `Reshard` with `async_op=True` returns."""
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
         """Start the run in a thread, on its own stream if the device has streams."""
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._is_seen = False  # by a call of `wait`
+        self._is_seen = False  # whether `wait` has reported the end of the run
         self._begun = self._ready = None if device.type == "cpu" else torch.Event(device=device)
         if self._begun is not None:
             self._begun.record()
@@ -331,25 +355,25 @@ class ReshardWork:
             self._done.set()
 
     def unseen_error(self) -> BaseException | None:
-        """Return the error of a run that nobody has waited for, or None."""
+        """Return the error of the run if no `wait` has raised it, else None."""
         return None if self._is_seen else self._error
 
     def is_completed(self) -> bool:
-        """Whether the run has ended, with or without an error. Does not wait."""
+        """Return whether the run has ended, with or without an error, without waiting."""
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the targets have the new values.
+        """Wait until the targets have the new values; on a GPU, for work on the current stream.
 
         Args:
-            timeout: how long to wait; by default until the run ends, which has its own timeout.
+            timeout: how long to wait; by default until the run ends or reaches its own timeout.
 
         Raises:
-            TimeoutError: the run is still under way, and goes on.
-            RuntimeError: the run failed; the message says which values the targets have.
+            TimeoutError: the run is still under way, and continues.
+            RuntimeError: the run failed; the message says whether targets have changed.
         """
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"The run is still under way after {timeout}. It goes on.")
+            raise TimeoutError(f"The run is still under way after {timeout}, and continues.")
         self._is_seen = True
         if self._error is not None:
             raise self._error
@@ -366,35 +390,36 @@ def redistribute(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,
 ) -> DTensor:
-    """Return a DTensor with the same values on another mesh, of any ranks.
+    """Return a DTensor with the same values on another mesh, which may have other ranks.
 
-    All `ranks` call it. On the tensor's own mesh it calls DTensor's `redistribute`. To move several
-    tensors, or to move them repeatedly, build a `Reshard`. If one rank's arguments are wrong, that
-    rank raises the error, and the other ranks raise a RuntimeError with its text.
+    All `ranks` call this. If `mesh` is the tensor's own mesh, only the ranks of this mesh may call
+    it, and it calls DTensor's `redistribute`. For several tensors, or for repeated transfers,
+    construct a `Reshard`. If the arguments of one rank are wrong, that rank raises the error, and
+    the other ranks raise a RuntimeError with its message.
 
     Args:
         dtensor: the tensor; None on ranks that are not in its mesh.
-        mesh: the mesh of the result.
-        placements: for each axis of the mesh, `Replicate` or `Shard`.
+        mesh: mesh of the result.
+        placements: `Replicate` or `Shard` for each axis of `mesh`.
         name: as in `Reshard`.
-        ranks: global ranks that call it, those of both meshes among them; by default all ranks of
-            the default group.
-        timeout: how long to wait for other ranks.
+        ranks: global ranks that call this, including all ranks of both meshes; by default all ranks
+            of the default group.
+        timeout: how long to wait for other ranks; by default the default group's timeout.
 
     Returns:
-        A DTensor, without autograd history unless it stays on its mesh.
+        A DTensor on `mesh`. It has no autograd history, unless `mesh` is the tensor's own mesh.
 
     Raises:
-        RuntimeError: the tensor requires a gradient, which does not pass between meshes; other
-            ranks did not join in time, or raised an error.
-        TypeError: `dtensor` is no DTensor, `mesh` no DeviceMesh, or a placement neither `Replicate`
-            nor `Shard`.
-        ValueError: the number of placements is not the number of axes, or a dimension does not
-            exist.
+        RuntimeError: the tensor requires a gradient, and `mesh` is another mesh; or another rank
+            did not join in time, or raised an error.
+        TypeError: `dtensor` is not a DTensor, `mesh` is not a DeviceMesh, or a placement is neither
+            `Replicate` nor `Shard`.
+        ValueError: the number of placements is not the number of axes, or a placement's dimension
+            does not exist.
     """
     if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh:
         return dtensor.redistribute(mesh, placements)
-    group = MoveGroup("redistribute", name, ranks, timeout)
+    group = ReshardGroup("redistribute", name, ranks, timeout)
 
     def describe() -> tuple[torch.Size, torch.dtype] | None:
         _check(dtensor, mesh, placements)
@@ -405,20 +430,21 @@ def redistribute(
     except BaseException:
         group.close()
         raise
-    made: list[DTensor] = []
+    result: list[DTensor] = []
 
     def read() -> dict[str, Side | None]:
         if not found:
             raise ValueError(
-                "redistribute(None, ...) on all ranks: the ranks of the tensor's mesh must pass it."
+                "redistribute(None, ...) on all ranks: ranks of the tensor's mesh must pass the "
+                "tensor."
             )
-        made.append(_empty(mesh, placements, *found[0]))
+        result.append(_empty(mesh, placements, *found[0]))
         source = None if dtensor is None else {"tensor": dtensor.detach()}
-        return read_sides(source, {"tensor": made[0]})
+        return read_sides(source, {"tensor": result[0]})
 
-    with Reshard._over(group, read) as move:
-        move()
-    return made[0]
+    with Reshard._over(group, read) as reshard:
+        reshard()
+    return result[0]
 
 
 def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> None:
@@ -428,11 +454,11 @@ def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> No
             "returns, or None on ranks that are not in its mesh."
         )
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"redistribute to a {type(mesh).__name__}: give a meshverse.DeviceMesh.")
+        raise TypeError(f"redistribute to a {type(mesh).__name__}: mesh must be a DeviceMesh.")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
-            "for each."
+            "placement per axis."
         )
     for placement in placements:
         if type(placement) not in (Replicate, Shard):
@@ -453,7 +479,7 @@ def _empty(
                 f"redistribute to {placement}: a tensor of shape {tuple(shape)} has no such "
                 "dimension."
             )
-    local_shape: Sequence[int] = (0,)  # of torch's DTensors too, on ranks outside the mesh
+    local_shape: Sequence[int] = (0,)  # on ranks outside the mesh, as in torch's DTensors
     if mesh.get_coordinate() is not None:
         dims = [each.dim % len(shape) if isinstance(each, Shard) else -1 for each in placements]
         at = shard_coordinates(mesh)

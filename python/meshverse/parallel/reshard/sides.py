@@ -1,4 +1,4 @@
-"""Tensors of one side of a move on one rank: checked, and described to the other ranks."""
+"""One side (source or target) of a `Reshard` on one rank: its tensors, checked and described."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from meshverse import DeviceMesh, Topology
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, shard_shape
 
-Window = tuple[tuple[int, int], ...]  # by dimension: start and length
+Window = tuple[tuple[int, int], ...]  # start and length along each dimension
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A part of a tensor: `length` elements from `start` along one dimension.
 
-    A slice of a DTensor along a sharded dimension is a copy. A piece stands for the tensor's own
-    memory, on whichever ranks it is: a move reads or writes it in place.
+    Slicing a DTensor along a sharded dimension makes a copy. A piece refers to the tensor's own
+    memory, on all ranks that hold some of these elements: `Reshard` reads or writes it in place.
 
     Args:
         tensor: a DTensor, a plain tensor, or another piece.
-        dim: the dimension; a negative one counts from the end.
-        start: the first element, counted in `tensor`.
-        length: the number of elements.
+        dim: dimension along which the part is taken; a negative one counts from the end.
+        start: index of the part's first element, in `tensor`.
+        length: number of elements along the dimension.
 
     Example:
         >>> from torch import zeros
@@ -64,18 +64,18 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the piece."""
+        """Shape of the piece."""
         shape = tuple(self.tensor.shape)
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     @property
     def whole(self) -> Tensor:
-        """The tensor itself, also for a piece of another piece."""
+        """The tensor that the piece is part of; for a piece of a piece, the outermost tensor."""
         return self.tensor.whole if isinstance(self.tensor, Piece) else self.tensor
 
     @property
     def window(self) -> Window:
-        """Start and length in the whole tensor, by dimension."""
+        """Start and length along each dimension of `whole`."""
         if isinstance(self.tensor, Piece):
             around = list(self.tensor.window)
         else:
@@ -92,16 +92,18 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 _Tensor = TypeVar("_Tensor")
 
-_LEAST_BUFFER_BYTES = 1024  # for the messages of two rounds
+_LEAST_BUFFER_BYTES = 1024  # for two rounds, each with a message to send and one to receive
 
 
 class Grid(NamedTuple):
-    """The ranks of a mesh relative to its first one, or a list of them.
+    """Ranks of a mesh, as strides from its first rank or, if there are no such strides, as a list.
 
-    Meshes whose ranks are evenly spaced in the same way have equal grids.
+    With strides, a grid does not contain the first rank. So meshes of one shape at different first
+    ranks, such as those of pipeline stages, have equal grids.
     """
 
-    layout: Layout  # sizes and strides of the axes: in ranks, or in indices of `ranks` if not None
+    # Sizes and strides of the axes. Strides count ranks if `ranks` is None, else indices of it.
+    layout: Layout
     ranks: tuple[int, ...] | None = None  # row-major, if constant strides cannot describe them
 
 
@@ -110,15 +112,17 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    window: Window  # start and length by dimension of the piece that moves, or of the whole tensor
-    # Index of its mesh among the side's `grids`; -1 for a plain tensor, which is whole.
+    window: Window  # the part that is transferred: the piece, or all of the tensor
+    # Index of the DTensor's mesh in the side's `grids`; -1 for a plain tensor, which is not split.
     mesh: int = -1
-    dims: tuple[int, ...] = ()  # for each axis of the mesh, the dimension that it splits, or -1
-    factors: tuple[int, ...] = ()  # for each axis, the split factor of a `_StridedShard`, else 1
+    # For each axis of the mesh: the dimension that it splits, or -1 if it replicates.
+    dims: tuple[int, ...] = ()
+    # For each axis of the mesh: the split factor of a `_StridedShard`; 1 for other placements.
+    factors: tuple[int, ...] = ()
 
 
 class Content(NamedTuple):
-    """Tensors and meshes of one side, the same on all ranks of a pipeline stage."""
+    """Specs and grids of one side. Those of all ranks of a pipeline stage are equal: sent once."""
 
     specs: dict[str, Spec]
     grids: list[Grid]
@@ -126,21 +130,22 @@ class Content(NamedTuple):
 
 @dataclass
 class Side:
-    """Tensors of one side, as one rank has them."""
+    """Tensors of one side on one rank, with their specs and meshes."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
-    # The first rank of each mesh in `grids`; 0 for a listed grid.
+    # For each mesh in `grids`, its first rank; 0 for a grid that lists its ranks.
     firsts: list[int] = field(default_factory=list)
-    # Names of tensors whose local shape fits only FSDP2's order of splitting: strided splits last.
-    right_to_left: list[str] = field(default_factory=list)
-    # Names of tensors whose local shape fits only the order of `distribute_tensor`.
-    left_to_right: list[str] = field(default_factory=list)
+    # Local shapes can differ by the order in which axes split a dimension, for which these are
+    # torch's terms. Right to left, as in FSDP2 after tensor parallelism: strided splits are applied
+    # after plain ones. Left to right, as in `distribute_tensor`: in the order of the axes.
+    right_to_left: list[str] = field(default_factory=list)  # names that fit only this order
+    left_to_right: list[str] = field(default_factory=list)  # names that fit only this order
 
 
 class SideDescription(NamedTuple):
-    """Description of one side of one rank: digests of data that other ranks may have too."""
+    """Description of one side on one rank: digests of contents that other ranks may have too."""
 
     content: str  # digest of `Content`
     orders: str  # digest of `right_to_left` and `left_to_right`
@@ -148,24 +153,24 @@ class SideDescription(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Short description of one rank's tensors and settings, which is sent to all ranks."""
+    """Description of one rank's tensors and settings, short enough to send to all ranks."""
 
-    sides: dict[str, SideDescription]  # keys "source" and "target", if the rank has tensors there
-    device_types: list[str]
+    sides: dict[str, SideDescription]  # by "source" or "target"; without sides that have no tensors
+    device_types: list[str]  # of all tensors of the rank
     buffer_bytes: int
-    node_size: int  # ranks on each node, 1 if that is not known
-    nodes: str  # digest of the node of every rank, or of None
+    node_size: int  # ranks on each node; 1 if unknown
+    nodes: str  # digest of the list of every rank's node, or of None without a topology
 
     @property
     def digests(self) -> set[str]:
-        """Digests of all data that this description refers to."""
+        """Digests of all contents that this description refers to."""
         return {self.nodes}.union(*(side[:2] for side in self.sides.values()))
 
 
 def describe(
     sides: Mapping[str, Side | None], buffer_bytes: int, nodes: tuple[int, ...] | None
 ) -> tuple[Description, dict[str, Any]]:
-    """Return the description of this rank, and the data that it refers to, by digest."""
+    """Return the description of this rank, and by digest the contents that it refers to."""
     if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int):
         raise TypeError(f"buffer_bytes={buffer_bytes!r} must be an int.")
     if buffer_bytes < _LEAST_BUFFER_BYTES:
@@ -173,7 +178,7 @@ def describe(
     contents: dict[str, Any] = {}
 
     def digest(content: object) -> str:
-        # Hash the text: pickles of equal objects can differ.
+        # Hash the repr: pickles of equal objects can differ.
         found = hashlib.sha256(repr(content).encode()).hexdigest()[:32]
         contents[found] = content
         return found
@@ -196,7 +201,7 @@ def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
 
     Raises:
         TypeError: `topology` is not a `Topology`.
-        ValueError: the topology has no level "node", or another number of ranks.
+        ValueError: the topology has no level "node", or its number of ranks is not `size`.
     """
     if topology is None:
         return None
@@ -217,7 +222,7 @@ def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
 def renamed(
     source: Mapping[str, _Tensor] | None, rename: Rename | None
 ) -> Mapping[str, _Tensor] | None:
-    """Return the sources under their names in the target, which must be distinct."""
+    """Return the sources by the names that they have in the target, which must be distinct."""
     if source is None or rename is None or not isinstance(source, Mapping):
         return source
     if not isinstance(rename, Mapping) and not callable(rename):
@@ -243,12 +248,15 @@ def read_side(
     what: str,
     rank_of: Callable[[int], int] | None = None,
 ) -> Side | None:
-    """Read and check the tensors of one side that are on this rank; None if there are none.
+    """Check and describe the tensors of one side that are on this rank.
 
     Args:
         tensors: the tensors by name, or None.
-        what: "source" or "target", for messages.
-        rank_of: for a connection, maps a rank of this world to its rank in the connection.
+        what: name of the side for messages, "source" or "target".
+        rank_of: function from a rank of this world to its rank in the connection, if there is one.
+
+    Returns:
+        The side, or None if this rank holds no part of the tensors.
     """
     if tensors is None:
         return None
@@ -258,7 +266,7 @@ def read_side(
             "name, such as dict(model.named_parameters()), or None."
         )
     side = Side()
-    meshes: dict[int, int] = {}  # number by id
+    meshes: dict[int, int] = {}  # index in `side.grids` by the mesh's id
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{what} name {name!r} of type {type(name).__name__} must be a str.")
@@ -270,14 +278,14 @@ def read_side(
 
 
 def _renumbered(grid: Grid, first: int, rank_of: Callable[[int], int]) -> tuple[Grid, int]:
-    """Return a grid and its first rank after `rank_of` has renumbered every rank.
+    """Return a grid and its first rank with every rank replaced by `rank_of(rank)`.
 
-    If that adds one constant to all ranks, the grid stays, and only the first rank changes.
+    If `rank_of` adds one constant to all ranks, only the first rank changes.
     """
     ranks = grid.ranks
     if ranks is None:
         positions = grid.layout.collapse()
-        ranks = tuple(first + positions(place) for place in range(positions.size))
+        ranks = tuple(first + positions(index) for index in range(positions.size))
     renumbered = tuple(rank_of(rank) for rank in ranks)
     offset = renumbered[0] - ranks[0]
     if grid.ranks is None and all(
@@ -327,21 +335,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def _check_kind(tensor: Tensor, what: str) -> None:
     if type(tensor) is not Tensor:
         raise TypeError(
-            f"{what} is a {type(tensor).__name__}, whose data cannot be read like a plain "
-            "tensor's. Give the plain tensors that it is made of, each under its own name."
+            f"{what} is a {type(tensor).__name__}, whose data cannot be copied like a plain "
+            "tensor's. Give the plain tensors that it contains, each under its own name."
         )
     kind = str(tensor.layout) if tensor.layout != torch.strided else ""
     kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else kind
     kind = "meta" if tensor.is_meta else kind
     if kind:
         raise TypeError(
-            f"{what} is a {kind} tensor: only strided tensors with data can be moved. Convert it "
-            "first, for example by to_dense(), dequantize() or to_empty()."
+            f"{what} is a {kind} tensor: only strided tensors with data can be transferred. "
+            "Convert it first, for example by to_dense(), dequantize() or to_empty()."
         )
     if not has_memory(tensor):
         raise ValueError(
-            f"{what} has no memory: something has freed it, as FSDP2 frees unsharded parameters. "
-            "Give the parameters that the model has now."
+            f"{what} has no memory: it was freed, as FSDP2 frees unsharded parameters. Give the "
+            "model's current parameters."
         )
 
 
@@ -351,14 +359,14 @@ def _check_is_no_copy(tensor: DTensor, local: Tensor, what: str) -> None:
         return
     if local_tensor(base).untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
         raise ValueError(
-            f"{what} is a copy of part of a DTensor, of shape {tuple(base.shape)} with placements "
-            f"{base.placements}: slicing along a sharded dimension copies. "
-            "Give meshverse.parallel.Piece(tensor, dim, start, length)."
+            f"{what} is a copy of a part of a DTensor (shape {tuple(base.shape)}, placements "
+            f"{base.placements}), because slicing along a sharded dimension copies. Give "
+            "meshverse.parallel.Piece(tensor, dim, start, length) instead of the slice."
         )
 
 
 def has_memory(local: Tensor) -> bool:
-    """Whether a tensor's memory is allocated; FSDP2 frees that of unsharded parameters."""
+    """Whether a tensor's memory is allocated. FSDP2 frees the memory of unsharded parameters."""
     return local.untyped_storage().nbytes() > 0 or local.numel() == 0
 
 
@@ -369,10 +377,10 @@ def _split(placement: Placement, tensor: DTensor, what: str) -> tuple[int, int]:
         dim: int = placement.dim  # type: ignore[attr-defined]
         factor = int(getattr(placement, "split_factor", 1))
         return dim % max(tensor.ndim, 1), factor
-    cure = "it must be Replicate or Shard, which say which elements a rank has."
+    cure = "it must be Replicate or Shard. Redistribute it first."
     if placement.is_partial():
         cure = "redistribute it to Replicate() or Shard() first, which sums the partial values."
-    raise ValueError(f"{what} has the placement {placement}, which cannot be moved: {cure}")
+    raise ValueError(f"{what} has the placement {placement}, which cannot be transferred: {cure}")
 
 
 def _check_local_shape(side: Side, name: str, local: Tensor, what: str) -> None:
@@ -384,19 +392,20 @@ def _check_local_shape(side: Side, name: str, local: Tensor, what: str) -> None:
         for right_to_left in (False, True)
     ]
     found = tuple(local.shape)
-    # FSDP2 may keep an empty local tensor in another shape than its placements give.
+    # The shape of an empty local tensor is not compared: FSDP2 may use another one.
     fits = [found == shape or (not local.numel() and 0 in shape) for shape in shapes]
     if not any(fits):
         raise ValueError(
             f"{what} of shape {spec.shape} has a local tensor of shape {found} on this rank, but "
-            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}. They must agree."
+            f"its placements on a mesh of shape {tuple(sizes)} say {shapes[0]}. They must agree: "
+            "correct the placements or the local tensor."
         )
     if fits[0] != fits[1]:
         (side.left_to_right if fits[0] else side.right_to_left).append(name)
 
 
 def shard_coordinates(mesh: StockDeviceMesh) -> list[int]:
-    """Return this rank's shard index along each axis of a mesh: its rank in the axis's group."""
+    """Return, for each axis of a mesh, the index of this rank's shard: its rank in the group."""
     return _coordinates(*_grid_of(mesh))
 
 
@@ -407,21 +416,24 @@ def _coordinates(grid: Grid, first: int) -> list[int]:
 
 
 def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
-    """Return the grid and first rank of a mesh, ordered by rank in its groups, as DTensor shards.
+    """Return the grid and first rank of a mesh, with coordinates that are DTensor's shard indices.
+
+    DTensor gives a rank the shard of its rank in the axis's group, which can differ from its
+    coordinate in the mesh: torch sorts the ranks of groups by default.
 
     Raises:
-        ValueError: several ranks have the same rank in every group.
+        ValueError: several ranks of the mesh have the same rank in every group.
     """
     groups = compat.group_ranks_of(mesh)
     has_groups = mesh.has_groups if isinstance(mesh, DeviceMesh) else bool(groups)
     are_sorted = all(ranks == sorted(ranks) for ranks in groups)
-    sorts = has_groups and are_sorted and not compat.keeps_rank_order(mesh)
+    by_group = has_groups and are_sorted and not compat.keeps_rank_order(mesh)
     if isinstance(mesh, DeviceMesh) and mesh.universe.rank_map.is_identity:
-        layout = Layout(mesh.layout.ascending) if sorts else mesh.layout
+        layout = Layout(mesh.layout.ascending) if by_group else mesh.layout
         return Grid(layout), mesh.layout.base(dist.get_rank())
-    ranks: list[int] = (_by_group_ranks(mesh.mesh) if sorts else mesh.mesh).flatten().tolist()
+    ranks: list[int] = (_by_group_ranks(mesh.mesh) if by_group else mesh.mesh).flatten().tolist()
     rows = Layout.from_shape(mesh.shape)
-    # If each axis has a constant stride over ranks, meshes share a grid but for their first rank.
+    # With constant strides, the grid need not list ranks; see `Grid`.
     steps = [ranks[axis(1)] - ranks[0] if axis.size > 1 else 0 for axis in rows]
     if min(steps, default=0) >= 0:
         layout = Layout.from_shape(rows.shape, steps)
@@ -432,16 +444,15 @@ def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
 
 
 def _by_group_ranks(ranks: Tensor) -> Tensor:
-    """Return the ranks of a mesh, reordered by their index in groups whose ranks are sorted."""
-    places = torch.zeros_like(ranks, dtype=torch.int64)
+    """Return a mesh's ranks, reordered so that coordinates are ranks in sorted groups."""
+    shards = torch.zeros_like(ranks, dtype=torch.int64)  # row-major index of each rank's shard
     for axis, size in enumerate(ranks.shape):
-        places = places * size + ranks.argsort(dim=axis).argsort(dim=axis)
-    if len(torch.unique(places)) < places.numel():
+        shards = shards * size + ranks.argsort(dim=axis).argsort(dim=axis)
+    if len(torch.unique(shards)) < shards.numel():
         raise ValueError(
-            f"The mesh {ranks.tolist()} has several ranks for one shard, as torch sorts the ranks "
-            "of groups. Each shard must have one rank: make the mesh with "
-            "preserve_rank_order=True, or with "
-            "meshverse.init_device_mesh(..., ranks=...)."
+            f"The mesh {ranks.tolist()} has several ranks for one shard, because torch sorts the "
+            "ranks of groups. Each shard must have one rank: make the mesh with "
+            "preserve_rank_order=True, or with meshverse.init_device_mesh(..., ranks=...)."
         )
     flat = torch.empty_like(ranks).flatten()
-    return flat.scatter(0, places.flatten(), ranks.flatten()).view(ranks.shape)
+    return flat.scatter(0, shards.flatten(), ranks.flatten()).view(ranks.shape)

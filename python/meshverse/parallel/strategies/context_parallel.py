@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 
-# Devices and kernels for which torch has attention over parts of sequences. Its attention in plain
-# operations would treat the parts, which are out of order, as a whole sequence.
+# Devices and kernels for which torch implements attention over parts of sequences. With other
+# kernels, attention would treat a rank's parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -35,31 +35,34 @@ def context_parallel(
 ) -> Iterator[None]:
     """Cut buffers to this rank's part of each sequence within the context.
 
-    Checks its arguments, then enters torch's `context_parallel`. Run forward and backward inside.
-    Attention must be `scaled_dot_product_attention`, causal and without a mask; it sees the whole
-    sequence. Pass as buffers all tensors that depend on a token's place: also positions, and labels
-    (shifted by one beforehand). If the length divides by twice the number of ranks, rank i gets the
-    i-th part from the front and the i-th from the end, so that all ranks have the same work.
-    transformers would take such parts for packed sequences and mask them from each other; here this
-    is turned off, so sequences must not be packed. All ranks of the axis pass the same batch.
+    Checks the arguments, then enters torch's `context_parallel`. Run forward and backward inside.
+    Attention must be `scaled_dot_product_attention`, causal and without a mask; it uses the whole
+    sequence. Pass as buffers all tensors with a dimension of tokens, including positions, and
+    labels that were shifted before. All ranks of the axis pass the same batch.
+
+    If the length is divisible by twice the number of ranks, rank i gets the i-th part from the
+    front and the i-th part from the end, so that all ranks have the same work. transformers would
+    assume that such parts are packed sequences, and mask them from each other. The context disables
+    this check, so sequences must not be packed.
 
     Args:
-        mesh: a mesh with an axis cp, or a 1-D mesh. With one rank, nothing is done.
+        mesh: mesh with an axis cp, or a 1-D mesh. With one rank, nothing is done.
         buffers: tensors to split in place; restored when the context ends.
-        buffer_seq_dims: for each buffer, the dim of the sequence.
-        no_restore_buffers: buffers among these that need not be restored.
+        buffer_seq_dims: dim of the sequence in each buffer.
+        no_restore_buffers: those of the buffers that need not be restored.
 
     Raises:
-        KeyError: the mesh has several axes, none of them cp.
+        KeyError: the mesh has several axes, and none is called cp.
         NotImplementedError: torch has no such attention for the mesh's device, such as the CPU.
-        ValueError: a buffer has no dim, shares memory with another, or is a parameter; or lengths
-            disagree or do not divide by the ranks. Nothing is changed then.
+        ValueError: a buffer lacks its dim, shares memory with another buffer, requires a gradient
+            or is not contiguous; or lengths differ, or are not divisible by the number of ranks.
+            Nothing is changed then.
     """
     axes = mesh.mesh_dim_names or ()
     if "cp" not in axes and mesh.ndim != 1:
         raise KeyError(
             f"No axis 'cp': the mesh has the axes {axes}. Give a mesh with 'cp', or the 1-D mesh "
-            "of the ranks that share a sequence."
+            "of the ranks over which a sequence is split."
         )
     cp_mesh = mesh["cp"] if "cp" in axes else mesh
     if cp_mesh.size() == 1:
@@ -68,11 +71,11 @@ def context_parallel(
     if cp_mesh.device_type not in _DEVICES:
         raise NotImplementedError(
             f"Context parallelism over {cp_mesh.size()} ranks on {cp_mesh.device_type!r}: torch "
-            f"has no attention for parts of sequences there, only on {', '.join(_DEVICES)}. Use "
-            "cp_size=1, or give each of these ranks its own sequences."
+            "has no attention for parts of sequences on this device, only on "
+            f"{', '.join(_DEVICES)}. Use cp_size=1, or give each of these ranks its own sequences."
         )
     _check(buffers, buffer_seq_dims, cp_mesh.size())
-    # Count dims from the front: torch mistakes negative ones.
+    # Non-negative dims: torch handles negative ones wrongly.
     dims = [dim % buffer.ndim for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
     kept = set(no_restore_buffers)
     split = split_by_torch(
@@ -80,20 +83,20 @@ def context_parallel(
     )
     split.__enter__()
     try:
-        # A rank's positions jump from its front part to its end part, as if sequences were packed.
+        # Positions jump from a rank's front part to its end part, like those of packed sequences.
         with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences():
             yield
     finally:
-        # Exit as if nothing was raised: else torch 2.11 restores neither buffers nor attention.
+        # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
-    """Check that each buffer has a dim, a length that divides, and its own memory."""
+    """Check that each buffer has its dim, a length divisible by the ranks, and its own memory."""
     if not buffers or len(buffers) != len(dims):
         raise ValueError(
             f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one or more buffers, "
-            "and for each of them the dim of the sequence."
+            "and the dim of the sequence for each of them."
         )
     lengths = []
     for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
@@ -107,8 +110,8 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
         lengths.append(buffer.size(dim))
     if len(set(lengths)) > 1 or lengths[0] % ranks:
         raise ValueError(
-            f"Buffers of lengths {lengths} must have one length, which divides by the {ranks} "
-            "ranks of context parallelism. Pad the sequences."
+            f"Buffers of lengths {lengths} must have one length, divisible by the {ranks} ranks of "
+            "context parallelism. Pad the sequences."
         )
     starts = [(each.data_ptr(), number) for number, each in enumerate(buffers)]
     for (first_start, first), (start, second) in itertools.pairwise(sorted(starts)):

@@ -1,4 +1,4 @@
-"""FSDP2 for a trainer: tensor parallelism, activation checkpointing and sharding, in order.
+"""FSDP2 for a trainer: tensor parallelism, activation checkpointing, then sharding.
 
 Example:
     >>> config = FSDP2Config(sequence_parallel=True)  # doctest: +SKIP
@@ -73,46 +73,47 @@ def fsdp2_strategy_parallelize(
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
 
     Args:
-        model: the model, on one device and the same on all ranks; with several pipeline stages, one
-            that `pipeline_stages` made. The same object is returned.
-        device_mesh: a mesh with the axes named below, as `create_fsdp2_device_mesh` makes it.
-        moe_mesh: the experts' mesh, as `create_fsdp2_device_mesh` makes it: whole experts are
+        model: model on one device, the same on all ranks; with several pipeline stages, a stage
+            that `pipeline_stages` returned. It is changed in place and returned.
+        device_mesh: mesh with the axes named below, such as `create_fsdp2_device_mesh` returns.
+        moe_mesh: the experts' mesh that `create_fsdp2_device_mesh` returned. Whole experts are
             distributed over its axis ep, and sharded over ep_shard.
-        ep_size: degree of expert parallelism, to make the mesh here if `moe_mesh` is None. By
-            default the degree given to `create_fsdp2_device_mesh`. Pass 1 for a model without
-            experts on meshes that were made with a larger one.
+        ep_size: degree of expert parallelism, for which an experts' mesh is created if `moe_mesh`
+            is None. By default the degree that was passed to `create_fsdp2_device_mesh`. Pass 1 for
+            a model without experts, if that degree was larger.
         param_dtype: dtype of parameters, if `mp_policy` is None.
-        mp_policy: precision of parameters, gradients and outputs; by default gradients are reduced,
-            and outputs returned, in fp32. (`FSDP2Config` has outputs in bf16 by default.)
-        offload_policy: where sharded parameters live.
-        cpu_offload: whether sharded parameters live on the CPU; short for an `offload_policy`.
-        tp_shard_plan: the tensor-parallel plan, its import path, or a function that returns it. By
-            default the one registered for the model's class, else the model's own
-            (`get_hf_tp_shard_plan`), else that of a Llama, with a warning.
+        mp_policy: precision of parameters, gradients and outputs. By default, gradients are reduced
+            in fp32 and outputs are in fp32. (By default, `FSDP2Config` has outputs in bf16.)
+        offload_policy: FSDP2's policy for the device that stores sharded parameters.
+        cpu_offload: whether the CPU stores sharded parameters; short for an `offload_policy`.
+        tp_shard_plan: tensor-parallel plan, its import path, or a function that returns it. By
+            default the plan registered for the model's class; else the model's own plan
+            (`get_hf_tp_shard_plan`); else Llama's plan, with a warning.
         dp_replicate_mesh_name: axis of the replicas.
-        dp_shard_cp_mesh_name: axis to shard over, flattened with context parallelism's.
+        dp_shard_cp_mesh_name: axis to shard over, which includes context parallelism.
         tp_mesh_name: axis of tensor parallelism.
-        dp_cp_mesh_name: axis of all ranks that see different tokens, over which a training loop
-            reduces its loss; it must exist.
-        reapply_trainability: function that sets again which parameters are trained; called with the
-            model after its parameters are split, and before they are sharded.
-        settings: the other fields of `FSDP2Config`, such as activation_checkpointing.
+        dp_cp_mesh_name: axis over all ranks with different tokens, over which a training loop
+            reduces its loss. It must exist.
+        reapply_trainability: function that sets requires_grad of the parameters again; called with
+            the model after its parameters are split, and before they are sharded.
+        settings: other fields of `FSDP2Config`, such as activation_checkpointing.
 
     Raises:
         KeyError: the mesh lacks an axis.
         TypeError: the plan or a style in it has a wrong type, or there is no such setting.
-        ValueError: the meshes do not cover or fit the model, its heads or its experts; the plan
-            does not fit the model; the model is sharded already, cannot be, or has no layers to
-            checkpoint; a setting has a wrong value. The model is unchanged after any of these.
+        ValueError: the axes do not cover the mesh; the model's heads or experts are not divisible
+            by their axes; the plan does not fit the model; the model is already sharded, cannot be
+            sharded, or has no layers to checkpoint; or a setting has a wrong value. The model is
+            unchanged then.
     """
     config = FSDP2Config(**settings)
     plan = tp_shard_plan if tp_shard_plan is not None else config.tp_plan
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
-    get_flat_mesh(device_mesh, dp_cp_mesh_name)  # must exist: a training loop needs it
+    get_flat_mesh(device_mesh, dp_cp_mesh_name)  # raises if the axis does not exist
     offload = offload_policy
     if cpu_offload and offload is None:
-        # Memory is pinned for copies to a device: without one, torch cannot pin it.
+        # Pinned memory speeds up copies to a device; torch cannot pin memory without a device.
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
     elif cpu_offload and not isinstance(offload, CPUOffloadPolicy):
         raise ValueError(f"cpu_offload=True contradicts offload_policy={offload}: give only one.")
@@ -122,7 +123,7 @@ def fsdp2_strategy_parallelize(
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size())
-    if not experts:  # this stage of a model with experts has none
+    if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
     check_can_be_sharded(model, are_split=tp_mesh.size() > 1)
     if config.patch_is_packed_sequence:
@@ -133,8 +134,9 @@ def fsdp2_strategy_parallelize(
             model, tp_mesh, plan, sequence_parallel=config.sequence_parallel, handed_out=experts
         )
     if moe_mesh is not None:
-        # FSDP2 averages the experts' gradients over ep_shard, and all others over fsdp_mesh, which
-        # has all ranks with different tokens. The scale makes both averages over the latter.
+        # FSDP2 averages the experts' gradients over ep_shard, and other gradients over fsdp_mesh,
+        # which has all ranks with different tokens. With this scale, both are averages over
+        # fsdp_mesh.
         scale = moe_mesh.size(0) / fsdp_mesh.size()
         apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh, gradient_scale=scale)
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
@@ -156,7 +158,7 @@ def fsdp2_strategy_parallelize(
     apply_fsdp_sharding_recursively(
         model,
         fsdp_mesh,
-        # Outputs of modules between the layers and the root have the parameters' precision.
+        # Outputs of layers have the parameters' dtype; only the root's outputs have output_dtype.
         replace(precision, output_dtype=precision.param_dtype or precision.output_dtype),
         offload,
         reshard_after_forward=config.reshard_after_forward,
@@ -165,7 +167,7 @@ def fsdp2_strategy_parallelize(
     fully_shard(
         model,
         mesh=fsdp_mesh,
-        reshard_after_forward=False,  # the root's parameters are needed first in backward
+        reshard_after_forward=False,  # backward needs the root's parameters first
         mp_policy=precision,
         offload_policy=cast("Any", offload),  # None is the default, though not in its type
     )
@@ -178,19 +180,20 @@ class FSDP2Manager:
     """Applies an `FSDP2Config` to models: tensor parallelism, checkpointing, FSDP2, compile.
 
     Args:
-        config: the settings.
-        device_mesh: a mesh that `create_device_meshes` returned; None for one process.
-        moe_mesh: the experts' mesh, if `create_device_meshes` returned one.
-        ep_size: as in `fsdp2_strategy_parallelize`; if it makes a mesh, all ranks must call this.
-        packed_sequences: whether sequences are packed in training; transformers' check for them
-            then stays, whatever the config says.
+        config: settings of FSDP2.
+        device_mesh: mesh that `create_device_meshes` returned; None for a single process.
+        moe_mesh: experts' mesh, if `create_device_meshes` returned one.
+        ep_size: as in `fsdp2_strategy_parallelize`. All ranks must construct the manager, because
+            it may create the experts' mesh.
+        packed_sequences: whether training uses packed sequences. If so, transformers' check for
+            them is not replaced, even if the config says so.
 
     Attributes:
-        moe_mesh: the experts' mesh, passed or made here; None without expert parallelism.
+        moe_mesh: experts' mesh, passed or created; None without expert parallelism.
 
     Raises:
-        ValueError: `ep_size` does not fit the ranks or `moe_mesh`; or the two meshes are not in one
-            universe, so that FSDP2 cannot combine them.
+        ValueError: `ep_size` does not fit the number of ranks or `moe_mesh`; or the two meshes are
+            not in one universe, so that FSDP2 cannot combine them.
     """
 
     def __init__(
@@ -219,8 +222,8 @@ class FSDP2Manager:
     ) -> _Model:
         """Split and shard a model in place with `fsdp2_strategy_parallelize`, and return it.
 
-        On one process, which has nothing to split, only activation checkpointing is applied, and
-        the model keeps its precision.
+        On one rank, nothing is split or sharded: only activation checkpointing and
+        `reapply_trainability` are applied, and the model keeps its precision.
         """
         patch = self.config.patch_is_packed_sequence and not self.packed_sequences
         config = replace(self.config, patch_is_packed_sequence=patch, enable_compile=False)
@@ -243,7 +246,7 @@ class FSDP2Manager:
         return model
 
     def maybe_compile(self, model: _Model) -> _Model:
-        """Compile each decoder layer of a model in place, if the config says so, and return it.
+        """Compile each layer of a model in place, if the config says so, and return the model.
 
         Layers are the items of the outermost ModuleLists and ModuleDicts.
         """
@@ -256,10 +259,10 @@ class FSDP2Manager:
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     """Unshard all parameters that FSDP2 shards, on all ranks, within the context.
 
-    A forward inside gathers nothing, but reshards each layer after its use as usual, unless the
-    layer has `reshard_after_forward=False`. Changes to parameters are lost, except those that a
-    rank makes to its own shard. With tensor parallelism, parameters are whole along the sharded
-    axis only, and still DTensors on the TP mesh.
+    A first forward inside needs no all-gather, but reshards each layer after its use as usual,
+    unless the layer has `reshard_after_forward=False`. Changes to parameters are lost, except those
+    that a rank makes to its own shard. With tensor parallelism, parameters are still DTensors on
+    the TP mesh: only the sharding of FSDP2 is undone.
 
     Example:
         >>> with unshard_fsdp2_model(model):  # doctest: +SKIP
@@ -288,12 +291,12 @@ def apply_fsdp_sharding_recursively(
 
     Args:
         module: the module to search, which may be such a list.
-        mesh: 1-D (shards) or 2-D (replicas, shards).
+        mesh: 1-D mesh (shards), or 2-D mesh (replicas, shards).
         mp_policy: precision of parameters, gradients and outputs; None to keep it.
-        offload_policy: where sharded parameters live; None for the mesh's device.
-        reshard_after_forward: setting for each item; None for all items but the last of a list,
-            whose parameters are needed again at once in backward.
-        prefetch_depths: how many items ahead to gather explicitly in backward and in forward.
+        offload_policy: policy for the device that stores sharded parameters; None for the mesh's.
+        reshard_after_forward: whether items are resharded after forward. None for all items but
+            the last one of a list, whose parameters backward needs first.
+        prefetch_depths: number of items to gather ahead explicitly, in backward and in forward.
     """
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy}
     if mp_policy is not None:
@@ -306,29 +309,28 @@ def apply_fsdp_sharding_recursively(
                 reshard = reshard_after_forward
             fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
         backward, forward = prefetch_depths or (0, 0)
-        for place, item in enumerate(items):
-            if following := items[place + 1 : place + 1 + forward]:
+        for index, item in enumerate(items):
+            if following := items[index + 1 : index + 1 + forward]:
                 item.set_modules_to_forward_prefetch(following)
-            if preceding := items[max(0, place - backward) : place][::-1]:
+            if preceding := items[max(0, index - backward) : index][::-1]:
                 item.set_modules_to_backward_prefetch(preceding)
 
 
 def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
-    """Check that FSDP2 can shard a model, before FSDP2 itself would fail half-way.
+    """Check that FSDP2 can shard a model, because FSDP2 itself would fail half-way.
 
     Args:
-        model: the model; neither it nor one of its layers may be sharded yet.
-        are_split: whether tensor parallelism splits it first, which makes parameters contiguous.
+        model: model to check; neither it nor its layers may be sharded.
+        are_split: whether tensor parallelism splits the parameters first: then they are contiguous.
 
     Raises:
-        ValueError: FSDP2 cannot shard it.
+        ValueError: FSDP2 cannot shard the model.
     """
     modules = [("itself", model), *chain.from_iterable(layer_lists(model))]
     sharded = [name for name, module in modules if isinstance(module, FSDPModule)]
     if sharded:
         raise ValueError(
-            f"{type(model).__name__} is sharded already: {sharded}. A model must be parallelized "
-            "once only."
+            f"{type(model).__name__} is sharded already: {sharded}. Parallelize a model only once."
         )
     for name, parameter in model.named_parameters():
         if parameter.layout != torch.strided:
@@ -341,11 +343,12 @@ def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
         else:
             continue
         raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
-    layers_with: dict[int, dict[int, str]] = {}  # by module, the names of layers by their id
+    # For each module (by id), the layers that have it: words for a layer, by its id.
+    layers_with: dict[int, dict[int, str]] = {}
     for layer_name, layer in modules[1:]:
         for module in layer.modules():
             layers_with.setdefault(id(module), {})[id(layer)] = f"layer {layer_name!r}"
-    owners: dict[int, dict[int, str]] = {}  # by parameter, the layers that have it; or the root
+    owners: dict[int, dict[int, str]] = {}  # the same for each parameter; the model counts as one
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = model.get_submodule(name.rpartition(".")[0])
         sharing = owners.setdefault(id(parameter), {})
@@ -353,6 +356,6 @@ def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
         if len(sharing) > 1:
             raise ValueError(
                 f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, but FSDP2 "
-                "shards each layer on its own. Give each its own parameter, use one layer twice, "
+                "shards each layer separately. Give each its own parameter, use one layer twice, "
                 "or pass the output of one module to the other's forward."
             )

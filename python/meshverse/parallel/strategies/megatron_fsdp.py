@@ -1,4 +1,4 @@
-"""Megatron-FSDP on our meshes: applies tensor parallelism, then the package `megatron-fsdp`.
+"""Megatron-FSDP for a trainer: tensor parallelism, then sharding by the package `megatron-fsdp`.
 
 The package is optional: `pip install "meshverse[megatron]"`.
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import MegatronFSDPConfig, TPPlan
-from meshverse.parallel.meshes.create import asked_ep_size
+from meshverse.parallel.meshes.create import requested_ep_size
 from meshverse.parallel.meshes.submesh import axis_size, check_covered, get_flat_mesh, get_submesh
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import import_class_from_path
@@ -47,28 +47,28 @@ def megatron_fsdp_strategy_parallelize(
     """Split a model by tensor parallelism and shard it with Megatron-FSDP.
 
     Args:
-        model: the model, which is split in place, then wrapped.
-        device_mesh: a mesh that `create_megatron_fsdp_device_mesh` returned; the model is moved to
+        model: model to split in place and then wrap.
+        device_mesh: mesh that `create_megatron_fsdp_device_mesh` returned; the model is moved to
             its device type.
-        optimizer: optimizer of the model's parameters; afterwards it has the sharded ones, in one
-            group with the optimizer's default settings.
-        tp_shard_plan: the tensor-parallel plan; by default chosen for the model.
+        optimizer: optimizer of the model's parameters. Afterwards it has the sharded parameters, in
+            one group with the optimizer's default settings.
+        tp_shard_plan: tensor-parallel plan; by default one is chosen for the model.
         dp_shard_dim: axis to shard over; by default dp_cp with context parallelism, else dp.
         tp_dim: axis of tensor parallelism.
-        reapply_trainability: function that sets again which parameters are trained; called with the
-            model after its parameters are split, and before they are sharded.
+        reapply_trainability: function that sets requires_grad of the parameters again; called with
+            the model after its parameters are split, and before they are sharded.
         settings: fields of `MegatronFSDPConfig`.
 
     Returns:
-        The wrapped model and the optimizer; the model itself if the axis to shard over has one
-        rank.
+        The wrapped model and the optimizer. If the axis to shard over has one rank, the model is
+        not wrapped.
 
     Raises:
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh lacks an axis.
         TypeError: there is no such setting.
-        ValueError: the mesh has axes over which nothing is split here; the installed version does
-            not support a setting; the model has no unit modules, or lacks parameters of the
+        ValueError: the mesh has axes over which this function splits nothing; the installed version
+            does not support a setting; the model has no unit modules, or lacks parameters of the
             optimizer. The model is unchanged then.
     """
     config = MegatronFSDPConfig(**settings)
@@ -83,10 +83,10 @@ def megatron_fsdp_strategy_parallelize(
     shard_dim = dp_shard_dim or ("dp_cp" if axis_size(device_mesh, "cp") > 1 else "dp")
     shard_mesh, tp_mesh = get_flat_mesh(device_mesh, shard_dim), get_flat_mesh(device_mesh, tp_dim)
     sizes = {axis: axis_size(device_mesh, axis) for axis in ("pp", "dp_replicate")}
-    for name, size in (sizes | {"ep_size": asked_ep_size(device_mesh)}).items():
+    for name, size in (sizes | {"ep_size": requested_ep_size(device_mesh)}).items():
         if size > 1:
             raise ValueError(
-                f"Megatron-FSDP does not support {name}={size}. Make the mesh with "
+                f"Megatron-FSDP does not support {name}={size}. Create the mesh with "
                 "create_megatron_fsdp_device_mesh, or use FSDP2."
             )
     check_covered(device_mesh, (shard_mesh, tp_mesh))
@@ -100,8 +100,8 @@ def megatron_fsdp_strategy_parallelize(
         place = (torch.cuda.current_device(),) if device_mesh.device_type == "cuda" else ()
         arguments = {
             **fully_shard_arguments(config, shard, package),
-            # A mesh whose own axes these are: the package slices them, which torch refuses for
-            # flattened axes.
+            # A mesh with these two as native axes: the package slices the mesh, which torch
+            # refuses for flattened axes.
             "device_mesh": get_submesh(device_mesh, (shard_dim, tp_dim)),
             "dp_shard_dim": shard_dim,
             "tp_dim": tp_dim,
@@ -134,8 +134,8 @@ class MegatronFSDPManager:
     """Applies a `MegatronFSDPConfig` to models.
 
     Args:
-        config: the settings.
-        device_mesh: a mesh that `create_device_meshes` returned; None for one process.
+        config: settings of Megatron-FSDP.
+        device_mesh: mesh that `create_device_meshes` returned; None for a single process.
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh | None) -> None:
@@ -148,7 +148,10 @@ class MegatronFSDPManager:
         optimizer: torch.optim.Optimizer | None = None,
         reapply_trainability: Callable[[nn.Module], None] | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """Split and shard a model by `megatron_fsdp_strategy_parallelize`, if on several ranks."""
+        """Split and shard a model by `megatron_fsdp_strategy_parallelize`.
+
+        On one rank, only activation checkpointing and `reapply_trainability` are applied.
+        """
         if self.device_mesh is None or self.device_mesh.size() == 1:
             mode = self.config.activation_checkpointing
             prepare(model, mode, "all", reapply_trainability)
@@ -178,16 +181,17 @@ def fully_shard_arguments(
     """Return a config as arguments for the installed package.
 
     Args:
-        config: the settings.
-        shard: `fully_shard` or `fully_shard_model`; its signature says which arguments exist.
-        package: `megatron_fsdp`.
+        config: settings to convert.
+        shard: `fully_shard` or `fully_shard_model`; its signature has the known arguments.
+        package: the module `megatron_fsdp`.
 
     Raises:
-        ValueError: a setting is on, though off by default, and the package has no argument for it.
+        ValueError: a setting that is off by default is on, and the package has no argument for it.
     """
     known = inspect.signature(shard).parameters
     wanted = config.to_dict()
-    del wanted["megatron_fsdp_unit_modules"], wanted["activation_checkpointing"]  # ours
+    # The package has no such arguments.
+    del wanted["megatron_fsdp_unit_modules"], wanted["activation_checkpointing"]
     wanted["init_model_with_meta_device"] = wanted.pop("init_fsdp_with_meta_device")
     arguments = {name: value for name, value in wanted.items() if name in known}
     if "mixed_precision_policy" in known:  # newer versions have it instead of these two
@@ -208,16 +212,16 @@ def fully_shard_arguments(
 
 
 def _unit_modules(
-    model: nn.Module, asked: Sequence[str | type[nn.Module]] | None
+    model: nn.Module, given: Sequence[str | type[nn.Module]] | None
 ) -> list[type[nn.Module]]:
-    """Return the classes of modules to shard one by one; by default the `_no_split_modules`."""
+    """Return the classes of modules to shard one by one; by default `_no_split_modules`."""
     present = {type(module) for module in model.modules()}
-    if asked is None:
+    if given is None:
         names = getattr(model, "_no_split_modules", None) or ()
         units = [each for each in present if each.__name__ in names]
         absent = [] if units else [*names, "its _no_split_modules"]
     else:
-        units = [import_class_from_path(each) if isinstance(each, str) else each for each in asked]
+        units = [import_class_from_path(each) if isinstance(each, str) else each for each in given]
         absent = [unit for unit in units if not any(issubclass(each, unit) for each in present)]
     if absent:
         raise ValueError(
@@ -229,9 +233,9 @@ def _unit_modules(
 
 @contextlib.contextmanager
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo the step with zero gradients by which megatron-fsdp creates the optimizer's state.
+    """Undo the effects of an optimizer step, which megatron-fsdp runs to create the state.
 
-    The step would decay the weights, and count as the first in Adam's bias correction.
+    With zero gradients, this step would still decay weights, and count in Adam's bias correction.
     """
     learning_rate = optimizer.defaults["lr"]
     optimizer.defaults["lr"] = 0.0
@@ -256,8 +260,8 @@ def _warn_of_lost_groups(optimizer: torch.optim.Optimizer) -> None:
     if len(groups) > 1 or any(changed):
         warnings.warn(
             f"megatron-fsdp puts all parameters into one group with the optimizer's defaults: the "
-            f"settings {changed} of its {len(groups)} groups are lost. To keep them, leave the "
-            "optimizer out here, create it from the wrapped model's parameters, and call "
+            f"settings {changed} of its {len(groups)} groups are lost. To keep them, do not pass "
+            "the optimizer here; create it from the wrapped model's parameters, and call "
             "megatron_fsdp.fully_shard_optimizer.",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """Parallel styles for modules between a column-wise and a row-wise layer.
 
-There, every rank works on its own heads or features with plain local tensors. A tensor that is the
-same on all ranks (a norm's weight, a key that all heads share) gets a gradient from the rank's own
-heads only, and these gradients must be summed.
+Between these layers, each rank computes with its own heads or features, in plain local tensors. A
+tensor that is the same on all ranks, such as a norm's weight or a key that all heads share, gets a
+gradient from this rank's heads only. These gradients must be summed over the ranks.
 
 Example:
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -45,8 +45,11 @@ def split_parameters(
 ) -> None:
     """Turn parameters of a module into DTensors over a 1-D mesh, in place.
 
-    `placements` are by name, which may be that of a submodule's parameter. All ranks take the
-    values of `src_data_rank`; if it is None, each keeps its own.
+    Args:
+        module: module that has the parameters, or whose submodules have them.
+        placements: placement of each parameter to distribute, by name.
+        mesh: 1-D mesh.
+        src_data_rank: rank of the mesh whose values all ranks get; None for each rank's own values.
     """
     for name, placement in placements.items():
         owner, _, own_name = name.rpartition(".")
@@ -59,8 +62,8 @@ def split_parameters(
 
 @contextlib.contextmanager
 def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Replace a module's parameters by tensors of the same names, within the block."""
-    # An attribute of the instance hides the parameter, which stays registered.
+    """Replace a module's parameters by tensors of the same names, within the context."""
+    # An attribute of the instance hides the parameter, which is still registered.
     module.__dict__.update(tensors)
     try:
         yield
@@ -70,7 +73,7 @@ def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that all ranks have, with its gradient summed over the 1-D mesh."""
+    """Return a tensor that is the same on all ranks; backward sums its gradient over the mesh."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])
 
@@ -80,32 +83,33 @@ class CheckedStyle(ParallelStyle):
 
     @abstractmethod
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that a module with whole parameters can be split over `size` ranks.
+        """Check that a module, which is not distributed yet, can be split over `size` ranks.
 
         Raises:
-            ValueError: the module cannot have this style.
+            ValueError: this style cannot be applied to the module.
         """
 
 
 class LocalParameters(CheckedStyle):
-    """Style that turns parameters into DTensors, whose local tensors the module's forward uses.
+    """Style that turns a module's own parameters into DTensors; forward uses their local tensors.
 
-    For a parameter without a layer of its own, such as attention sinks: they have a value for each
-    head, and a rank needs those of its own heads. Other parameters and submodules are unchanged.
+    Use it for parameters that are not a layer's, such as attention sinks, which have a value for
+    each head: a rank needs the values of its own heads. Other parameters and submodules are
+    unchanged.
 
     Args:
-        placements: placements by name of the module's own parameters.
+        placements: placement of each of the module's own parameters to distribute, by name.
     """
 
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         self.placements = dict(placements or {})
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
-        """Return the placements of the parameters that become DTensors, by name."""
+        """Return the placement of each parameter that becomes a DTensor, by name."""
         return self.placements
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has the parameters, in sizes that divide by the ranks."""
+        """Check that the module has the parameters, with sizes divisible by the number of ranks."""
         own = dict(module.named_parameters(recurse=False))
         for own_name, placement in self.placements_of(module).items():
             if own_name not in own:
@@ -115,15 +119,15 @@ class LocalParameters(CheckedStyle):
                 )
             if isinstance(placement, Shard) and (n := own[own_name].size(placement.dim)) % size:
                 raise ValueError(
-                    f"{name}.{own_name}: size {n} of dim {placement.dim} does not divide by the "
-                    f"{size} ranks of tensor parallelism. The number of ranks must divide it."
+                    f"{name}.{own_name}: size {n} of dim {placement.dim} is not divisible by the "
+                    f"{size} ranks of tensor parallelism. Use a number of ranks that divides it."
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = self.placements_of(module)
         split_parameters(module, names, device_mesh, self.src_data_rank)
 
-        # An attribute of the instance hides the parameter, which stays registered.
+        # An attribute of the instance hides the parameter, which is still registered.
         def hide(module: nn.Module, arguments: Any) -> None:
             for name in names:
                 module.__dict__[name] = self._local(cast("DTensor", module._parameters[name]))
@@ -144,9 +148,10 @@ class LocalParameters(CheckedStyle):
 
 
 class ReplicatedWithGradAllreduce(LocalParameters):
-    """Style of a module on local heads: replicates its parameters, and sums their gradients.
+    """Style of a module that works on local heads: replicates its parameters, sums their gradients.
 
-    For example the norm of queries and keys in attention: a rank's gradient is that of its heads.
+    Use it, for example, for norms of queries and keys in attention: without the sum, a rank's
+    gradient would be that of its own heads.
     """
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -159,15 +164,15 @@ class ReplicatedWithGradAllreduce(LocalParameters):
 
 @dataclass(eq=False)
 class SharedKeyGradAllreduce(CheckedStyle):
-    """Style of a layer whose last output features all heads share: sums their gradient.
+    """Style of a layer whose last output features are shared by all heads: sums their gradient.
 
     In multi-head latent attention, the projection to the latent also computes the rotary part of
     the key, which all heads share: its gradient is the sum over all ranks' heads. The features
     before it go to a column-wise layer, which sums their gradient itself.
 
     Args:
-        shared_size: number of these last features, the config's `qk_rope_head_dim`; it must be set
-            when the style is applied. `get_hf_tp_shard_plan` sets it.
+        shared_size: number of these last features, `qk_rope_head_dim` in the model's config. It
+            must be set before the style is applied; `get_hf_tp_shard_plan` sets it.
     """
 
     shared_size: int | None = None
@@ -176,8 +181,8 @@ class SharedKeyGradAllreduce(CheckedStyle):
         """Check that the number of shared features is known."""
         if not self.shared_size:
             raise ValueError(
-                f"{name}: {self} must have the number of last output features that all heads "
-                "share. Give shared_size, the model's qk_rope_head_dim."
+                f"{name}: {self} needs the number of last output features that all heads share. "
+                "Pass the model's qk_rope_head_dim as shared_size."
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -194,11 +199,11 @@ class SharedKeyGradAllreduce(CheckedStyle):
 
 @dataclass(eq=False)
 class GatherTokens(ParallelStyle):
-    """Style of a module that gets all tokens on every rank, though others are split by tokens.
+    """Style of a module that needs all tokens on every rank, amid modules split by tokens.
 
-    For modules that sequence parallelism cannot split, such as a router with its experts. The
-    output, or the first of several, must have the shape of the hidden states; it is split by tokens
-    again.
+    Use it for modules that sequence parallelism cannot split, such as a router with its experts.
+    The output, or the first of several outputs, must have the shape of the hidden states; it is
+    split by tokens again.
 
     Args:
         dim: dimension of the tokens in the hidden states.
@@ -210,7 +215,7 @@ class GatherTokens(ParallelStyle):
         split = [Shard(self.dim)]
 
         def gather(module: nn.Module, arguments: Any, keywords: Any) -> Any:
-            # All ranks compute the same from it, so each has the whole gradient.
+            # All ranks compute the same with it, so each rank gets the whole gradient.
             return tree_map_only(DTensor, DTensor.full_tensor, (arguments, keywords))
 
         def split_again(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -233,10 +238,10 @@ class _PackedParallel(CheckedStyle):
     """
 
     parts: int = 2
-    _features: ClassVar[str]  # the attribute with the number of features that are packed
+    _features: ClassVar[str]  # name of the attribute with the number of packed features
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module is linear, and that each part divides by the ranks."""
+        """Check that the module is linear, and that each part is divisible by `size`."""
         is_linear = isinstance(module, nn.Linear)
         if not is_linear or getattr(module, self._features) % (self.parts * size):
             raise ValueError(
@@ -248,9 +253,9 @@ class _PackedParallel(CheckedStyle):
 class PackedColwiseParallel(_PackedParallel):
     """Column-wise style for a linear layer that packs several equal parts, such as gate and up.
 
-    A rank's output has its features of each part. The weight is split into contiguous rows, so its
-    full tensor is that of one process. The output is gathered and each rank picks its features,
-    which costs one all-gather more than separate layers.
+    A rank's output has this rank's features of each part. The weight is split into contiguous rows,
+    so its full tensor is that of one process. The output is gathered, and each rank selects its
+    features; this costs one all-gather more than separate layers.
     """
 
     _features = "out_features"
@@ -271,8 +276,8 @@ class PackedColwiseParallel(_PackedParallel):
 class PackedRowwiseParallel(_PackedParallel):
     """Row-wise style for a linear layer whose input has this rank's features of several parts.
 
-    The counterpart of `PackedColwiseParallel`: the input is gathered and reordered as in one
-    process.
+    It is the counterpart of `PackedColwiseParallel`. The input is gathered, and its features are
+    reordered as in one process.
     """
 
     _features = "in_features"

@@ -1,4 +1,4 @@
-"""Application of a tensor-parallel plan: checks it against a model, then splits the model.
+"""Application of a tensor-parallel plan: check it against a model, then split the model.
 
 Example:
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -40,7 +40,7 @@ from .gaps import fill_gaps, has_local_output
 _logger = logging.getLogger(__name__)
 _FIRST, _SECOND = "lora_A", "lora_B"  # PEFT's names, by which it also saves them
 
-# Names of the number of heads in attention modules of transformers and of its relatives.
+# Attributes for the number of heads in attention modules of transformers and similar libraries.
 _HEAD_COUNTS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head"),
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
@@ -52,28 +52,29 @@ def apply_tp_plan(
 ) -> None:
     """Split a model in place over a mesh, as `parallelize_module` does, and keep it consistent.
 
-    In addition to `parallelize_module`:
+    Differences from `parallelize_module`:
 
-    - Nothing is changed if any entry of the plan does not fit the model.
+    - If an entry of the plan does not fit the model, nothing is changed.
     - Modules that work on a rank's own heads, such as norms of queries and keys, get a style that
-      sums their gradients if the plan has none for them.
-    - Modules with an attribute for the number of heads get the number on one rank.
+      sums their gradients, if the plan has no style for them.
+    - Attributes for the number of heads are set to the number on one rank.
     - LoRA layers are split together with the layer that they adapt.
-    - Shared parameters, such as tied embeddings, stay shared.
+    - Shared parameters, such as tied embeddings, are still shared afterwards.
     - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
 
     Args:
-        model: a model with whole parameters; those that the plan names become DTensors.
-        tp_mesh: a 1-D mesh.
-        plan: parallel styles by module name. A wildcard stands for one component of a name; later
-            entries win.
-        strict: whether an entry that matches no module is an error; else it is ignored with a
+        model: model whose parameters are not distributed yet; those that the plan names become
+            DTensors.
+        tp_mesh: 1-D mesh.
+        plan: parallel styles by module name. A wildcard stands for one component of a name. If
+            several entries match a module, the last one is used.
+        strict: whether an entry that matches no module is an error; if not, it is ignored with a
             warning.
 
     Raises:
-        TypeError: a value of the plan is no parallel style.
-        ValueError: an entry matches no module, a style does not fit its module, sizes or heads do
-            not divide by the number of ranks, or modules that share a parameter would split it
+        TypeError: a value of the plan is not a parallel style.
+        ValueError: an entry matches no module, a style does not fit its module, sizes or heads are
+            not divisible by the number of ranks, or modules that share a parameter would split it
             differently.
     """
     given: Mapping[str, Any] = plan
@@ -81,7 +82,7 @@ def apply_tp_plan(
     if wrong:
         raise TypeError(
             f"The tensor-parallel plan has {wrong}: all values must be parallel styles. "
-            "translate_to_torch_parallel_style() makes them from transformers' names."
+            "translate_to_torch_parallel_style() returns a style for transformers' name of it."
         )
     planned = fill_gaps(model, _styles_by_module(model, plan, strict))
     styles = {
@@ -97,8 +98,8 @@ def apply_tp_plan(
         if len(set(placements.values())) > 1:
             raise ValueError(
                 f"{names} are one parameter, but the plan would split it in different ways: "
-                f"{placements}. Their modules' styles must split it alike, such as row-wise for an "
-                "embedding and column-wise for the head tied to it."
+                f"{placements}. The styles of their modules must split it in the same way, such "
+                "as row-wise for an embedding and column-wise for the head that is tied to it."
             )
     local_heads = list(_local_heads(model, planned, tp_mesh.size()))
 
@@ -116,11 +117,11 @@ def apply_tp_plan(
 
 
 def synchronize_random_state(mesh: DeviceMesh) -> None:
-    """Broadcast the random state of a 1-D mesh's first rank, for the CPU and the mesh's device.
+    """Set the random state of all ranks of a 1-D mesh to that of its first rank.
 
-    Between the layers that tensor parallelism splits, all its ranks have the same activations, and
-    must draw the same numbers for dropout. `apply_tp_plan` calls this. Call it on all ranks again
-    after each new seed.
+    This includes the CPU's state and that of the mesh's device. Between split layers, all ranks of
+    tensor parallelism have the same activations, and must draw the same random numbers for dropout.
+    `apply_tp_plan` calls this. After you set a new seed, call it again on all ranks.
 
     Example:
         >>> torch.manual_seed(seed + rank)  # doctest: +SKIP
@@ -166,7 +167,7 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
             f"{name} is a {type(module).__name__}, but {style} can only split linear layers and "
             "embeddings. Remove it from the plan, or name the layers inside."
         )
-    # Local tensors carry no global size, so those that other layers read must have equal sizes.
+    # A local tensor does not have the global size, so other layers need equal sizes on all ranks.
     if isinstance(style, RowwiseParallel):
         local = style.input_layouts == (Shard(-1),)
         width, what = getattr(module, "in_features", size), "input"
@@ -175,15 +176,15 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
         width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
     if local and width % size:
         raise ValueError(
-            f"{name}: its {width} {what} features do not divide by the {size} ranks of tensor "
-            "parallelism, and must. Use other sizes, or remove the layer from the plan."
+            f"{name}: its {width} {what} features are not divisible by the {size} ranks of tensor "
+            "parallelism, and must be. Use other sizes, or remove the layer from the plan."
         )
 
 
 def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
-    """Yield module, attribute and new value for each number of heads that becomes a rank's own."""
+    """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
     split = [parent_name(name) for name, style in styles.items() if has_local_output(style)]
     for region in dict.fromkeys(split):
         module = model.get_submodule(region)
@@ -193,14 +194,14 @@ def _local_heads(
                 continue
             if count % size:
                 raise ValueError(
-                    f"{region}.{attribute}={count} does not divide by the {size} ranks of tensor "
-                    "parallelism. The number of ranks must divide the heads."
+                    f"{region}.{attribute}={count} is not divisible by the {size} ranks of tensor "
+                    "parallelism. Use a number of ranks that divides the number of heads."
                 )
             yield module, attribute, count // size
         heads, features = counts["num_heads"], getattr(module, "head_dim", None)
         if isinstance(heads, int) and isinstance(features, int):
-            # The width of all heads, to which older attention modules join them again. Where it is
-            # also the model's width, forward reads it for nothing else.
+            # The width of all heads together, to which older attention modules reshape. If it is
+            # also the model's width, forward still reads it only for this purpose.
             for attribute in ("hidden_size", "embed_dim"):
                 if getattr(module, attribute, None) == heads * features:
                     yield module, attribute, heads * features // size
@@ -219,7 +220,7 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 def _placement(
     model: nn.Module, name: str, styles: Mapping[str, ParallelStyle]
 ) -> Placement | None:
-    """Return the placement that a plan gives a parameter; None if it leaves the parameter whole."""
+    """Return the placement of a parameter under a plan; None if the plan does not split it."""
     owner, _, own_name = name.rpartition(".")
     style, module = styles.get(owner), model.get_submodule(owner)
     if isinstance(style, LocalParameters):
@@ -233,10 +234,11 @@ def _placement(
 
 
 def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of the parts of a layer with adapters, by name; else the layer's style.
+    """Return the styles of a layer and of its adapters, by name.
 
-    LoRA adds a product of two matrices. In a column-wise layer, the first stays whole and the
-    second is column-wise; in a row-wise layer, the first is row-wise and the second whole.
+    LoRA adds the product of two matrices. In a column-wise layer, the first matrix is replicated
+    and the second is column-wise. In a row-wise layer, the first is row-wise and the second is
+    replicated.
 
     Raises:
         ValueError: the adapters cannot be split with the layer.
@@ -258,8 +260,8 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     if others or layouts is None or not isinstance(adapted(module), nn.Linear):
         raise ValueError(
             f"{name} ({type(module).__name__}) cannot be split with its adapters by {style}: "
-            f"{others or [*known]}. Adapters must be LoRA's pairs of linear layers {_FIRST!r} and "
-            f"{_SECOND!r} on a linear layer. Merge the adapters, remove the layer from the plan, "
+            f"{others or [*known]}. Adapters must be LoRA's pairs of linear layers, {_FIRST!r} and "
+            f"{_SECOND!r}, on a linear layer. Merge the adapters, remove the layer from the plan, "
             "or use tp_size=1."
         )
     before, after = layouts
@@ -272,14 +274,14 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
 
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:
-    """Return a layer's input and output layouts, or None if an adapter cannot have them."""
+    """Return a layer's input and output layouts; None if they are not possible with an adapter."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
     (before,), (after,) = style.input_layouts, style.output_layouts  # type: ignore[attr-defined]
-    # With partial sums, the second matrix would get the gradient of its own rank's term only.
+    # With partial sums, the second matrix would get only the gradient of this rank's term.
     return None if before.is_partial() or after.is_partial() else (before, after)
 
 
 def _of_tokens(layout: Placement) -> ParallelStyle | None:
-    """Return the style of a whole matrix amid a layout: None if that is replicated."""
+    """Return the style of a replicated matrix for its input layout; None if it needs no style."""
     return SequenceParallel(sequence_dim=layout.dim) if isinstance(layout, Shard) else None

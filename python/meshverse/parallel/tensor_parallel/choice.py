@@ -1,4 +1,4 @@
-"""Choice of a model's tensor-parallel plan: given, registered, its own, or that of a Llama."""
+"""Choice of a model's tensor-parallel plan: passed, registered, its own, or Llama's."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def register_tp_plan(model_class: type[nn.Module], function: PlanFunction) -> No
     """Register a tensor-parallel plan for models of a class.
 
     Args:
-        model_class: the class; it also covers subclasses without a plan of their own.
-        function: called as `function(model, sequence_parallel)`; returns the plan.
+        model_class: class of the models; subclasses without a registered plan are included.
+        function: function that is called as `function(model, sequence_parallel)`, and returns the
+            plan.
 
     Example:
         >>> register_tp_plan(MyModel, lambda model, _: {"up": ColwiseParallel()})  # doctest: +SKIP
@@ -72,17 +73,17 @@ def apply_tensor_parallelism(
     """Split a model in place by a tensor-parallel plan.
 
     Args:
-        model: a model with whole parameters.
-        tp_mesh: a 1-D mesh.
-        tp_shard_plan: the plan, its import path, or a function that returns it: of no arguments, or
-            of the model and sequence_parallel. None for the plan registered for the model's class,
-            else the model's own, else that of a Llama, with a warning.
-        sequence_parallel: whether activations between the split layers are split by tokens.
+        model: model whose parameters are not distributed yet.
+        tp_mesh: 1-D mesh.
+        tp_shard_plan: the plan, its import path, or a function that returns it, called without
+            arguments or with the model and `sequence_parallel`. By default the plan registered for
+            the model's class; else the model's own plan; else Llama's plan, with a warning.
+        sequence_parallel: whether activations between split layers are split by tokens.
         handed_out: names of modules whose whole experts are, or will be, distributed over an
-            experts' mesh. The plan's styles for experts skip these modules.
+            experts' mesh. The plan's styles for experts are not applied to these modules.
 
     Raises:
-        TypeError: the plan is none of these.
+        TypeError: the plan is not of such a type.
         ValueError: the plan does not fit the model, or does not support sequence parallelism.
     """
     plan = _choose(model, tp_shard_plan, sequence_parallel)
@@ -91,24 +92,24 @@ def apply_tensor_parallelism(
     elif sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True, and the plan for {type(model).__name__} splits no tokens: "
-            f"{dict(plan)} must have SequenceParallel styles or layouts Shard(1). {_LLAMA}; else "
-            "add these to the plan, or use sequence_parallel=False."
+            f"{dict(plan)} must have SequenceParallel styles or layouts Shard(1). {_LLAMA}; for "
+            "others, add these to the plan, or use sequence_parallel=False."
         )
     inside = tuple(f"{name}." for name in handed_out)
 
-    def is_left_alone(key: str, style: ParallelStyle) -> bool:
+    def is_skipped(key: str, style: ParallelStyle) -> bool:
         found = matching_modules(model, key)
         if isinstance(style, StackedStyle):
             return set(found) <= set(handed_out)
         return bool(found) and all(name.startswith(inside) for name in found)
 
     if handed_out:
-        plan = {key: style for key, style in plan.items() if not is_left_alone(key, style)}
+        plan = {key: style for key, style in plan.items() if not is_skipped(key, style)}
     apply_tp_plan(model, tp_mesh, plan)
 
 
 def check_heads(model: nn.Module, tp_size: int) -> None:
-    """Check that the numbers of heads in a model's config divide by the size of TP."""
+    """Check that the numbers of heads in a model's config are divisible by the size of TP."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -116,7 +117,7 @@ def check_heads(model: nn.Module, tp_size: int) -> None:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % tp_size:
             raise ValueError(
-                f"{name}={heads} of {type(model).__name__} does not divide by tp_size={tp_size}. "
+                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}. "
                 "tp_size must divide the numbers of attention heads and of key-value heads."
             )
 
@@ -137,9 +138,9 @@ def _check_experts_get_all_tokens(model: nn.Module, plan: Mapping[str, ParallelS
     if split:
         raise ValueError(
             f"The plan for {type(model).__name__} splits tokens over the ranks of tensor "
-            f"parallelism, but the experts {split[:4]} must get all tokens: else they and their "
-            "routers get wrong gradients. Give the blocks around them GatherTokens() in the plan, "
-            "or use sequence_parallel=False."
+            f"parallelism, but the experts {split[:4]} must get all tokens: otherwise they and "
+            "their routers get wrong gradients. Give the blocks around them GatherTokens() in the "
+            "plan, or use sequence_parallel=False."
         )
 
 
@@ -161,31 +162,30 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
     if not has_hf_plan(model):
         plan = llama_tp_plan(model, sequence_parallel)
         _logger.warning(
-            "%s has no tensor-parallel plan, so it is split like a Llama, at %s. If that is wrong, "
-            "register a plan with register_tp_plan().",
+            "%s has no tensor-parallel plan, so it is split by Llama's plan, at %s. If that is "
+            "wrong, register a plan with register_tp_plan().",
             name,
             sorted(plan),
         )
         return plan
     if sequence_parallel:
         raise ValueError(
-            f"sequence_parallel=True, but the plan that {name} carries does not support it. "
-            f"{_LLAMA}; else give your own plan."
+            f"sequence_parallel=True, but {name}'s own plan does not support it. {_LLAMA}; for "
+            "others, give your own plan."
         )
     plan = get_hf_tp_shard_plan(model)
     layers = [f"{layer}." for layer, _ in chain.from_iterable(layer_lists(model))]
     split = [each for key in plan for each in matching_modules(model, key)]
     if layers and not any(each.startswith(tuple(layers)) for each in split):
         raise ValueError(
-            f"The tensor-parallel plan that {name} carries splits none of its {len(layers)} "
-            f"layers: it names {sorted(plan)}. Give your own plan as tp_shard_plan=, or use "
-            "tp_size=1."
+            f"{name}'s own tensor-parallel plan splits none of its {len(layers)} layers: it names "
+            f"{sorted(plan)}. Give your own plan as tp_shard_plan=, or use tp_size=1."
         )
     return plan
 
 
 def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") -> _Plan:
-    """Return the plan registered for a model, or else those of the outermost modules in it."""
+    """Return the plan registered for a model's class; else the plans for modules in the model."""
     for model_class in type(model).__mro__:
         if model_class in _registered:
             plan = _registered[model_class](model, sequence_parallel)
@@ -197,15 +197,15 @@ def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") 
 
 
 def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """Return a plan for those modules of a model that have the names of Llama's.
+    """Return a plan for the modules of a model that have the names of Llama's modules.
 
-    It includes norms of queries and keys. Blocks with experts stay whole. Sequence parallelism
-    splits norms and residuals by tokens; blocks with experts then get all tokens, and the layers
-    exchange DTensors.
+    The plan includes norms of queries and keys. Blocks with experts are not split. With sequence
+    parallelism, norms and residuals are split by tokens, blocks with experts get all tokens, and
+    DTensors are passed between layers.
 
     Raises:
         ValueError: the model has no such layers; a norm needs all heads at once; or, with sequence
-            parallelism, a module with parameters is unlike any of Llama's.
+            parallelism, the plan has no style for a module with parameters.
     """
     queries = f"layers.*.{_QUERIES}"
     around = (name for name, module in model.named_modules() if is_present(module, queries))

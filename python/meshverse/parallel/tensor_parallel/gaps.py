@@ -1,10 +1,13 @@
-"""Repair of tensor-parallel plans, inside layers that are split by heads or features.
+"""Styles that tensor-parallel plans lack, for modules between split layers.
 
-Plans from transformers and from users often lack the styles that are added here: without them,
-logits are right and gradients wrong. In attention or an MLP, between the column-wise projections
-and the row-wise one that closes them, a rank works on its own heads or features. A whole parameter
-used there is the same on all ranks, but its gradients must be summed over them. A parameter with a
-value for each head must be split. A module that needs all features at once cannot be split.
+Plans from transformers and from users often lack the styles that `fill_gaps` adds. Without them,
+logits are right but gradients are wrong. In attention or an MLP, between the column-wise
+projections and the row-wise one that follows, each rank computes with its own heads or features:
+
+- A parameter that is the same on all ranks gets a part of its gradient on each rank: the gradients
+  must be summed over the ranks.
+- A parameter with a value for each head must be split.
+- A module that needs all features at once cannot be split.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from meshverse.parallel.styles.local_styles import (
 
 _Plan = dict[str, ParallelStyle]
 
-# Names of norms of queries, keys and values, and of activations with weights; not of a latent's.
+# Names of norms of queries, keys and values, and of activations with weights. Norms of a latent do
+# not match.
 _HEADS = "(q|k|v|qk|query|key|value)"
 _NORM = "(layer|rms)?_?(norm|ln)"
 _INSIDE = re.compile(rf"{_HEADS}_?{_NORM}|{_NORM}_?{_HEADS}|act_fn|act")
@@ -46,14 +50,14 @@ def has_local_output(style: ParallelStyle) -> bool:
 
 
 def fill_gaps(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the plan, completed so that tensor parallelism computes the same as one process.
+    """Return the plan with added styles, so that results are those of one process.
 
     Raises:
-        ValueError: a norm needs all heads at once; or a parameter has the features of one head, and
-            nothing tells whether it is used on a rank's own heads only.
+        ValueError: a norm needs all heads at once; or a parameter has the size of one head, and it
+            is not known whether it is used only with a rank's own heads.
     """
     filled = {key: style for key, style in plan.items() if not _splits_latent(key, plan)}
-    # Names, or patterns, of the modules whose inside is split by heads or features.
+    # Names (or patterns) of modules that contain layers which are split by heads or features.
     split = [parent_name(key) for key, style in filled.items() if has_local_output(style)]
     for region in dict.fromkeys(split):
         for name in matching_modules(model, region):
@@ -65,7 +69,7 @@ def fill_gaps(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, Par
 
 
 def _splits_latent(key: str, plan: _Plan) -> bool:
-    """Return whether an entry splits the queries' latent features, which their norm needs whole."""
+    """Return whether an entry splits the latent features of queries, which a norm needs whole."""
     region, _, name = key.rpartition(".")
     has_norm = name == "q_a_proj" and child_name(region, "q_b_proj") in plan
     return has_norm and has_local_output(plan[key])
@@ -82,7 +86,7 @@ def _missing_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
         given = plan.get(key := child_name(region, name))
         own = given.placements.values() if type(given) is LocalParameters else [Shard(0)]
         if all(each.is_replicate() for each in own):
-            given = None  # it leaves the parameters, and their gradients, as they are
+            given = None  # this style does not sum the parameters' gradients
         if given is None and (style := _missing_style(name, child, inside)):
             styles[key] = style
     return styles
@@ -102,16 +106,17 @@ def _missing_style(name: str, child: nn.Module, inside: nn.Module) -> ParallelSt
         if shape.numel() in widths and shape.numel() != getattr(inside, "head_dim", None):
             raise ValueError(
                 f"{name!r} of {type(inside).__name__} normalizes {shape.numel()} features, those "
-                "of all heads, but a rank has only some heads. Give a plan as tp_shard_plan= whose "
-                "projections gather their output."
+                "of all heads, but a rank has only some heads. Give a plan as tp_shard_plan= in "
+                "which the projections gather their output."
             )
     return ReplicatedWithGradAllreduce()
 
 
 def _refuse_unknown(region: str, inside: nn.Module, plan: _Plan) -> None:
-    """Raise ValueError for a parameter with one head's features that the plan does not cover.
+    """Raise ValueError for a parameter with the size of one head for which there is no style.
 
-    If it is used on a rank's own heads, its gradient is partial; elsewhere, it is whole.
+    If it is used with a rank's own heads, each rank has a part of its gradient; otherwise, each has
+    the whole gradient. The shape does not show which is the case.
     """
     features = getattr(inside, "head_dim", None)
     if not isinstance(features, int):
@@ -133,7 +138,7 @@ def _refuse_unknown(region: str, inside: nn.Module, plan: _Plan) -> None:
 
 
 def _per_head_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
-    """Return styles that split parameters with a value for each head: sinks, gates (in Doge)."""
+    """Return styles that split parameters with a value for each head: sinks, or gates in Doge."""
     heads = _heads(inside, "k_proj")
     styles: _Plan = {
         key: RowwiseParallel(output_layouts=Shard(-1))
@@ -144,7 +149,7 @@ def _per_head_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
     }
     heads = heads if styles else _heads(inside, "q_proj")
     if not styles and heads == getattr(inside, "head_dim", None):
-        heads = None  # as many heads as features: a parameter of this size could be either's
+        heads = None  # as many heads as features: the shape does not show what a parameter is for
     own = [name for name, shape in _shapes(inside).items() if shape == (heads,)]
     if own and region not in plan:
         styles[region] = LocalParameters(dict.fromkeys(own, Shard(0)))
@@ -160,7 +165,7 @@ def _heads(inside: nn.Module, projection: str) -> int | None:
 
 
 def _sparse_styles(region: str, inside: nn.Module, plan: _Plan) -> _Plan:
-    """Return styles that gather the features of an MLP which keeps only the largest (Gemma 3n)."""
+    """Return styles that gather an MLP's features, if it keeps only the largest ones (Gemma 3n)."""
     styles: _Plan = {}
     own = [key for key in plan if parent_name(key) == region]
     for key in own if getattr(inside, "activation_sparsity", 0) else ():

@@ -1,4 +1,4 @@
-"""Translation of the tensor-parallel plan that a Hugging Face model carries into torch's styles."""
+"""Translation of a Hugging Face model's own tensor-parallel plan into torch's styles."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from .gaps import fill_gaps
 
 _logger = logging.getLogger(__name__)
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-# transformers' styles for partial sums: a layer computes one, a module passes it on, and an outer
-# module adds them up over the ranks.
-_TERM, _LEFT_ALONE, _SUM = "local_rowwise", "local", "gather"
+# transformers' styles for partial sums: of a layer that computes one, of a module that passes it
+# on, and of an outer module that sums them over the ranks.
+_TERM, _PASSED_ON, _SUM = "local_rowwise", "local", "gather"
 _ROUTER = "ep_router"
 
 _GATHERED_COLUMNS = partial(ColwiseParallel, output_layouts=Replicate())
 _SPLIT_ROWS = partial(RowwiseParallel, input_layouts=Replicate())
 _SUMMED = partial(PrepareModuleOutput, output_layouts=Partial(), desired_output_layouts=Replicate())
 
-# Where transformers renamed a style, the older name follows the current one.
+# If transformers renamed a style, the older name follows the current one.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "local_colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Its output is one rank's term of a sum that the module around it computes ("gather").
+    # The output is one rank's term of a sum, which the module around the layer computes ("gather").
     "local_rowwise": partial(RowwiseParallel, output_layouts=Partial()),
     "all_reduce": _SUMMED,
     "gather": _SUMMED,
@@ -76,7 +76,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": LocalParameters,
 }
 
-# transformers' styles for experts and the modules around them; here, one style replaces them all.
+# transformers' styles for experts and the modules around them, all of which one style replaces.
 EXPERT_STYLES = frozenset(
     {
         *("ep_dispatch_experts", "ep_router", "grouped_gemm", "local"),
@@ -86,11 +86,11 @@ EXPERT_STYLES = frozenset(
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Return a new torch style for a style's name in a plan of transformers, current or older.
+    """Return a new torch style for the current or older name of a style in transformers' plans.
 
     Raises:
         TypeError: the style is not a string.
-        ValueError: the name is unknown, or is a style that splits experts.
+        ValueError: the name is unknown, or is that of a style that splits experts.
     """
     if not isinstance(style, str):
         raise TypeError(
@@ -109,26 +109,26 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the plan that a transformers model carries, completed and in torch's styles.
+    """Return a transformers model's own plan, completed and in torch's styles.
 
     The plan is merged from the `_tp_plan` of the model's class, of the model and of its inner
-    model; later ones win. For a model in wrappers, such as PEFT's and those with a value head, it
-    is the inner model's plan, with module names as seen from the wrapper. Entries for layers that
-    the model lacks are left out. Added are:
+    model; if names are equal, the last one is used. For a model in wrappers, such as PEFT's and
+    those with a value head, it is the inner model's plan, with module names as seen from the
+    wrapper. Entries for layers that the model lacks are left out. This function adds:
 
-    - the input embedding, unless it is tied to a head that the plan leaves whole;
-    - styles that sum the gradients of parameters inside attention that all heads share, if an
-      older transformers' plan lacks them.
+    - the input embedding, unless it is tied to a head that the plan does not split;
+    - styles that sum the gradients of parameters inside attention that all heads share, if the plan
+      lacks them, as in older transformers.
 
-    If the plan gathers the head's logits, they are instead a DTensor sharded on the last dim: use
-    `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
+    If the plan gathers the head's logits, the returned plan makes them a DTensor that is sharded on
+    the last dim: use `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
 
     Returns:
         A parallel style for each module name, in which `*` stands for a layer's number.
 
     Raises:
-        ValueError: the model carries no plan, or its plan has a style that is unknown or that
-            splits experts in an unknown way.
+        ValueError: the model has no plan of its own, or its plan has an unknown style or splits
+            experts in an unknown way.
 
     Example:
         >>> get_hf_tp_shard_plan(llama)["model.layers.*.mlp.down_proj"]  # doctest: +SKIP
@@ -149,12 +149,12 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def has_hf_plan(model: nn.Module) -> bool:
-    """Return whether a model, or a module in it, carries a tensor-parallel plan of transformers."""
+    """Return whether a model, or a module in it, has a tensor-parallel plan from transformers."""
     return any(True for _ in _planned_modules(model))
 
 
 def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that carry a plan, with their names; wrappers carry none."""
+    """Yield the outermost modules that have a plan, with their names; wrappers have none."""
     if _merged_plan(model):
         yield name, model
         return
@@ -164,13 +164,13 @@ def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn
 
 def _merged_plan(model: nn.Module) -> dict[str, str]:
     def own_plan(module: nn.Module) -> dict[str, str]:
-        # Read without getattr on the module: wrappers forward that to the model inside.
+        # Not getattr(module): wrappers forward it to the model inside.
         of_class, own = getattr(type(module), "_tp_plan", None), vars(module).get("_tp_plan")
         return {**(of_class or {}), **(own or {})}
 
     plan = own_plan(model)
     if not plan and not hasattr(type(model), "get_input_embeddings"):
-        return {}  # a wrapper, without access to the embedding: the inner model has the plan
+        return {}  # a wrapper without access to the embedding: the inner model has the plan
     prefix = getattr(model, "base_model_prefix", "") or "model"
     inner = model._modules.get(prefix)
     inside = {} if inner is None else own_plan(inner)
@@ -185,8 +185,8 @@ def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     if needed:
         raise ValueError(
             f"The plan of {name} splits experts of an unknown structure, with these entries: "
-            f"{needed}. Give a plan without them as tp_shard_plan=, which leaves these experts "
-            "whole on every rank."
+            f"{needed}. Give a plan without them as tp_shard_plan=; then each rank has these "
+            "experts as a whole."
         )
     experts = {key: style for key, style in names.items() if style in EXPERT_STYLES}
     absent = {key: style for key, style in experts.items() if not is_present(model, key)}
@@ -203,7 +203,7 @@ def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
-    """Add a style for the input embedding, unless it is tied to a head that stays whole."""
+    """Add a style for the input embedding, unless it is tied to a head that is not split."""
     key, embedding = _named(model, "get_input_embeddings")
     head_key, head = _named(model, "get_output_embeddings")
     if not key or not isinstance(embedding, nn.Embedding):
@@ -214,7 +214,7 @@ def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:
         if tied:
             names.pop(head_key, None)
     elif tied and head_key not in names:
-        names.pop(key, None)  # else the head, which stays whole, would get a split weight
+        names.pop(key, None)  # else the head, which is not split, would get a split weight
     else:
         names.setdefault(key, "embedding_rowwise")
 
@@ -239,7 +239,7 @@ def _style(model: nn.Module, key: str, style: str) -> ParallelStyle:
 def _place_parameter(
     model: nn.Module, key: str, placement: Shard, plan: dict[str, ParallelStyle]
 ) -> None:
-    """Turn an entry for a parameter into a style for the modules that own the parameter."""
+    """Turn a plan's entry for a parameter into a style for the modules that have the parameter."""
     pattern, _, name = key.rpartition(".")
     modules = matching_modules(model, pattern)
     tables = {each: model.get_submodule(each)._parameters for each in modules}
@@ -248,8 +248,8 @@ def _place_parameter(
         local = plan.setdefault(owner, LocalParameters({}))
         if not isinstance(local, LocalParameters):
             raise ValueError(
-                f"The plan of {type(model).__name__} has two styles for one module, in {key!r} and "
-                f"in {owner!r}: {local}. Give a plan with one of them as tp_shard_plan=."
+                f"The plan of {type(model).__name__} has two styles for one module: in {key!r} "
+                f"and, as {local}, in {owner!r}. Give a plan with one of them as tp_shard_plan=."
             )
         local.placements[name] = placement
 
@@ -259,8 +259,8 @@ def _take_experts(
 ) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
     """Return styles for a model's experts, and the remaining entries of its plan.
 
-    transformers' plan names the experts' module, each of its weights, and modules around it. Here
-    one style for the experts' module replaces all these entries.
+    transformers' plan has entries for the experts' module, for each of its weights, and for modules
+    around it. One style for the experts' module replaces all of them.
     """
     styles: dict[str, ParallelStyle] = {}
     names = _sum_at_once(names)
@@ -282,7 +282,7 @@ def _take_experts(
 
 
 class _OwnOutput(RowwiseParallel):
-    """Row-wise style with a copied output, to which the module around it may add in place."""
+    """Row-wise style whose output is a copy, which the module around it may change in place."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -295,9 +295,9 @@ def _is_of(key: str, owner: str) -> bool:
 
 
 def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
-    """Return the plan with partial sums added up by each layer, not by the module around them.
+    """Return the plan with partial sums replaced: each layer sums its output over the ranks.
 
-    With partial sums, a router's weights would get the gradient of one rank's term only.
+    With partial sums, a router's weights would get only the gradient of one rank's term.
     """
     terms = [key for key, style in names.items() if style == _TERM]
     outer = [key for key, style in names.items() if style == _SUM]
@@ -305,5 +305,5 @@ def _sum_at_once(names: dict[str, str]) -> dict[str, str]:
     return {
         key: "rowwise" if key in terms and any(_is_of(key, owner) for owner in sums) else style
         for key, style in names.items()
-        if key not in sums and style != _LEFT_ALONE
+        if key not in sums and style != _PASSED_ON
     }
