@@ -161,7 +161,7 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys) -> None:
     ("arguments", "said"),
     [
         (["--topology", "nowhere.json"], "nowhere.json"),
-        (["--nodes", "n[0-1]"], "--nodes n[0-1] chooses from a --topology FILE"),
+        (["--nodes", "n[0-1]"], "--nodes n[0-1] needs a --topology FILE"),
     ],
 )
 def test_what_the_command_cannot_read_is_an_error(arguments, said: str, capsys) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshverse
+from helpers import splitting
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
@@ -30,10 +33,11 @@ _SECONDS = 30
 _lives: Counter[str] = Counter()  # by folder, which is that of one test
 
 
-def _sleep(folder: str, *, rank: int | None = None, seconds: float = _SECONDS) -> None:
+def _sleep(folder: str, *, seconds: float = _SECONDS, is_broken: bool = False) -> None:
     """End the default group and all others, and create it again, as a new job would."""
-    dist.barrier()
-    rank, size = dist.get_rank() if rank is None else rank, dist.get_world_size()
+    if not is_broken:
+        dist.barrier()
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     _lives[folder] += 1
     store = dist.FileStore(f"{folder}/life {_lives[folder]}", size)
@@ -273,3 +277,147 @@ def test_meshes_and_their_groups_are_the_same_again(crew: Crew, tmp_path: Path) 
         assert seen["reached"] == [dp, tp, dp, [1] * 4, dp, tp, tp, dp]
         assert seen["part"] == ([1, 1, 0, 0] if rank < 2 else None)
         assert seen["coordinate"] == ((rank // 2, rank % 2), True)
+
+
+# --- what is refused, and changes nothing ---------------------------------------------------------
+
+
+def _refused(folder: str, kind: str) -> tuple[str, list[int]]:
+    """Rank 1 cannot revive; all raise. Then the reason is taken away, and all can."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kept: list[Any] = []
+    if kind == "wrapped":
+        layer = nn.Linear(2, 2)
+        kept = [nn.parallel.DistributedDataParallel(layer, process_group=mesh.get_group("dp"))]
+    elif kind == "given":
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        kept = [DeviceMesh.from_group(pairs[rank // 2], "cpu")]
+        del pairs
+    elif kind == "other meshes":
+        kept = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
+    if (rank == 1) is (kind == "other meshes"):
+        kept.clear()
+    if kind == "local variable" and rank == 1:
+        message = _with_a_group_in_a_variable(folder, mesh)
+    else:
+        _sleep(folder)
+        if kind == "made before" and rank == 1:
+            kept.append(DeviceMesh("cpu", range(4)))
+        message = _message()
+    with pytest.raises(RuntimeError, match="gone"):
+        mesh.get_group("tp")
+    kept.clear()
+    assert mesh.universe in meshverse.revive()
+    return message, reached_by(mesh.get_group("tp"))
+
+
+def _message() -> str:
+    with pytest.raises(RuntimeError, match="nothing has changed") as caught:
+        meshverse.revive()
+    return str(caught.value)
+
+
+def _with_a_group_in_a_variable(folder: str, mesh: DeviceMesh) -> str:
+    held = mesh.get_group("dp")
+    _sleep(folder)
+    message = _message()
+    del held
+    return message
+
+
+_REASONS = {
+    "local variable": r"axis 'dp' with ranks \[1, 3\] is held by variable 'held' of _with_a_group",
+    "wrapped": r"axis 'dp' with ranks \[1, 3\] is held by .*DistributedDataParallel, which uses it",
+    "given": r"was created by the program, which must do it again",
+    "other meshes": r"only ranks 0, 2, 3 still hold meshes of the universe of ranks 0 to 3, num",
+    "made before": r"a mesh over ranks 0 to 3 was made in the new world already",
+}
+
+
+@pytest.mark.parametrize("kind", in_tiers(_REASONS, ["local variable", "other meshes"]))
+def test_what_is_refused_is_refused_on_all_ranks(crew: Crew, kind: str, tmp_path: Path) -> None:
+    for rank, (message, reached) in enumerate(crew.run(_refused, 4, str(tmp_path), kind)):
+        assert re.search(rf"\n  (rank 1: )?.*{_REASONS[kind]}", message), message
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
+def _late(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _sleep(folder)
+    if dist.get_rank() == 2:
+        time.sleep(4)  # longer than the others wait: it is the time that is tested
+    with pytest.raises(RuntimeError, match=r"^revive\(\) has changed nothing: ") as caught:
+        meshverse.revive(timeout=timedelta(seconds=2))
+    assert mesh.universe in meshverse.revive()
+    assert sum(reached_by(mesh.get_group("dp"))) == 2
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_call_it_is_named(crew: Crew, tmp_path: Path) -> None:
+    for message in crew.run(_late, 4, str(tmp_path)):
+        assert "3 of 4 members joined" in message
+        assert re.search(r"ranks? \[?2\b", message), message
+
+
+def _failed_in_between(folder: str) -> list[list[int]]:
+    """A group cannot be created, as if a rank had died; the next world has them all."""
+    limit = timedelta(seconds=5)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
+    holder = {axis: mesh.get_group(axis) for axis in ("dp", "tp")}
+    _sleep(folder)
+    made = dist.distributed_c10d._new_process_group_helper
+
+    def refuse_second(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
+        if ranks in ([0, 1], [2, 3]):
+            raise RuntimeError("this rank is lost")
+        return made(size, rank, ranks, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse_second)
+        with pytest.raises(RuntimeError, match=r"this rank is lost|of 2 members joined"):
+            meshverse.revive()
+    _sleep(folder, is_broken=True)
+    assert mesh.universe in meshverse.revive()
+    for axis, group in holder.items():
+        assert group is mesh.get_group(axis)
+    return [reached_by(group) for group in holder.values()]
+
+
+def test_it_can_be_called_again_in_the_world_after_one_in_which_it_failed(
+    crew: Crew, tmp_path: Path
+) -> None:
+    for rank, reached in enumerate(crew.run(_failed_in_between, 4, str(tmp_path))):
+        dp = [1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1]
+        assert reached == [dp, [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]]
+
+
+# --- groups that are split off the default group --------------------------------------------------
+
+
+def _split_groups(library: str, folder: str) -> list[Any]:
+    Path(folder, "first").mkdir(exist_ok=True)
+    splitting.restart(library, f"{folder}/first")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = init_device_mesh("cpu", (2,), ranks=[1, 3], mesh_dim_names=("half",))
+    names, held = mesh.group_names, [mesh.get_group("tp")]
+    Path(folder, "second").mkdir(exist_ok=True)
+    splitting.restart(library, f"{folder}/second")
+    meshverse.revive()
+    assert mesh.group_names == names
+    assert held[0] is mesh.get_group("tp")
+    splits = splitting.backend_of(dist.group.WORLD).splits
+    in_half = reached_by(half.get_group()) if dist.get_rank() % 2 else None
+    return [splits, [reached_by(mesh.get_group(axis)) for axis in ("dp", "tp")], in_half]
+
+
+def test_groups_are_split_off_the_new_default_group(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    answers = bound_crew.run(_split_groups, 4, str(via_store_library), str(tmp_path))
+    for rank, seen in enumerate(answers):
+        splits, reached, in_half = seen
+        dp = [1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1]
+        assert splits == (3 if rank % 2 else 2)
+        assert reached == [dp, [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]]
+        assert in_half == (dp if rank % 2 else None)

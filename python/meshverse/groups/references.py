@@ -16,10 +16,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch.nn.parallel import DistributedDataParallel
 
-# Classes that hand their process groups to C++ code, which no search finds.
-_IN_CPP = (torch.nn.parallel.DistributedDataParallel,)
 _AT_ONCE = 1_000  # objects whose contents are listed in one step
 _PLAIN = (dict, tuple)  # containers that the collector does not follow, if all is plain data
 
@@ -123,14 +121,12 @@ def find_references(groups: Sequence[Any]) -> References:
                 number[id(owner)] = index
                 outer.append(owner)
                 tuples.append(holder)  # after those that it contains
-            elif isinstance(owner, _IN_CPP):
-                what = f"{_name(owner)}, which uses it in C++ code: wrap the model again"
-                problems.append((index, what))
             elif holder.can_replace:
                 others.append(holder)
             else:
                 problems.append((index, f"an object of {_name(owner)}"))
         targets = outer
+    problems += _in_cpp(number)
     problems += _in_running_functions(number)
     return References([*tuples, *others], problems)
 
@@ -182,8 +178,17 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def _in_cpp(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
+    """Yield the wrapped models whose C++ code uses groups."""
+    for owner in gc.get_objects():
+        if issubclass(type(owner), DistributedDataParallel):
+            index = number.get(id(owner.process_group))
+            if index is not None:
+                yield index, f"{_name(owner)}, which uses it in C++ code: wrap the model again"
+
+
 def _in_running_functions(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
-    """Return the local variables of running functions that refer to groups: they cannot be set."""
+    """Yield the local variables of running functions that refer to groups: they cannot be set."""
     for frame in sys._current_frames().values():
         caller: types.FrameType | None = frame
         while caller is not None:

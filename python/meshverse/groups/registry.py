@@ -112,12 +112,13 @@ class GroupRegistry(WorldState):
         if group.state is State.LIVE:
             use.process_groups[group.name] = group.live_handle()
 
-    def release(self, use: GroupUse, *, abort: bool = False) -> None:
+    def release(self, use: GroupUse, *, abort: bool = False, has_failed: bool = False) -> None:
         """Detach the group of a use. With its last reference, the group ends.
 
         Args:
             use: use to which `acquire`, `add` or `share` attached a group.
             abort: as for `Group.end`.
+            has_failed: whether the call that requested it failed on this rank.
 
         Raises:
             Whatever c10d raises when it ends the group; then a second call tries again.
@@ -132,25 +133,21 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
+            # If the backend does not wait for all members, another one may have created the group
+            # that is still planned on this rank: the next one must then have another name.
+            waits = compat.creation_blocks(group.request.options.backend)
+            if group.state is State.PLANNED and (has_failed or waits):
+                self._free_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
         group.end(abort=abort)
 
-    def withdraw(self, use: GroupUse) -> None:
-        """Release a use whose call failed on this rank. A new call then gets the same name.
-
-        `release` does not free the name: if the backend does not wait for all members, another
-        member may have created the group that is still planned on this rank.
-        """
-        group = use.group
-        with self._lock:
-            if group is not None and group.state is State.PLANNED and len(group.uses) == 1:
-                identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
-                if self._times_named[identity] == int(times) + 1:
-                    self._times_named[identity] = int(times)
-            self.release(use)
+    def _free_name(self, name: str) -> None:
+        identity, _, times = name.removeprefix("meshverse-").rpartition("-")
+        if self._times_named[identity] == int(times) + 1:
+            self._times_named[identity] = int(times)
 
     # --- the end of the world -------------------------------------------------------------------
 

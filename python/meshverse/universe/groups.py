@@ -446,7 +446,7 @@ class UniverseGroups:
                     use.created = True
                     use.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
             except BaseException:
-                self._registry.withdraw(use)
+                self._registry.release(use, has_failed=True)
                 raise
         self._uses.append(use)
         new.append(use)
@@ -464,7 +464,7 @@ class UniverseGroups:
             self._by_axis.remove(use.request.axis, use.request.options.key)
             self._uses.remove(use)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
-                self._registry.withdraw(use)
+                self._registry.release(use, has_failed=True)
         if ranks is not None and not isinstance(error, RanksDifferError):
             self._calls.stop(
                 ranks,

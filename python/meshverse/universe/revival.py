@@ -167,34 +167,30 @@ def _agree(current: World, plan: _Plan, timeout: timedelta | None) -> None:
     Raises:
         RuntimeError: a rank has a problem, or ranks have different universes.
     """
-    universes = [_in_words(one) for one in plan.numbered]
-    mine = json.dumps([universes, plan.problems[:_SHOWN]])
-    texts = {current.rank: mine}
+    held = [(_in_words(one), needed) for one in plan.numbered if (needed := _n_needed(one))]
+    mine = json.dumps([held, plan.problems[:_SHOWN]])
+    ranks, texts = range(current.rank, current.rank + 1), [mine]
     if current.store is not None:
         ranks = range(current.size)
         limit = timeout or current.default_options.timeout
         rendezvous = current.state(Rendezvous)
-        joined = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine)
-        texts = dict(zip(ranks, joined.texts, strict=True))
+        try:
+            texts = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine).texts
+        except RuntimeError as error:
+            raise RuntimeError(f"revive() has changed nothing: {error}") from None
     by_text: dict[str, list[int]] = {}
-    for rank, text in texts.items():
+    for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
-    read = {text: json.loads(text) for text in by_text}
-    reasons = [
-        f"{_ranks(ranks)}: {problem}"
-        for text, ranks in by_text.items()
-        for problem in read[text][1]
-    ]
-    for universe, name in zip(plan.numbered, universes, strict=True):
-        lacking = [
-            rank
-            for text, ranks in by_text.items()
-            if name not in read[text][0]
-            for rank in ranks
-            if _is_split(universe) or universe.rank_map.position_of(rank) is not None
-        ]
-        if lacking:
-            reasons.append(f"{_ranks(sorted(lacking))}: there is no universe of {name} any more")
+    reasons = []
+    having: dict[tuple[str, int], list[int]] = {}  # ranks, by universe and how many ranks it needs
+    for text, members in by_text.items():
+        universes, problems = json.loads(text)
+        reasons += [f"{_ranks(members)}: {problem}" for problem in problems]
+        for universe in universes:
+            having.setdefault(tuple(universe), []).extend(members)
+    for (name, n_needed), members in having.items():
+        if len(members) != n_needed and len(ranks) > 1:
+            reasons.append(f"only {_ranks(sorted(members))} still hold meshes of {name}")
     if reasons:
         listed = "".join(f"\n  {reason}" for reason in reasons[:_SHOWN])
         more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -207,11 +203,15 @@ def _agree(current: World, plan: _Plan, timeout: timedelta | None) -> None:
 
 
 def _in_words(universe: Universe) -> str:
-    return f"{universe.rank_map} number {universe.serial}"
+    return f"the universe of {universe.rank_map}, number {universe.serial}"
 
 
-def _is_split(universe: Universe) -> bool:
-    return any(use.how is Origin.SPLIT for use in universe.groups)
+def _n_needed(universe: Universe) -> int:
+    """Return how many ranks must revive a universe: 0 if this one need not."""
+    assert universe.world is not None
+    if any(use.how is Origin.SPLIT for use in universe.groups):
+        return universe.world.size
+    return 0 if universe.position is None else universe.size
 
 
 def _ranks(ranks: Sequence[int]) -> str:

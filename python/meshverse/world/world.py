@@ -172,7 +172,7 @@ class World:
         return (
             f"The default process group of {self.size} ranks that this mesh was made with is "
             f"gone ({state} now), and its process groups with it. Make the mesh again after "
-            "init_process_group()."
+            "init_process_group(), or call meshverse.revive() then, on all ranks."
         )
 
     @property
