@@ -212,7 +212,8 @@ def create_by_all(
     order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
     mine = None
     for ranks in all_ranks:
-        group = dist.new_group(
+        # Like torch's meshes, not by `torch.distributed.new_group`, which programs such as slime replace.
+        group = c10d.new_group(
             ranks,
             timeout=timeout,
             backend=backend,
