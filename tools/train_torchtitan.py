@@ -4,13 +4,13 @@
     python tools/train_torchtitan.py --processes 4 --parallelism.spmd_backend full_dtensor
 
 It needs torchtitan and meshverse installed, and fetches nothing: a tokenizer and texts are made in
-a temporary folder. torchtitan's `Trainer` trains its debug-size model twice on the same gloo
-processes' ranks: with stock meshes, and after `meshverse.install()`. Losses, gradient norms and
-weights must be equal bit for bit; the numbers of process groups are printed. Arguments that this
-program does not know go to torchtitan, in both runs.
+a temporary folder. torchtitan's `Trainer` trains its debug-size model twice, each time in new gloo
+processes: with stock meshes, and after `meshverse.install()`. Losses, gradient norms and weights
+must be equal bit for bit; the numbers of process groups are printed. Arguments that this program
+does not know go to torchtitan, in both runs.
 
-torchtitan is written for GPUs. `prepare_for_cpu` and `use_plain_attention` are all that is changed
-for the CPU, in both runs.
+torchtitan is written for GPUs. `prepare_for_cpu`, `use_plain_attention` and `reduce_by_sums` are
+all that is changed of it, in both runs.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def train(
 def report(ranks: dict[str, list[dict[str, Any]]]) -> int:
     """Print both sides; return 1 if a number differs, else 0."""
     print(f"{len(ranks[STOCK])} gloo processes, {ranks[STOCK][0]['about']}")
+    if not ranks[STOCK][-1]["losses"]:
+        sys.exit("torchtitan logged no loss, so there is nothing to compare.")
     # The last rank is in the last pipeline stage, which alone has the loss.
     for step, value in enumerate(ranks[STOCK][-1]["losses"], start=1):
         ours = ranks[OURS][-1]["losses"][step - 1]
