@@ -116,7 +116,7 @@ def train(
         "HF_DATASETS_OFFLINE": "1",
     }
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *launch, __file__, *arguments, "--dump_folder", str(folder)]
+    command = [sys.executable, *launch, __file__, "--dump_folder", str(folder), *arguments]
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
     )
