@@ -365,3 +365,18 @@ def test_the_constructor_still_complains_as_stock(state: str) -> None:
         ImportedBefore()
     with pytest.raises(RuntimeError, match="unique"):
         imported_before("cpu", (2, 4), mesh_dim_names=("dp", "dp"))
+
+
+@pytest.mark.parametrize("name", ["_flatten", "_unflatten", "__getitem__", "get_group"])
+def test_a_replaced_method_of_torchs_class_does_not_reach_our_meshes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError(f"torch's {name} was called")
+
+    monkeypatch.setattr(STOCK.DeviceMesh, name, refuse)
+    with meshverse.installed():
+        mesh = _build()
+        pairs = mesh["tp"]._unflatten(0, (2, 2), ("cp", "pair"))
+        assert mesh._flatten("all").get_group() is dist.group.WORLD
+        assert pairs["pair"].get_group().size() == 2

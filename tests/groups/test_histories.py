@@ -122,6 +122,22 @@ def test_where_members_only_is_not_safe_all_ranks_take_part(crew: Crew) -> None:
         assert how == {"created by all ranks (TORCH_DIST_INIT_BARRIER=1)"}
 
 
+def _with_new_group_replaced() -> Reached:
+    """Replace `torch.distributed.new_group`, as slime does. torch's own meshes do not go by it."""
+    new_group, os.environ["TORCH_DIST_INIT_BARRIER"] = dist.new_group, "1"
+    dist.new_group = lambda *args, **kwargs: dist.ProcessGroup(0, 1)
+    try:
+        return reached_ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES))
+    finally:
+        dist.new_group = new_group
+        del os.environ["TORCH_DIST_INIT_BARRIER"]
+
+
+def test_a_replaced_new_group_does_not_reach_meshes(crew: Crew) -> None:
+    for rank, reached in enumerate(crew.run(_with_new_group_replaced, 4)):
+        assert reached == _expected((2, 2), rank)
+
+
 def _a_world_anew() -> Reached:
     return reached_ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES))
 

@@ -212,7 +212,8 @@ def create_by_all(
     order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
     mine = None
     for ranks in all_ranks:
-        group = dist.new_group(
+        # As torch's meshes do: not `torch.distributed.new_group`, which slime replaces.
+        group = c10d.new_group(
             ranks,
             timeout=timeout,
             backend=backend,
