@@ -62,7 +62,8 @@ def test_a_shared_group_is_gone_for_all_axes_that_share_it(use: str) -> None:
         _USES[use](mesh)
     assert str(error.value).startswith(
         "The process group of axis 'tp' or 'inner' with ranks [4, 5, 6, 7] was destroyed, by "
-        "destroy_process_group(group). These axes share one group, so it is gone for all of them. "
+        "destroy_process_group(group). It was shared, so it is gone for all meshes and axes that "
+        "requested it. "
         "Make the mesh again, on all its ranks: a new mesh has a new group."
     )
     assert name not in live_groups()

@@ -165,7 +165,7 @@ def test_use_in_the_middle_of_making_it_is_an_error() -> None:
     group = _planned()
 
     def uses_it(group: Group) -> Any:
-        with pytest.raises(RuntimeError, match="being created by this thread"):
+        with pytest.raises(RuntimeError, match="being created, and cannot be used"):
             group.make(_create)
         return _create(group)
 

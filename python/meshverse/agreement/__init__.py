@@ -5,7 +5,7 @@
 - `mismatch`: the comparison of the calls in which ranks create process groups.
 - `program_line`: the line of the user's program, for messages.
 
-Both kinds of agreement last for one world: the lifetime of one default process group, from
+What ranks agree on lasts for one world: the lifetime of one default process group, from
 `init_process_group` to its end.
 
 This room does not import the rooms of meshes, layouts and process groups: its callers pass names,

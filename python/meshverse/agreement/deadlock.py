@@ -11,8 +11,8 @@ How a deadlock is found:
    waits, the rank can still join other rendezvous.)
 2. The rank that joined a rendezvous first reads the notes of the members. If the note of a member
    names another rendezvous, it reads the notes of the members of that one, and so on.
-3. A rendezvous that is reached twice closes a cycle: each rank in it is a missing member of the
-   rendezvous in which the rank before it waits.
+3. A rendezvous that is reached again on one path closes a cycle: each rank in it is a missing
+   member of the rendezvous in which the rank before it waits.
 4. The notes were read one after another, so some may be outdated. Therefore the searching rank
    checks the rendezvous of the cycle once more. If none of them has an outcome, no rank of the
    cycle has left its rendezvous since it wrote its note: this is a deadlock.

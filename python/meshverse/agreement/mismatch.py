@@ -15,8 +15,9 @@ writes
   it there.
 
 Ranks that wait for other ranks read the mismatch key about once a second. So a rank raises
-RanksDifferError within seconds if it waits, and otherwise at its next compared call. A mismatch is
-final: every later call of this set of ranks raises it.
+RanksDifferError within seconds if it waits, and otherwise at the latest at the first call that no
+rank had made when the mismatch was found. A mismatch is final: once a rank has raised it, each of
+its later calls for this set of ranks raises it too.
 
 Example: rank 0 is first, and stores "init_device_mesh (dp=2, tp=2)" with a digest. Rank 3 calls
 init_device_mesh (dp=4, tp=1), finds the other description, stores both, and raises.
@@ -64,7 +65,7 @@ class RanksDifferError(RuntimeError):
     """Error of ranks that are building different meshes.
 
     Each rank of the mesh raises it: within seconds if it waits for the members of a group, and
-    otherwise at its next compared call.
+    otherwise at a later call that creates groups.
     """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from

@@ -127,7 +127,7 @@ class Rendezvous(WorldState):
         return self._is_main_thread_only
 
     def remove_from_store(self, store: RunStore, name: str) -> None:
-        """Remove the keys of a name's attempts that this rank joined first. No member may wait."""
+        """Remove the keys of attempts that this rank joined first. No member waits any more."""
         self._next_attempts.pop(name, None)
         for key in self._joined_first.pop(name, ()):
             store.remove(f"{key}/outcome")

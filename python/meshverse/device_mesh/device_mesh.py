@@ -271,8 +271,8 @@ class DeviceMesh(StockDeviceMesh):
 
         Raises:
             ValueError: with a single group, `mesh` differs from its ranks; with a list of groups,
-                `mesh` or `mesh_dim_names` is missing, or their number of axes is not that of the
-                groups.
+                `mesh` or `mesh_dim_names` is missing, or the number of axes is not the
+                number of groups.
         """
         groups, ranks = read_groups(group, mesh, mesh_dim_names)
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
@@ -408,8 +408,8 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. A slice has no
-        # ranks on a rank outside the mesh; torch cannot create such slices.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
+        # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
         universe, layout = self._universe, self.layout
         if universe.position is not None or layout.size == universe.size:
             return StockDeviceMesh.__repr__(self)
@@ -788,9 +788,9 @@ class DeviceMesh(StockDeviceMesh):
         with the default options of the target universe, so all ranks of the meshes must call it.
 
         Args:
-            universe: target universe, which has these ranks. By default a live one over the same
-                ranks: the one with the number of the universe that the mesh was saved from, or else
-                the oldest that created groups. If there is none, a new universe.
+            universe: target universe, which has these ranks. By default a live universe over
+                the same ranks: the one whose serial number the mesh was saved with, or else the
+                oldest that has created groups. If there is none, a new universe.
 
         Returns:
             This mesh. It now equals the universe's own mesh.
@@ -1068,8 +1068,8 @@ class DeviceMesh(StockDeviceMesh):
             raise KeyError(*error.args, hint.strip()) from None
 
     def _get_root_mesh_dim(self) -> int | None:
-        # torch looks the axis up in the root mesh that was sliced. In a universe, all meshes have
-        # the first root mesh as their root, so an axis of a later root mesh is looked up there.
+        # torch looks the axis up in the mesh's root. In a universe, that is the first root mesh for
+        # all meshes, which lacks the axes of later root meshes: their place is noted.
         dim = self._universe.meshes.later_dim(self._description)
         return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
@@ -1245,7 +1245,7 @@ class DeviceMesh(StockDeviceMesh):
     def _key_digests(self) -> list[str | None]:
         """Digests of the options keys of this rank's groups, one per axis; empty outside the mesh.
 
-        Also empty while a group of a root under other tags is not requested yet.
+        Also empty for a root mesh made by `_under`, until all its groups were requested.
         """
         names = self._dim_group_names
         if isinstance(names, PromisedGroups) and not names.are_all_known:
@@ -1275,8 +1275,8 @@ class DeviceMesh(StockDeviceMesh):
     def _add_flattened(self, name: str, flattened: DeviceMesh) -> None:
         """Register a flattened mesh at this root, by name.
 
-        It replaces an equal mesh of the same name (whose group was destroyed), and one with fewer
-        tags; a mesh with as many tags or more stays.
+        It replaces a mesh of this name that is equal (its group was destroyed) or has fewer tags;
+        any other one stays.
         """
         known = self._flatten_mapping.get(name)
         replaces_equal = known is not None and known.description == flattened.description
@@ -1292,7 +1292,8 @@ class DeviceMesh(StockDeviceMesh):
     def _forget_coordinate(self) -> None:
         """Drop the stored coordinate, so that the next read computes it and checks the rank.
 
-        So too the stored ranks of a mesh with only some ranks of its universe: they depend on it.
+        It also drops the stored `mesh` tensor of a mesh with only some ranks of its universe: which
+        ranks these are depends on the coordinate.
         """
         _check_coordinates()
         names = ["_coordinate_on_dim"]

@@ -83,8 +83,8 @@ def init_device_mesh(
             1, 2, ... A rank outside can call this too: it gets a mesh that it can print and slice.
         timeout: timeout for operations of all groups in this mesh's universe, also of groups
             derived later, except axes whose own options set one; by default the default group's.
-        options: options object for all groups of the default group's backend in this mesh's
-            universe, also for groups derived later, except axes with options of their own.
+        options: options object for all groups in this mesh's universe that use the default group's
+            backend, also for groups derived later, except axes with options of their own.
         isolate: tags, for groups that are shared only with meshes under the same tag: one tag for
             all axes, or tags by axis index or name; see `meshverse.isolate`.
         lazy: whether the members of a group create it at its first use, instead of in this call.
@@ -93,7 +93,8 @@ def init_device_mesh(
             `MESHVERSE_CHECK_CONSISTENCY=0`.
         universe: existing universe to create the mesh in, on its ranks and process groups. If
             `ranks` are only some of its ranks, the mesh is in a part of it (`Universe.part`).
-        topology: node and switch of each rank of the world, the same on all ranks. The mesh lists
+        topology: topology of the world, with each rank's node and switch; all ranks must pass an
+            equal one. The mesh lists
             its ranks in an order that keeps axes with much traffic inside nodes, domains and
             switches (`Topology.order`); `explain()` shows how many nodes each group spans.
         traffic: only with `topology`: by axis name, the traffic of a rank along the axis, relative
@@ -105,9 +106,9 @@ def init_device_mesh(
             ranks are creating another mesh (`RanksDifferError`).
         ValueError: a size is below 1; a backend is unknown; `ranks`, `universe` or `topology` has
             another number of ranks than the mesh; a rank of `ranks` is not in `universe`;
-            `topology` comes with `ranks`, or `traffic` without `topology`; or a setting of the
-            universe (`timeout`, `options`, `lazy`, `check_consistency`, `topology`) comes with a
-            universe that exists already.
+            `topology` comes with `ranks` or `universe`, or `traffic` without `topology`; or the
+            universe or part over these ranks exists already, and a setting of it is passed
+            (`timeout`, `options`, `lazy`, `check_consistency`).
         TypeError: `timeout` is not a timedelta, `options` is not an options object, `universe` is
             not a `Universe`, or `topology` is not a `Topology`.
 

@@ -58,7 +58,7 @@ def create_by_all(
         request: request of the axis.
         world: world of the groups.
         origin: what `how` returned: SPLIT or BY_ALL.
-        name: name of a group that is split off again; by default a new name.
+        name: of SPLIT, the name of a group that is revived; by default a new name.
 
     Returns:
         This rank's group, or None if this rank is outside the rank map.
@@ -151,7 +151,8 @@ def create_by_members(
     attempt = _join(group, ranks, world)
     create = compat.create_by_members
     if attempt is not None:
-        # Once the other members have the group, a Ctrl-C must not make this rank lose it.
+        # All members have joined, so c10d will not wait long, and the others will get the group: so
+        # must this rank, even if a Ctrl-C comes meanwhile.
         create = _delay_interrupt()(create)
     default_group, backend_options = world.default_group, options.new_backend_options()
     try:

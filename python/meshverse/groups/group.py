@@ -14,7 +14,7 @@ The last six columns are events. A cell gives the next state, "error" (the call 
 "destroy" is a call of `destroy_process_group` for the group. While one thread creates a group,
 `make` and `end` in other threads wait. If the creation fails, the group is planned again. The use
 of a destroyed or ended group raises, and a new mesh gets a new group. Only a group that ended with
-its world can be revived, once the world goes on.
+its world can be revived: when the world goes on, with a new default group.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class Group:
     Attributes:
         state: current state.
         handle: c10d's group while the state is live, else None.
-        was_live: whether it has been live, in this life of its world or an earlier one.
-        uses: uses by universes that have not released the group. Those whose `borrowed` equals the
-            group's are its references. With the last reference, the registry ends the group; that
-            destroys it only if it is not borrowed.
+        was_live: whether it has ever been live.
+        uses: uses by universes that have not released the group. Its references are
+            those that keep it from ending: of a group that Meshverse created, the uses by universes
+            that own it; of a borrowed group, all uses. With the last reference, the registry ends
+            the group; that destroys it only if it is not borrowed.
     """
 
     def __init__(
@@ -205,12 +206,12 @@ class Group:
         self._drop_handle()
 
     def revive(self) -> None:
-        """Plan the group again, if it ended with its world, which goes on."""
+        """Plan the group again, if it ended: its world goes on with a new default group."""
         if self.state is State.ENDED:
             self.state = State.PLANNED
 
     def take_over(self, handle: compat.ProcessGroup) -> None:
-        """Use c10d's group in place of the one that ended with the world: the new default group."""
+        """Use the new default group in place of the one that ended with the world."""
         self._live(handle)
 
     def leave_to_parent(self) -> None:
@@ -240,7 +241,7 @@ class Group:
             use.notify(is_live=False)
 
     def last_handle(self) -> compat.ProcessGroup | None:
-        """Return c10d's group of its last life, if somebody still holds it."""
+        """Return the c10d group that this was most recently, if something still holds it."""
         return None if self._last is None else self._last()
 
     # --- questions ------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ class Group:
         if self.state is State.PLANNED:
             return f"The {what} is not created yet: it is lazy. Its first use creates it."
         if self.state is State.BEING_MADE:
-            return f"The {what} is being created by this thread, and cannot be used yet."
+            return f"The {what} is being created, and cannot be used yet."
         if self.state is State.SUSPENDED:
             return (
                 f"The {what} is suspended, by universe.suspend(). All its ranks must call "
@@ -294,7 +295,7 @@ class Group:
             )
         shared = ""
         if sum(sum(use.requests.values()) for use in self.uses.alive()) > 1:
-            shared = " These axes share one group, so it is gone for all of them."
+            shared = " It was shared, so it is gone for all meshes and axes that requested it."
         return (
             f"The {what} was destroyed, by destroy_process_group(group).{shared} Make the mesh "
             "again, on all its ranks: a new mesh has a new group. To free all groups of a "

@@ -101,7 +101,7 @@ class GroupRegistry(WorldState):
                 self._by_name.pop(name, None)
 
     def share(self, group: Group, use: GroupUse) -> None:
-        """Attach a group that another universe has to a use."""
+        """Attach to a use a group that belongs to another universe."""
         with self._lock:
             self._add_use(group, use)
 
@@ -133,8 +133,9 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            # If the backend does not wait for all members, another one may have created the group
-            # that is still planned on this rank: the next one must then have another name.
+            # The name of a group that no member created is free again, so that all members give the
+            # next group one name. If the backend does not wait for all members, another member may
+            # have created a group that is only planned here. A failed call may be repeated.
             waits = compat.creation_blocks(group.request.options.backend)
             if group.state is State.PLANNED and (has_failed or waits):
                 self._free_name(group.name)
@@ -152,7 +153,7 @@ class GroupRegistry(WorldState):
     # --- the end of the world -------------------------------------------------------------------
 
     def end(self) -> None:
-        """Mark all groups as ended: their world has ended."""
+        """Mark all groups as ended, but for destroyed ones, which must not be revived."""
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()

@@ -107,8 +107,8 @@ class RequestBuilder:
     Args:
         rank_map: position -> global rank.
         position: this rank's position, or None if this rank is outside the rank map.
-        world: world whose default group has the options that nothing else sets; None if no request
-            will be built.
+        world: world whose default group supplies each option that neither the axis nor the universe
+            sets; None if no request will be built.
         defaults: the universe's options, for axes without options of their own.
 
     Attributes:

@@ -150,7 +150,7 @@ class Explanation:
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
             "Reused: served by an existing group. Saved: additional groups that torch would have "
-            "created, because it creates one for each request."
+            "created: one for each request, except where it also uses the default group."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         if self.n_duplicates:

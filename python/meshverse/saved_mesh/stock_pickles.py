@@ -32,9 +32,9 @@ _UNREADABLE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError,
 def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     """Turn a stock mesh that is being loaded into one of ours, on this process's groups.
 
-    It stays a mesh of torch's class if it has no groups. So it does if torch's class created groups
-    of the same names and ranks in this process, or if it is on the default group: then it is a copy
-    of a mesh of this process.
+    It stays a mesh of torch's class if it has no groups. It also stays one if its groups are the
+    default group, or were created in this process by torch's class, under the same names and for
+    the same ranks: then it is a copy of a mesh of this process.
 
     Args:
         mesh: the mesh, still without attributes.
@@ -55,7 +55,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
         return False
     live = _live_mesh(saved)
     if live is None and compat.is_unread(stock.root):
-        _leave_without_groups(mesh, state)  # its root will load it, in the loop below
+        _leave_without_groups(mesh, state)  # the loop below, in the call for its root, loads it
         return True
     # Other objects in the file refer to this object, so the live mesh cannot replace it. Instead,
     # the two share one `__dict__`, so that later changes such as those of bind() reach both.
@@ -103,7 +103,7 @@ def _live_mesh(saved: SavedState) -> DeviceMesh | None:
 
     Of several such universes, this takes the one whose groups were requested for the most of these
     axis names, and of equals the first. The choice depends only on the groups and the order of
-    their creation, which are the same on all ranks; it does not depend on slices, which may not be.
+    their creation, which are the same on all ranks; it does not depend on slices, which may differ.
     """
     description = saved.mesh.description
     axes = list(zip(description.layout, description.axis_names or description.labels, strict=True))

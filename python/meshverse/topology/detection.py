@@ -94,8 +94,8 @@ def _gather(
         )
     detections = world.state(Detections)
     if not detections.count:
-        # Never removed as a user: the locations stay in the store, so the count of runs must stay
-        # too, or a later run on this store would read these locations as its own.
+        # This user of the store is never removed, as its keys stay. Without users, the numbers of
+        # runs would begin again, and a later world on this store would read these locations.
         world.run.add_user(detections)
     name = f"topology/{detections.count}"
     detections.count += 1  # before anything can fail: the count is then equal on all ranks

@@ -54,7 +54,8 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
         raise ValueError(f"The name of a level is empty: {name!r}. Give a word, such as 'node'.")
     if isinstance(part_of_rank, str) or not all(isinstance(part, str) for part in part_of_rank):
         raise TypeError(
-            f"The {name} of each rank must be its name, one string per rank; got {part_of_rank!r}"
+            f"Level {name!r} must be one string per rank, the name of its {name}; got "
+            f"{part_of_rank!r}"
         )
     if not len(part_of_rank):
         raise ValueError(f"The level {name!r} has no ranks: a topology needs at least one.")

@@ -2,7 +2,8 @@
 
 A ring collective sends the same number of bytes from each rank of a group to the next one: a ring
 step. NCCL builds its rings so that they enter each node once. So if a group has ranks on n nodes, n
-of its steps leave a node, or none if n is 1. The same holds at each level of the cluster.
+of its steps leave a node, or none if n is 1. For switches, which NCCL does not know, it is a lower
+bound.
 
 Most clusters are even: all parts of a level have equally many ranks. There, the placements tried
 first cut the mesh into equal boxes, one per node, inside equal larger boxes, one per domain and per
@@ -41,7 +42,7 @@ _SEARCHED_IN_FULL = 40_000  # largest number of placements all of which are trie
 _IMPROVED = 40  # largest number of ranks for which swaps are tried
 _IMPROVEMENTS = 60  # largest number of swaps of one placement
 _STARTS = 4  # number of placements that are improved by swaps
-_EVALUATED = 1_000_000  # bound of placements tried times ranks
+_EVALUATED = 1_000_000  # largest number of placements tried, times ranks
 _RELABELLED = 16  # number of placements whose slices are sorted
 _LARGEST_CHAIN = 3_000  # largest number of different boxes for which chains are searched
 
@@ -239,7 +240,7 @@ def _best_order(problem: Placements) -> torch.Tensor:
 
 
 def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """Return that of several equally cheap placements whose ranks descend least often along axes.
+    """Return, of equally cheap placements, the one whose ranks descend least often along axes.
 
     A group whose ranks ascend is also in torch's order, so other meshes can share it.
     """
@@ -269,7 +270,7 @@ def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(problem: Placements) -> list[torch.Tensor]:
-    """Return placements that may be cheap: up to a budget of positions, but at least 4."""
+    """Return placements that may be cheap: a million positions in all, or 4 if that is more."""
     budget = max(4, _EVALUATED // len(problem.spot_of_rank))
     sequences = list(_spot_sequences(problem))
     placements: list[torch.Tensor] = []
@@ -299,7 +300,7 @@ def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
 
 
 def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
-    """Yield the spots of all ranks, part by part: in the order of parts, then large parts first."""
+    """Yield orders of all spots: that of the parts; if these are uneven, also large ones first."""
     spots = torch.arange(problem.part_of_spot.shape[1])
     sizes = problem.sizes
     yield spots.repeat_interleave(sizes)
@@ -412,7 +413,7 @@ def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
 def _cheapest_chains(
     problem: Placements, boxes: Sequence[Sequence[_Box]]
 ) -> list[tuple[float, tuple[_Box, ...]]]:
-    """Return, for each box of the last level, the cheapest chain of boxes inside it."""
+    """Find the cheapest chain that ends in each box of the last level; return the cheapest 12."""
     chains: dict[_Box, tuple[float, tuple[_Box, ...]]] = {(1,) * len(problem.shape): (0.0, ())}
     for level, of_level in enumerate(boxes):
         longer: dict[_Box, tuple[float, tuple[_Box, ...]]] = {}

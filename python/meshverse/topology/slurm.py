@@ -140,8 +140,8 @@ def read_network(text: str, source: str) -> Network:
     """Return the network of a topology.conf: switches (topology/tree) or blocks (topology/block).
 
     The levels of switches are named "switch" (those that nodes are connected to), "spine", "core",
-    and so on; the level of blocks is "domain". If some nodes are fewer switches away from the top
-    than others, their topmost switch is also their part at the missing levels.
+    and so on; the level of blocks is "domain". If a node has no switch at a level, its part there
+    is its highest switch below that level, or else the switch that it is connected to.
 
     Args:
         text: content of the file.

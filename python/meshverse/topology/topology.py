@@ -280,13 +280,15 @@ class Topology:
         group to the next around a ring. The cost is the sum, over axes and levels, of the ring
         steps of all groups of the axis that leave a part of the level, times the axis's traffic,
         times the level's factor. If a group has ranks on n parts, n of its steps leave a part, or
-        none if n is 1 (NCCL builds its rings so, whatever the order of the ranks in the group).
+        none if n is 1. (NCCL's rings enter each node once, whatever the order of the ranks. NCCL
+        does not know switches: there, it is a lower bound, which holds if the group lists the
+        nodes of a switch one after another.)
 
         The result never costs more than the order 0, 1, 2, ..., which is returned if nothing
         cheaper is found. If the mesh can be placed in at most 40,000 ways, all of them are tried.
-        Otherwise a cheaper placement than the result may exist: the search tries placements that
-        cut the mesh into nested boxes, one per part of the cluster, on uneven clusters with several
-        ways to fill the parts, and in worlds of at most 40 ranks swaps of two ranks. The search
+        Otherwise a cheaper placement than the result may exist: the search cuts the mesh into
+        nested boxes, one per part of the cluster. On uneven clusters, it fills the parts in several
+        ways. In worlds of at most 40 ranks, it also tries swaps of two ranks. The search
         depends on neither time nor chance, so all ranks find the same order. It takes some tenths
         of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
 

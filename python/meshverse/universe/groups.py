@@ -147,7 +147,7 @@ class UniverseGroups:
             )
 
     def note_change(self, *, is_live: bool) -> None:
-        """Update the meshes' lists of group names after a group has become live or stopped so."""
+        """Update the meshes' lists of group names after a group became live, or ceased to be."""
         universe = self._universe()
         may_change = self._world.may_change
         if universe is not None and not may_change and (not is_live or self._are_all_live()):
@@ -194,10 +194,10 @@ class UniverseGroups:
         return self._builder.ascends(axis)
 
     def likeliest(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
-        """Return the use of an axis's group if the options are not known; None without a group.
+        """Choose the use of an axis's group for a caller that does not know its options, or None.
 
-        Of several, groups without a tag are preferred, then those that were requested under this
-        axis name, then the one that was requested first. All ranks choose the same.
+        Of several, it is the one with the smallest tag ("" first), then one that was requested
+        under this axis name, then the one that was requested first. All ranks choose the same.
         """
         return min(
             self.along(axis),
@@ -396,8 +396,8 @@ class UniverseGroups:
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
-        # A rank outside the rank map has no name. A name that no use here has is that of a group of
-        # another universe, from which a mesh was concatenated.
+        # `group_name` is None on a rank outside the rank map. If no use here has that name, the
+        # group came from another universe by concatenation.
         for use in self.along(axis):
             if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
                 return use.request
@@ -470,7 +470,7 @@ class UniverseGroups:
                 ranks,
                 f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
             )
-        if self.number is None:  # no mesh belongs to this universe, so nobody will destroy it
+        if self.number is None:  # perhaps nobody will destroy this universe
             self._remove_from_store()
 
     def before_use(self, name: str) -> None:

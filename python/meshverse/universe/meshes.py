@@ -49,13 +49,14 @@ class UniverseMeshes:
         self.root: DeviceMesh | None = None
         self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
         self._may_keep_coordinates = keeps_coordinates
-        self._lock = threading.RLock()  # held to change the others below; readers copy them
+        self._lock = threading.RLock()  # held to choose a root, and to change the last three
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
         # Axes of the root meshes after the first, by name: the index of each axis in the first of
         # these meshes that has it.
         self._later_axes: dict[str, dict[AxisLayout, int]] = {}
-        # The other roots, by the tags of their axes and those of the meshes that have this root.
+        # Roots other than the first, by the tags of the root's axes, and all parts of the tags of
+        # the meshes under it.
         self._other_roots: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
 
@@ -149,8 +150,9 @@ class UniverseMeshes:
     def _tags_of_root(first: DeviceMesh, mesh: DeviceMesh) -> tuple[str, ...]:
         """Return the tags of a mesh's root, one for each axis of the first mesh.
 
-        These are the first mesh's own tags, if the mesh has no other ones. Otherwise, an axis that
-        the mesh has too gets its tag there, and every other axis all tags of the mesh, merged.
+        These are the first mesh's own tags, if the mesh has no other ones. Otherwise, each axis
+        of the first mesh that `mesh` also has gets the tag that it has in `mesh`; each other axis
+        gets all tags of `mesh`, merged.
 
         Example: the first mesh has axes pp, dp and tp without tags. A mesh of dp alone, under "a",
         has the root whose axes are all under "a".

@@ -22,7 +22,7 @@ class WorldUniverses(WorldState):
             universe or the world ends. So all ranks find the same universes, whenever each collects
             garbage.
         n_ended: how many universes were destroyed or aborted.
-        alive: weak references to the universes whose rank is that in the default group.
+        alive: weak references to the universes that took their rank from the default group.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class WorldUniverses(WorldState):
             universe.meshes.forget_coordinates()
 
     def begin_again(self) -> None:
-        """Keep those again that made process groups and are alive."""
+        """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
         self.kept = [
             universe
             for universe in _universes.alive()

@@ -55,8 +55,8 @@ class Universe:
         lazy: whether the members of a group create it when it is first used, not with its mesh.
         check_consistency: whether calls that create groups are compared between ranks; by default
             they are, unless the environment has `MESHVERSE_CHECK_CONSISTENCY=0`.
-        rank: this process's global rank, which then never changes. By default it is the rank in the
-            default process group, until that group ends.
+        rank: this process's global rank, which then never changes. By default the rank in the
+            default process group; once that has ended, coordinates are checked at each read.
         decoupled: whether its meshes are independent of the current default group. Until they are
             bound, they are equal only to meshes of this universe.
         topology: hardware that each rank of the world is on, for `explain()`. It does not change
@@ -80,8 +80,9 @@ class Universe:
         generation: how many universes of this world had ended when this one was created.
         is_over: whether it was destroyed or aborted.
         serial: number of this universe, from 0, among those over these ranks that created process
-            groups in this world; the same on all of the ranks. A universe that created no process
-            groups has a negative one: each process numbers those by itself, so ranks may disagree.
+            groups in this world; the same on all of the ranks. Until a call for all of
+            them has created groups, it is the one that a loaded universe was saved with, or else a
+            negative number that each process chooses by itself, so ranks may disagree.
 
     Raises:
         ValueError: ranks repeat, are negative or are not in the topology; or the timeout is not
@@ -364,7 +365,7 @@ class Universe:
 
         It frees the same groups as `destroy`, for ranks that are stuck because another one has
         died; they need not all call it. It leaves Meshverse's keys in the store. If an axis uses
-        the default group, all groups of this process are aborted.
+        the default group, it first aborts all groups of this process, also those it does not free.
         """
         self._end("aborted")
 
@@ -455,7 +456,8 @@ class Universe:
 
         Raises:
             KeyError: no group was requested by one of the names.
-            RuntimeError: the universe has no mesh or no process groups.
+            RuntimeError: the universe has no mesh yet, has ended, or was loaded without process
+                groups and is not bound.
         """
         groups = self._all_groups()
         roots = [universe.root for universe in (self, *self._all_parts()) if universe.root]
@@ -504,7 +506,8 @@ class Universe:
         Raises:
             ValueError: a rank is outside this universe; or the part exists already, and a setting
                 such as a timeout is passed.
-            RuntimeError: this universe or its world has ended, or it has no process groups.
+            RuntimeError: this universe or its world has ended, or it was loaded without process
+                groups and is not bound.
         """
         rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         own: dict[str, Any] = {"timeout": timeout, "options": options, "lazy": lazy or None}

@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     Attributes:
         group: the group.
         axes: names of the axes that requested it, in the universe and its parts.
-        lister: groups of the universe, or of the first part, that lists it.
+        lister: the first `UniverseGroups` that lists it: that of the universe, or else of a part.
     """
 
     group: Group

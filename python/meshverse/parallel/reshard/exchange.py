@@ -283,8 +283,9 @@ def _check_memory(transfers: Sequence[Transfer], sources: _Views, targets: _View
                 names = f"{side} {transfer.name!r}", f"{other_side} {other_transfer.name!r}"
                 raise ValueError(
                     f"{' and '.join(sorted(names))} overlap in memory on this rank: writing a "
-                    "target would change the other. Give a clone() of the source; or for two "
-                    "targets, a new tensor for one of them, and copy from it after each run."
+                    "target would change the other. For the source, pass a clone(), and copy the "
+                    "current values into it before each run; of two targets, pass a new tensor for "
+                    "one, and copy from it after each run."
                 )
 
 
