@@ -77,7 +77,10 @@ def test_use_of_a_shared_group_that_is_gone_raises_and_a_new_mesh_works(
     crew: Crew, use: str
 ) -> None:
     for error in crew.run(_use, 4, use):
-        assert "was destroyed, by destroy_process_group(group). It was shared, so it is gone for all" in error
+        assert (
+            "was destroyed, by destroy_process_group(group). It was shared, so it is gone for all"
+            in error
+        )
         assert "a new mesh has a new group" in error
 
 

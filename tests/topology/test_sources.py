@@ -262,8 +262,16 @@ def test_a_domain_is_inside_a_node_or_outside() -> None:
     [
         (lambda: Topology({}), ValueError, "A topology needs a level"),
         (lambda: Topology({"node": []}), ValueError, "The level 'node' has no ranks"),
-        (lambda: Topology({"node": "ab"}), TypeError, "one string per rank, the name of its node; got 'ab'"),
-        (lambda: Topology({"node": [0, 1]}), TypeError, "one string per rank, the name of its node; got [0, 1]"),
+        (
+            lambda: Topology({"node": "ab"}),
+            TypeError,
+            "one string per rank, the name of its node; got 'ab'",
+        ),
+        (
+            lambda: Topology({"node": [0, 1]}),
+            TypeError,
+            "one string per rank, the name of its node; got [0, 1]",
+        ),
         (
             lambda: Topology({"node": ["a", ""]}),
             ValueError,

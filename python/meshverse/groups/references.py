@@ -2,22 +2,26 @@
 
 FSDP2's parameter groups, the stages of a pipeline and users' objects hold the process group itself,
 and not its name. Once it has ended and another one was created in its place, they need that one.
-The garbage collector knows which objects refer to it. It does not follow dictionaries and tuples
-that contain nothing but plain data and process groups, so these are searched for in all objects.
+The garbage collector knows which objects refer to it, but for dictionaries and tuples that contain
+nothing but plain data and process groups, and for the local variables of running functions. If an
+old group has references from elsewhere, these are searched too.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
+import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
+_FRAMES_OWN = 3  # references to a frame's dictionary of variables, if nobody else has one
 _AT_ONCE = 1_000  # objects whose contents are listed in one step
 _PLAIN = (dict, tuple)  # containers that the collector does not follow, if all is plain data
 
@@ -34,19 +38,12 @@ class Holder:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
-    @property
-    def can_replace(self) -> bool:
-        """Whether what the object refers to can be replaced."""
+    def can_replace(self, ids: Collection[int]) -> bool:
+        """Return whether references to the objects of these ids can be replaced."""
         owner = self.owner
         if isinstance(owner, (dict, list, tuple, set, collections.deque, *_WITH_ONE)):
             return True
-        if isinstance(owner, (type, types.MethodType, types.BuiltinFunctionType)):
-            return False
-        return hasattr(owner, "__dict__") or any(
-            isinstance(member, types.MemberDescriptorType)
-            for base in type(owner).__mro__
-            for member in vars(base).values()
-        )
+        return any(id(value) in ids for _, value in _attributes(owner))
 
     def replace(self, new: dict[int, Any]) -> None:
         """Have the object refer to other objects.
@@ -97,16 +94,21 @@ class References(NamedTuple):
 def find_references(groups: Sequence[Any]) -> References:
     """Find all Python objects that refer to some process groups.
 
-    It goes through all objects of the process: some 3 s for a million objects.
+    It goes through all objects of the process, which takes some tenths of a second for 300,000.
 
     Args:
-        groups: that may be referred to.
+        groups: groups that may be referred to, in a list that is the caller's only reference.
     """
     tuples: list[Holder] = []
     others: list[Holder] = []
     problems: list[tuple[int, str]] = []
     number = {id(group): index for index, group in enumerate(groups)}
-    targets, unfollowed = list(groups), _unfollowed(groups)
+    targets = list(groups)
+    unfollowed: list[Any] = []
+    if _has_other_references(groups):
+        frames = _running()
+        problems += _in_variables(frames, number)
+        unfollowed = _unfollowed(frames, ids=number)
     while targets:
         outer: list[Any] = []
         ids = {id(target) for target in targets}
@@ -121,19 +123,32 @@ def find_references(groups: Sequence[Any]) -> References:
                 number[id(owner)] = index
                 outer.append(owner)
                 tuples.append(holder)  # after those that it contains
-            elif holder.can_replace:
+            elif holder.can_replace(ids):
                 others.append(holder)
             else:
                 problems.append((index, f"an object of {_name(owner)}"))
         targets = outer
     problems += _in_cpp(number)
-    problems += _in_running_functions(number)
     return References([*tuples, *others], problems)
 
 
-def _unfollowed(groups: Sequence[Any]) -> list[Any]:
-    """Return the containers of groups, and containers of these, that the collector cannot find."""
-    ids = {id(group) for group in groups}
+def _has_other_references(groups: Sequence[Any]) -> bool:
+    """Return whether groups have references that the collector does not find."""
+    found = collections.Counter(
+        id(one) for owner in gc.get_referrers(*groups) for one in gc.get_referents(owner)
+    )
+    alone = [object()]
+    (uncounted,) = (sys.getrefcount(one) - 1 for one in alone)  # those that counting itself makes
+    return any(sys.getrefcount(group) - uncounted > found[id(group)] for group in groups)
+
+
+def _unfollowed(variables: Sequence[_Variables], ids: Collection[int]) -> list[Any]:
+    """Return the containers of groups, and containers of these, that the collector does not find.
+
+    Args:
+        variables: local variables that may refer to such containers, as all objects may.
+        ids: ids of the groups.
+    """
     known: dict[int, bool] = {}  # by the id of a container: whether it contains groups
     found: list[Any] = []
 
@@ -148,6 +163,7 @@ def _unfollowed(groups: Sequence[Any]) -> list[Any]:
         return known[id(container)]
 
     owners = gc.get_objects()
+    owners += [list(each.values.values()) for each in variables]
     for start in range(0, len(owners), _AT_ONCE):
         inside = gc.get_referents(*owners[start : start + _AT_ONCE])
         for container in [one for one in inside if type(one) in _PLAIN]:
@@ -167,14 +183,18 @@ def _in_dict(owner: dict[Any, Any], new: Mapping[int, Any]) -> None:
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object itself that can be set."""
+    if isinstance(owner, type):
+        return []  # their dictionary cannot be written to, and what looks up in it keeps results
+    if isinstance(owner, types.FunctionType):
+        return [("__defaults__", owner.__defaults__), *vars(owner).items()]
     found = list(vars(owner).items()) if hasattr(owner, "__dict__") else []
     for base in type(owner).__mro__:
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    found.append((name, member.__get__(owner)))
-                except AttributeError:  # not set
-                    continue
+        if isinstance(base.__dict__.get("__slots__"), (str, tuple, list, dict)):
+            for name, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # not set
+                        found.append((name, member.__get__(owner)))
     return found
 
 
@@ -187,20 +207,49 @@ def _in_cpp(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
                 yield index, f"{_name(owner)}, which uses it in C++ code: wrap the model again"
 
 
-def _in_running_functions(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
-    """Yield the local variables of running functions that refer to groups: they cannot be set."""
-    for frame in sys._current_frames().values():
-        caller: types.FrameType | None = frame
-        while caller is not None:
-            if not caller.f_globals.get("__name__", "").startswith("meshverse."):
-                code = caller.f_code
-                is_module = code.co_name == "<module>"
-                for name, value in () if is_module else list(caller.f_locals.items()):
-                    # A variable of a closure is a cell, which is found as an object.
-                    if id(value) in number and name not in (*code.co_cellvars, *code.co_freevars):
-                        where = f"{code.co_filename}:{caller.f_lineno}"
-                        yield number[id(value)], f"variable {name!r} of {code.co_name}() at {where}"
-            caller = caller.f_back
+class _Variables(NamedTuple):
+    """The local variables of a running function, by name, and where it is."""
+
+    values: dict[str, Any]
+    where: str
+
+
+def _running() -> list[_Variables]:
+    """Return the local variables of the functions that run in any thread, but for Meshverse's."""
+    found = []
+    frames = list(sys._current_frames().values())
+    while frames:
+        frame = frames.pop()
+        code = frame.f_code
+        is_own = str(frame.f_globals.get("__name__")).startswith("meshverse.")
+        if code.co_flags & inspect.CO_OPTIMIZED and not is_own:  # else they are a dictionary's
+            where = f"{code.co_name}() at {code.co_filename}:{frame.f_lineno}"
+            found.append(_Variables(_local_variables(frame), where))
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+        del frame  # the frame of this function is among them: a cycle would keep all of them
+    return found
+
+
+def _local_variables(frame: types.FrameType) -> dict[str, Any]:
+    snapshot = frame.f_locals
+    # A variable of a closure is a cell, which is found as an object.
+    cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+    variables = {name: value for name, value in snapshot.items() if name not in cells}
+    # Before Python 3.13, the frame would keep what the variables refer to now, until it ends.
+    if isinstance(snapshot, dict) and sys.getrefcount(snapshot) <= _FRAMES_OWN:
+        snapshot.clear()
+    return variables
+
+
+def _in_variables(
+    variables: Sequence[_Variables], number: Mapping[int, int]
+) -> Iterator[tuple[int, str]]:
+    """Yield the local variables that refer to groups: they cannot be set."""
+    for values, where in variables:
+        for name, value in values.items():
+            if id(value) in number:
+                yield number[id(value)], f"variable {name!r} of {where}"
 
 
 def _name(instance: object) -> str:

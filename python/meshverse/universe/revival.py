@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,9 +109,9 @@ def _plan(current: World) -> _Plan:
         for group in sorted(world.state(GroupRegistry), key=lambda group: group.name)
         if group.state in (State.ENDED, State.PLANNED) and group.uses.alive()
     }
-    old = {name: one for name, group in groups.items() if (one := group.last_handle()) is not None}
-    names, objects = list(old), list(old.values())
-    references = find_references(objects)
+    names, handles = _last_handles(groups)
+    references = find_references(handles)
+    old = dict(zip(names, handles, strict=True))
     problems = _why_not(current, world, universes)
     problems += [
         f"the {groups[names[index]].in_words()} is held by {what}"
@@ -121,6 +121,17 @@ def _plan(current: World) -> _Plan:
     numbered = [one for one in universes if one.groups.number is not None]
     numbered.sort(key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
     return _Plan(world, universes, numbered, groups, old, references, problems)
+
+
+def _last_handles(groups: Mapping[str, Group]) -> tuple[list[str], list[compat.ProcessGroup]]:
+    """Return the ended group objects that something still refers to, with the names of groups."""
+    names, handles = [], []
+    for name, group in groups.items():
+        handle = group.last_handle()
+        if handle is not None:
+            names.append(name)
+            handles.append(handle)
+    return names, handles
 
 
 def _ended_last(current: World) -> tuple[World | None, list[Universe]]:
@@ -224,12 +235,6 @@ def _create_groups(plan: _Plan) -> None:
     assert world is not None
     for group in plan.groups.values():
         group.revive()
-    new: dict[int, Any] = {}
-
-    def replace(group: Group) -> None:
-        if group.name in plan.old and group.handle is not None:
-            new[id(plan.old[group.name])] = group.handle
-
     try:
         for use in (use for universe in plan.numbered for use in universe.groups):
             if use.how is Origin.SPLIT:
@@ -240,8 +245,10 @@ def _create_groups(plan: _Plan) -> None:
             elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
     finally:
-        for group in plan.groups.values():
-            replace(group)
+        handles = {name: plan.groups[name].handle for name in plan.old}
+        new: dict[int, Any] = {
+            id(plan.old[name]): handle for name, handle in handles.items() if handle is not None
+        }
         for holder in plan.references.holders:
             holder.replace(new)
 
