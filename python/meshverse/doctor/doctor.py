@@ -213,8 +213,8 @@ class _Examiner:
                 mesh[parts].flatten(name)
             universe = mesh.universe
         assert universe is not None  # a plan has a view
-        names = [group.name for group in universe.explain().groups]
-        return [universe.process_groups[name] for name in names if name is not None]
+        groups = [group.name for group in universe.explain().groups]
+        return [universe.process_groups[name] for name in groups if name is not None]
 
     def _measure(
         self,

@@ -237,7 +237,7 @@ def _local_variables(frame: types.FrameType) -> dict[str, Any]:
     cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
     variables = {name: value for name, value in snapshot.items() if name not in cells}
     # Before Python 3.13, the frame would keep what the variables refer to now, until it ends.
-    if isinstance(snapshot, dict) and sys.getrefcount(snapshot) <= _FRAMES_OWN:
+    if sys.version_info < (3, 13) and sys.getrefcount(snapshot) <= _FRAMES_OWN:
         snapshot.clear()
     return variables
 
