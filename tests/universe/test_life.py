@@ -154,6 +154,23 @@ def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
     assert universe() is None
 
 
+def test_a_universe_whose_end_fails_at_first_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: object) -> None:
+        raise RuntimeError("the backend is stuck")
+
+    with fake_world(8, 5):
+        mesh = _mesh()
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", fail)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="the backend is stuck"):
+                    mesh.universe.destroy()
+        assert not mesh.universe.groups.is_freed
+        mesh.universe.destroy()
+        assert mesh.universe.groups.is_freed
+        assert Universe(8).generation == 1
+
+
 def test_a_universe_that_made_no_group_is_collected(world) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))  # on the default group
     universe = weakref.ref(mesh.universe)

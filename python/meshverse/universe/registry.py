@@ -29,7 +29,7 @@ class WorldUniverses(WorldState):
         self.kept: list[Universe] = []
         self.n_ended = 0
         self.alive: WeakRegistry[Universe] = WeakRegistry()
-        self._lock = threading.Lock()  # protects `kept` and `n_ended`
+        self._lock = threading.Lock()  # protects `kept`, `n_ended` and each `is_over`
 
     def keep(self, universe: Universe) -> None:
         """Add a universe that created process groups to `kept`, unless it is there or has ended."""
@@ -61,8 +61,11 @@ class WorldUniverses(WorldState):
         return universe.world is not None and universe.world.state(WorldUniverses) is self
 
     def note_end(self, universe: Universe) -> None:
-        """Count a universe that was destroyed or aborted, and drop the reference to it."""
+        """At the first call, set `is_over`, count the universe and drop the reference to it."""
         with self._lock:
+            if universe.is_over:
+                return
+            universe.is_over = True
             self.n_ended += 1
             if universe in self.kept:
                 self.kept.remove(universe)

@@ -378,7 +378,7 @@ class Universe:
     def _end_own(self, how: Literal["destroyed", "aborted"]) -> None:
         if self.world is None or (self.is_over and self.groups.is_freed):
             return
-        self.groups.ended, self.is_over = how, True
+        self.groups.ended = how
         self.meshes.set_plain_names(False)
         self.world.state(WorldUniverses).note_end(self)
         self.groups.free(abort=how == "aborted")
