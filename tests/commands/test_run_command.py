@@ -13,7 +13,11 @@ import pytest
 
 from helpers.forked import SECONDS
 from helpers.tiers import in_tiers
+from helpers.worlds import FakeWorld
+from meshverse import init_device_mesh
 from meshverse.commands.main import main
+from meshverse.commands.process_setup import Setup, _Report
+from meshverse.world.world import World
 
 _PRINTS_ITSELF = """
 import __main__, pickle, sys
@@ -250,3 +254,13 @@ def test_what_cannot_run_is_refused(arguments, said, capsys, monkeypatch) -> Non
     monkeypatch.setattr("meshverse.commands.process_setup.Setup.begin", lambda self: None)
     assert main(["run", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_universes_that_ended_before_the_report_are_counted(world: FakeWorld, capsys) -> None:
+    current = World.current()
+    assert current is not None
+    report = _Report()
+    report.begin(current, Setup("mesh", explains=False))
+    init_device_mesh("cpu", (2, 4)).universe.destroy()
+    report.end()
+    assert "\nNot counted: 1 universe that ended before.\n" in capsys.readouterr().err

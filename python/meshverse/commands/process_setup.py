@@ -12,6 +12,7 @@ from meshverse.dropin import install
 from meshverse.report.explain import in_other_universes
 from meshverse.report.summary import in_numbers, what_queues
 from meshverse.universe.registry import WorldUniverses
+from meshverse.wording import counted
 from meshverse.world.world import World, WorldState, on_new_world
 
 
@@ -88,7 +89,9 @@ class _Report(WorldState):
         explanations = [universe.explain() for universe in universes.kept]
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:
-            lines.append(f"Not counted: {universes.n_ended} universes that ended before.")
+            lines.append(
+                f"Not counted: {counted(universes.n_ended, 'universe')} that ended before."
+            )
         n_duplicates = sum(explanation.n_duplicates for explanation in explanations)
         if n_duplicates:
             again = in_other_universes(n_duplicates)
