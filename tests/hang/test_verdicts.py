@@ -79,6 +79,22 @@ def test_ranks_that_call_different_things(changed: dict[str, object], said: str)
     assert said in _verdict([found])
 
 
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base"]
+)
+def test_inputs_of_equally_many_elements_may_have_different_shapes(operation: str) -> None:
+    shapes = (((8,), ()), ((4, 2), (1,)), ((2, 2, 2), (1, 1)))
+    calls = {rank: [_call("dp", 3, operation=operation, shapes=shapes[rank])] for rank in range(3)}
+    (found,) = find_stuck(_records({"dp": range(3)}, calls))
+    assert (found.cause, found.differing) == (Cause.BACKEND, {})
+    (found,) = find_stuck(_records({"dp": range(4)}, calls))
+    assert found.cause is Cause.MISSING
+    calls[3] = [_call("dp", 3, operation=operation, shapes=((9,), ()))]
+    (found,) = find_stuck(_records({"dp": range(4)}, calls))
+    assert found.cause is Cause.MISMATCH
+    assert "; (9,), () on rank 3" in _verdict([found])
+
+
 def test_shards_of_an_exchange_may_be_uneven() -> None:
     calls = {rank: [_call("ep", 1, operation="all_to_all", shapes=((rank,),))] for rank in range(2)}
     (found,) = find_stuck(_records({"ep": range(2)}, calls))

@@ -18,6 +18,7 @@ group to each group that its missing ranks wait in. In this order:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -225,7 +226,9 @@ def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
     if not found:
         compare("dtype", lambda call: call.dtype)
         compare("", lambda call: call.detail)
-        if next(iter(there.values())).operation.startswith(_EVEN_STARTS):
+        counts = {tuple(map(math.prod, call.shapes)) for call in there.values() if call.shapes}
+        is_even = next(iter(there.values())).operation.startswith(_EVEN_STARTS)
+        if is_even and len(counts) > 1:
             compare("shape", lambda call: shapes_in_words(call.shapes))
     return found
 
