@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from meshverse import Topology
 
@@ -62,3 +63,18 @@ def test_a_domain_that_fits_nowhere_raises() -> None:
 def test_a_level_has_a_name(name: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         Topology({name: ["a", "b"]})
+
+
+def test_the_first_rank_that_tears_a_part_is_named_whatever_the_number_of_threads() -> None:
+    n, torn = 1 << 16, 1 << 15
+    switches = ["s0", "s1"] * (n // 2)
+    switches[torn] = "s1"
+    topology = {"node": ["n0", "n1"] * (n // 2), "switch": switches}
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(20):
+            with pytest.raises(ValueError, match=f"rank 0 is on switch 's0', rank {torn} on 's1'"):
+                Topology(topology)
+    finally:
+        torch.set_num_threads(n_threads)

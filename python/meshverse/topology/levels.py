@@ -123,9 +123,9 @@ def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 def _torn(inner: Level, outer: Level) -> torch.Tensor:
     """Return the ranks whose outer part is not that of the first rank of their inner part."""
-    first = torch.empty(len(inner.parts), dtype=torch.int64)
-    # In reverse order, so that the first rank of a part is the last one written.
-    first[inner.of_rank.flip(0)] = torch.arange(len(inner.of_rank)).flip(0)
+    ranks = torch.arange(len(inner.of_rank))
+    first = torch.full((len(inner.parts),), len(ranks))
+    first.scatter_reduce_(0, inner.of_rank, ranks, "amin")
     return (outer.of_rank[first][inner.of_rank] != outer.of_rank).nonzero().flatten()
 
 
