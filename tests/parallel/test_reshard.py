@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -326,7 +327,8 @@ def _onto_another_mesh() -> None:
     if rank > 0:
         assert torch.equal(moved.full_tensor(), whole)
     if rank < 2:
-        same = redistribute(tensor.detach().requires_grad_(), first, [Replicate()])
+        with_gradient = tensor.detach().requires_grad_()
+        same = redistribute(with_gradient, first, [Replicate()], ranks=[0, 1])
         assert torch.equal(same.to_local(), whole)
         assert same.requires_grad
     # Ranks without the tensor get the error too, at once.
@@ -343,6 +345,26 @@ def _onto_another_mesh() -> None:
 
 def test_one_dtensor_onto_another_mesh(crew: Crew) -> None:
     crew.run(_onto_another_mesh, 4)
+
+
+def _onto_its_own_mesh() -> None:
+    rank, soon = dist.get_rank(), timedelta(seconds=4)
+    mesh = init_device_mesh("cpu", (2,), ranks=[0, 1])
+    whole = torch.arange(35.0).view(7, 5)
+    tensor = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) if rank < 2 else None
+    same = redistribute(tensor, mesh, [Replicate()], timeout=soon)
+    assert same.device_mesh == mesh
+    assert same.shape == whole.shape
+    if rank < 2:
+        assert torch.equal(same.to_local(), whole)
+        assert same.to_local().data_ptr() != tensor.to_local().data_ptr()
+    needs_gradient = None if tensor is None else tensor.detach().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"own mesh, call dtensor.redistribute\(\)"):
+        redistribute(needs_gradient, mesh, [Replicate()], timeout=soon)
+
+
+def test_one_dtensor_onto_its_own_mesh_with_ranks_outside(crew: Crew) -> None:
+    crew.run(_onto_its_own_mesh, 3)
 
 
 def _run_that_nobody_waits_for() -> list[str]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -392,10 +393,10 @@ def redistribute(
 ) -> DTensor:
     """Return a DTensor with the same values on another mesh, which may have other ranks.
 
-    All `ranks` call this. If `mesh` is the tensor's own mesh, only the ranks of this mesh may call
-    it, and it calls DTensor's `redistribute`. For several tensors, or for repeated transfers,
-    construct a `Reshard`. If the arguments of one rank are wrong, that rank raises the error, and
-    the other ranks raise a RuntimeError with its message.
+    All `ranks` call this. If `mesh` is the tensor's own mesh and has all `ranks`, it calls
+    DTensor's `redistribute`. For several tensors, or for repeated transfers, construct a `Reshard`.
+    If the arguments of one rank are wrong, that rank raises the error, and the other ranks raise a
+    RuntimeError with its message.
 
     Args:
         dtensor: the tensor; None on ranks that are not in its mesh.
@@ -407,17 +408,19 @@ def redistribute(
         timeout: how long to wait for other ranks; by default the default group's timeout.
 
     Returns:
-        A DTensor on `mesh`. It has no autograd history, unless `mesh` is the tensor's own mesh.
+        A DTensor on `mesh`. It has no autograd history, unless DTensor's `redistribute` is called.
 
     Raises:
-        RuntimeError: the tensor requires a gradient, and `mesh` is another mesh; or another rank
-            did not join in time, or raised an error.
+        RuntimeError: the tensor requires a gradient, and DTensor's `redistribute` is not called; or
+            another rank did not join in time, or raised an error.
         TypeError: `dtensor` is not a DTensor, `mesh` is not a DeviceMesh, or a placement is neither
             `Replicate` nor `Shard`.
         ValueError: the number of placements is not the number of axes, or a placement's dimension
             does not exist.
     """
-    if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh:
+    n_ranks = dist.get_world_size() if ranks is None else len(ranks)
+    # Ranks outside the mesh cannot know that it is the tensor's own: then all copy as to another.
+    if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh and mesh.size() == n_ranks:
         return dtensor.redistribute(mesh, placements)
     group = ReshardGroup("redistribute", name, ranks, timeout)
 
@@ -465,8 +468,8 @@ def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> No
             raise TypeError(f"redistribute to {placement}: give Replicate() or Shard(dim).")
     if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "redistribute to another mesh: gradients do not pass between meshes. Give "
-            "dtensor.detach(), or call it under torch.no_grad()."
+            "redistribute: gradients do not pass between meshes. Give dtensor.detach(), or call it "
+            "under torch.no_grad(). To stay on the tensor's own mesh, call dtensor.redistribute()."
         )
 
 
