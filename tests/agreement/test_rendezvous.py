@@ -112,6 +112,18 @@ def test_keys_are_removed_from_the_store() -> None:
     assert store.num_keys() == 0
 
 
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 1]], ids=["one never comes", "all come"])
+def test_strings_are_removed_from_the_store_after_a_failure(ranks: list[int]) -> None:
+    store, own = dist.HashStore(), {0: Rendezvous(), 1: Rendezvous()}
+    for rank, mine in own.items():
+        with pytest.raises(RuntimeError, match="rank 0 waited"):
+            _join(store, "x", ranks, rank, _SHORT, mine, text="here")
+        assert store.num_keys() == 2  # the count and the outcome
+    for rank, mine in own.items():
+        mine.remove_from_store(_world(store, rank).run_store, "x")
+    assert store.num_keys() == 0
+
+
 def test_one_waits_for_ever_if_it_shall() -> None:
     store = dist.HashStore()
     first = threading.Thread(target=_join, args=(store, "x", [0, 1], 0, None), daemon=True)

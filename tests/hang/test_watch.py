@@ -224,7 +224,7 @@ def _operations_of_looks(n_looks: int) -> Counter[str]:
 
         return ask
 
-    names = ("read", "read_all", "put_first", "write", "count", "append", "remove")
+    names = ("read", "put_first", "write", "count", "append", "remove")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(RunStore, name, counted(name))

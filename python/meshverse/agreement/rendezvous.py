@@ -2,7 +2,8 @@
 
 For some backends, c10d also waits for all members, but its error cannot say why some are missing.
 Here each member increments a counter. The last one to join writes the outcome; the others poll the
-key of the outcome. If each member contributes a string, the outcome contains all strings.
+key of the outcome. If each member contributes a string, the outcome contains all strings, and the
+last member removes their keys; after a failure, each member removes its own.
 
 A rendezvous that failed can be tried again, so attempts are numbered. Each attempt has one outcome,
 which never changes: the first that is written. A member that times out, is interrupted or finds a
@@ -180,25 +181,34 @@ class _Attempt:
             The outcome, and whether this rank got it without waiting. If that is a failure, other
             members failed before this rank joined.
         """
+        outcome = ""
         try:
-            if text is not None:
-                self._has_texts = True
-                self._store.write(f"{self.key}/{self._rank}", text)
-            n_joined = self._store.count(f"{self.key}/joined")
-            self.joined_first = n_joined == 1
-            if n_joined == len(self._ranks):
-                return self._decide(_ALL_JOINED + self._take_texts(text)), True
-            if outcome := self._outcome():
-                return outcome, True
-            return self._wait(timeout, check), False
+            outcome, is_late = self._join(timeout, check, text)
+            return outcome, is_late
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the store failed; `error` is raised
-                self._decide(self._left(error))
+                outcome = self._decide(self._left(error))
             raise
         finally:
-            if self._is_noted:
-                with contextlib.suppress(RuntimeError):  # the store failed and has raised already
+            with contextlib.suppress(RuntimeError):  # the store failed and has raised already
+                if self._is_noted:
                     self._store.remove(note_key(self._rank))
+                if text is not None and outcome and not outcome.startswith(_ALL_JOINED):
+                    self._store.remove(f"{self.key}/{self._rank}")
+
+    def _join(
+        self, timeout: timedelta | None, check: Callable[[], None] | None, text: str | None
+    ) -> tuple[str, bool]:
+        if text is not None:
+            self._has_texts = True
+            self._store.write(f"{self.key}/{self._rank}", text)
+        n_joined = self._store.count(f"{self.key}/joined")
+        self.joined_first = n_joined == 1
+        if n_joined == len(self._ranks):
+            return self._decide(_ALL_JOINED + self._take_texts(text)), True
+        if outcome := self._outcome():
+            return outcome, True
+        return self._wait(timeout, check), False
 
     def _left(self, error: BaseException) -> str:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -208,7 +218,8 @@ class _Attempt:
         if text is None:
             return ""
         keys = [f"{self.key}/{rank}" for rank in self._ranks]
-        texts = self._store.read_all(keys)
+        # Without waiting: a member for which the attempt has failed removes its string.
+        texts = [self._store.read(key) for key in keys]
         for key in keys:
             self._store.remove(key)
         return _packed(texts)

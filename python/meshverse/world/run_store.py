@@ -15,7 +15,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 # Limit for all waiting ranks of a job together, on average. The busiest second has up to half as
@@ -146,10 +145,6 @@ class RunStore:
         found: bytes = self._store.compare_set(self._key(key), _NEVER_WRITTEN, _NEVER_WRITTEN)
         text = found.decode()
         return "" if text == _NEVER_WRITTEN else text
-
-    def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of some keys. Waits until each of them has one."""
-        return [text.decode() for text in self._store.multi_get([self._key(key) for key in keys])]
 
     def put_first(self, key: str, text: str) -> str:
         """Write a value if the key has none; return the value that the key has then."""
