@@ -84,6 +84,22 @@ def test_after_one_left_all_can_join_again() -> None:
         assert not thread.is_alive()
 
 
+def test_who_joined_just_now_is_not_said_to_be_absent() -> None:
+    store = dist.HashStore()
+
+    def join() -> None:
+        with pytest.raises(RuntimeError, match="rank 0 waited"):
+            _join(store, "x", [0, 1, 2], 1)
+
+    other = threading.Thread(target=join)  # which writes no note that it waits
+    other.start()
+    while not _world(store, 0).run_store.count("rendezvous/x/0/joined", 0):
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match=r"2 of 3 members joined; 1 of ranks \[1, 2\] did not\."):
+        _join(store, "x", [0, 1, 2], 0, _SHORT)
+    other.join(30)
+
+
 def test_nobody_joins_alone_after_a_rendezvous_that_was_complete() -> None:
     store, own = dist.HashStore(), dict[int, Rendezvous]()
     _join_all(store, "x", [0, 1], own)
@@ -240,6 +256,7 @@ def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     seconds = {0: 1.5, 1: 10, 2: 10, 3: 10}  # rank 1 still waits when rank 0 gives up
     (result, _), *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
     where = (
+        r"1 of 2 members joined; "
         r"rank 1 waits to create group of 1 with ranks \[1, 2\] at \S+, for rank 2\. Those that "
     )
     assert re.search(where, result)

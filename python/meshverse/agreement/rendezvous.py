@@ -314,15 +314,20 @@ class _Attempt:
                     missing[rank] = wait
             if len(missing) == _NAMED:
                 break
-        elsewhere = "".join(f"; {wait}{self._whom(wait)}" for wait in missing.values() if wait)
+        unseen = [rank for rank, wait in missing.items() if wait is None]
+        elsewhere = [f"{wait}{self._whom(wait)}" for wait in missing.values() if wait]
+        n_absent = len(self._ranks) - joined - len(elsewhere)
+        found = [f"{joined} of {len(self._ranks)} members joined"]
+        if 0 < n_absent < len(unseen) and len(self._ranks) <= _NAMED:
+            found.append(f"{n_absent} of ranks {unseen} did not")  # some of them have no note yet
+        elif n_absent > 0:
+            found.append(f"not seen were {f'ranks {unseen}' if unseen else 'others'}")
         name, _, number = self.key.rpartition("/")
         before = self._read(f"{name}/{int(number) - 1}/outcome")
         return (
-            f"{joined} of {len(self._ranks)} members joined; not seen were "
-            f"{f'ranks {list(missing)}' if missing else 'others'}{elsewhere}. Those that did not "
-            "join may be slow, dead, or building other meshes. All ranks of a mesh must make it "
-            "over the same ranks and use its lazy groups; either all ranks of a job run with "
-            "meshverse.install(), or none."
+            f"{'; '.join(found + elsewhere)}. Those that did not join may be slow, dead, or "
+            "building other meshes. All ranks of a mesh must make it over the same ranks and use "
+            "its lazy groups; either all ranks of a job run with meshverse.install(), or none."
             + (
                 f" The attempt before failed: {before}"
                 if before and not before.startswith(_ALL_JOINED)
