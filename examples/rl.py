@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 examples/rl.py --tp 2 --steps 5
 
 The first half of the ranks trains, with FSDP2 and tensor parallelism. The other half generates:
-replicas of the model, with tensor parallelism. Before every step the weights move from the one half
-to the other. docs/reshard.md tells how.
+replicas of the model, with tensor parallelism. Before every step, the weights are copied from the
+one half to the other. docs/reshard.md describes how.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def read_options():
 
 
 def make_model(device):
-    torch.manual_seed(dist.get_rank())  # other weights on every rank: what is equal, was moved
+    torch.manual_seed(dist.get_rank())  # other weights on every rank: what is equal was copied
     config = AutoConfig.for_model("llama", **TINY, num_attention_heads=4, tie_word_embeddings=False)
     return AutoModelForCausalLM.from_config(config).to(device)
 
@@ -90,13 +90,13 @@ def main():
     else:
         model.requires_grad_(False)
     weights = dict(model.named_parameters())
-    move = Reshard(weights if is_trainer else None, None if is_trainer else weights)
-    say(move.explain())
+    reshard = Reshard(weights if is_trainer else None, None if is_trainer else weights)
+    say(reshard.explain())
 
     n_replicas = half // tp
     for step in range(options.steps):
         start = time.perf_counter()
-        move()
+        reshard()
         seconds = time.perf_counter() - start
 
         # Every replica generates its share; the first rank of each tells it to all.
@@ -121,8 +121,8 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
             reward = reward.mean().item()
-            say(f"step {step + 1} reward {reward:.3f} weights moved in {seconds:.3f} s")
-    move.close()
+            say(f"step {step + 1} reward {reward:.3f} weights copied in {seconds:.3f} s")
+    reshard.close()
     dist.destroy_process_group()
 
 

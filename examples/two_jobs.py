@@ -2,9 +2,9 @@
 
 The trainer (4 processes) has a model in FSDP2 and tensor parallelism. The engine (2 processes,
 started by another command) has tensor parallelism and fuses the query, key and value weights.
-Neither knows the other's default process group. After every step, the weights move over a
-connection. The same weights then come by `full_tensor()` and broadcast, as programs do it without,
-and both are compared bit by bit.
+Neither knows the other's default process group. After every step, a `Reshard` copies the weights
+over a connection. The same weights are then copied by `full_tensor()` and broadcast, as programs
+without it do, and both results are compared bit by bit.
 
 Without arguments, this starts both jobs. Each alone, in two terminals:
 
@@ -69,20 +69,20 @@ def train(rank: int, address: str, folder: str) -> None:
     with meshverse.connect(
         "weights", address, rank=rank, size=_TRAINERS + _ENGINES, timeout=_TIMEOUT
     ) as connection:
-        move = Reshard(weights, None, group=connection)
+        reshard = Reshard(weights, None, group=connection)
         for step in range(_STEPS):
             x = torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier(group=connection.group)  # for the clock of the engine
-            move()
+            reshard()
             dist.barrier(group=connection.group)
             for name in sorted(weights):  # as programs do it without
                 whole = weights[name].full_tensor().detach()
                 dist.broadcast(whole.contiguous(), src=0, group=connection.group)
         if rank == 0:
-            print(f"trainer, {move.explain()}", flush=True)
+            print(f"trainer, {reshard.explain()}", flush=True)
         dist.barrier(group=connection.group)  # all have what they wait for
     dist.destroy_process_group()
 
@@ -102,12 +102,12 @@ def serve(rank: int, address: str, folder: str) -> None:
     with meshverse.connect(
         "weights", address, rank=_TRAINERS + rank, size=_TRAINERS + _ENGINES, timeout=_TIMEOUT
     ) as connection:
-        move = Reshard(None, weights, group=connection)
+        reshard = Reshard(None, weights, group=connection)
         for step in range(_STEPS):
             dist.barrier(group=connection.group)
             start = time.perf_counter()
-            move()
-            moved = time.perf_counter() - start
+            reshard()
+            copied = time.perf_counter() - start
             dist.barrier(group=connection.group)
             start = time.perf_counter()
             whole = {name: torch.zeros(_WIDTH, _WIDTH) for name in sorted(weights)}
@@ -119,13 +119,13 @@ def serve(rank: int, address: str, folder: str) -> None:
             assert torch.equal(_full(fused), expected)
             if rank == 0:
                 print(
-                    f"engine, step {step}: bit by bit the trainer's weights; moved in "
-                    f"{moved * 1e3:.1f} ms, by full_tensor() and broadcast in "
+                    f"engine, step {step}: bit by bit the trainer's weights; copied in "
+                    f"{copied * 1e3:.1f} ms, by full_tensor() and broadcast in "
                     f"{sent_whole * 1e3:.1f} ms",
                     flush=True,
                 )
         if rank == 0:
-            print(f"engine, {move.explain()}", flush=True)
+            print(f"engine, {reshard.explain()}", flush=True)
         dist.barrier(group=connection.group)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Weights from trainers to generators: what a move costs on real processes, and what to plan it."""
+"""Weights from trainers to generators: what a run costs on real processes, and what to plan it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 
 TITLE = "Weights from trainers to generators"
 METHOD = (
-    "moves: 8 gloo processes on one machine; wall clock from one barrier to the next, by rank 0's "
+    "runs: 8 gloo processes on one machine; wall clock from one barrier to the next, by rank 0's "
     "clock; bytes: counted where they come to c10d, in a run that is not timed; memory: growth of "
     "a rank's resident memory during a later run, the largest of all ranks. Stock is "
     "`full_tensor()` on the trainers, a broadcast of it to generators on other ranks, and a copy "
@@ -56,12 +56,12 @@ _Answer = TypeVar("_Answer")
 
 
 def run(run: Run) -> Outcome:
-    """Move three models in three ways, then plan moves of large jobs."""
+    """Copy three models in three ways, then plan the transfers of large jobs."""
     outcome = Outcome()
     if sys.platform != "linux":
-        outcome.notes.append("Moves are skipped: memory is read from Linux's /proc.")
+        outcome.notes.append("Runs are skipped: memory is read from Linux's /proc.")
     else:
-        _measure_moves(run, outcome)
+        _measure_runs(run, outcome)
     measure_plans(run, outcome)
     check_plans(outcome)
     return outcome
@@ -86,7 +86,7 @@ class _Cost(NamedTuple):
     memory: int
 
 
-def _measure_moves(run: Run, outcome: Outcome) -> None:
+def _measure_runs(run: Run, outcome: Outcome) -> None:
     cases = _cases(run)
     turns, runs = run.choose((3, 3), (1, 2))
     for step, case in enumerate(cases):
@@ -139,7 +139,7 @@ def _measure(
             if turn < 0:
                 counted[side] = _count(way, job, side)
                 if isinstance(way, Ours):
-                    bound = way.move.explain().lower_bound
+                    bound = way.reshard.explain().lower_bound
                     assert counted[side][0] == bound
                     assert rank in case.trainers or bound == job.wanted_bytes
             else:

@@ -1,6 +1,6 @@
-"""Trainers' models and generators' tensors of the suite on moving weights, on real process groups.
+"""Trainers' models and generators' tensors of the suite on copying weights, on real process groups.
 
-Nothing here computes: what moves are the parameters, laid out as trainers and generators do.
+Nothing here computes: the parameters are copied, laid out as trainers and generators do.
 """
 
 from __future__ import annotations

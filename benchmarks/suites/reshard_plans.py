@@ -1,4 +1,4 @@
-"""Planning the moves of large jobs: one rank's plan, without process groups."""
+"""Planning the transfers of large jobs: one rank's plan, without process groups."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _check(job: _LargeJob, rank: int, operation: str) -> None:
     received = sum(each.received.n_bytes for each in plan.rounds if each.received)
     sent = sum(each.sent.n_bytes for each in plan.rounds if each.sent)
     if operation == _RECEIVING:
-        elements = sum(math.prod(move.shape) for move in job.transfers.all)
+        elements = sum(math.prod(each.shape) for each in job.transfers.all)
         assert (sent, received) == (0, elements * _DTYPE.itemsize // _TP)
     else:
         assert received == 0 < sent

@@ -1,4 +1,4 @@
-"""Ways of moving weights: Meshverse's, and two that need nothing but torch. And what they cost."""
+"""Ways of copying weights: Meshverse's, and two that need nothing but torch. And what they cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Way(Protocol):
     """Built by all ranks together, called by all of them, closed by all of them."""
 
     def __call__(self) -> None:
-        """Move the weights once."""
+        """Copy the weights once."""
 
     def close(self) -> None:
         """Free its process groups."""
@@ -51,17 +51,17 @@ class Ours:
     """Meshverse's.
 
     Attributes:
-        move: the `Reshard`.
+        reshard: the `Reshard`.
     """
 
     def __init__(self, job: Job) -> None:
-        self.move = Reshard(job.source, job.target, buffer_bytes=BUFFER_BYTES)
+        self.reshard = Reshard(job.source, job.target, buffer_bytes=BUFFER_BYTES)
 
     def __call__(self) -> None:
-        self.move()
+        self.reshard()
 
     def close(self) -> None:
-        self.move.close()
+        self.reshard.close()
 
 
 class _FullTensors:

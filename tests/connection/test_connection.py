@@ -372,5 +372,5 @@ def test_two_jobs_of_two_commands_have_the_same_weights() -> None:
         [sys.executable, example], capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": bit by bit the trainer's weights; moved in ") == 3
+    assert done.stdout.count(": bit by bit the trainer's weights; copied in ") == 3
     assert "trainer, Rank 0 receives 0 B in each run" in done.stdout

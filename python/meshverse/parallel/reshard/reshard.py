@@ -99,9 +99,9 @@ class Reshard:
         RuntimeError: a rank did not join in time, or another rank raised one of these errors.
 
     Example:
-        >>> move = Reshard(trainer, generator)  # doctest: +SKIP
-        >>> move()  # doctest: +SKIP
-        >>> print(move.explain())  # doctest: +SKIP
+        >>> reshard = Reshard(trainer, generator)  # doctest: +SKIP
+        >>> reshard()  # doctest: +SKIP
+        >>> print(reshard.explain())  # doctest: +SKIP
     """
 
     def __init__(

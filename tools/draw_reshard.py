@@ -1,6 +1,6 @@
-"""Draws docs/reshard.svg: a weight before and after a move, elements in their sender's colour.
+"""Draws docs/reshard.svg: a weight before and after a run, elements in the colours of senders.
 
-python tools/draw_move.py docs/reshard.svg
+python tools/draw_reshard.py docs/reshard.svg
 """
 
 import sys
@@ -18,10 +18,10 @@ def main():
     trainer = Holders(ranks, 0, Layout([AxisLayout(2, 2), AxisLayout(2, 1)]))  # dp, tp
     generator = Holders(ranks, 4, Layout([AxisLayout(2, 1)]))  # tp
     # Rows over tp, then over dp, as FSDP2 does with what tensor parallelism has split; to columns.
-    move = ((ROWS, COLUMNS), 4, (0, [0, 0], [2, 1], True), (1, [1], [1], False))
+    transfer = ((ROWS, COLUMNS), 4, (0, [0, 0], [2, 1], True), (1, [1], [1], False))
     both, senders = [trainer, generator], {}
     for rank in GENERATORS:
-        for cell, sender in cells_of(rank, plan_reshard(both, [move], rank, 6, 4096)):
+        for cell, sender in cells_of(rank, plan_reshard(both, [transfer], rank, 6, 4096)):
             senders[cell] = (sender, rank)
     left = ['<text x="20" y="30" class="title">on the trainer: dp 2 x tp 2</text>']
     right = ['<text x="420" y="30" class="title">on the generator: tp 2</text>']
@@ -39,9 +39,8 @@ def main():
     words = label(288, 128, "each element once")
     Path(sys.argv[1]).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {ROWS * CELL + 84}" role="img" '
-        f'aria-label="A weight of 8 rows and 8 columns before and after a move">\n{STYLE}\n'
-        + "\n".join([*left, *right, arrow, words])
-        + "\n</svg>\n"
+        'aria-label="A weight of 8 rows and 8 columns before and after a run of a Reshard">'
+        f"\n{STYLE}\n" + "\n".join([*left, *right, arrow, words]) + "\n</svg>\n"
     )
 
 
