@@ -291,7 +291,7 @@ def plan(
 
     Raises:
         ValueError: a view cannot be read or does not cover the world; the first view has a size of
-            -1, and `world_size` is not given; the world has no rank or more than 2**24; the rank is
+            -1, and `world_size` is not given; the world has no rank or more than 16,777,216; the rank is
             outside of it; a node or domain size is not an int above 0; `places` or the topology
             have another number of ranks; a level is given twice.
         TypeError: something is not a view, or `views` is one view instead of a list.
