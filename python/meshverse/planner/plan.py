@@ -278,7 +278,7 @@ def plan(
 
     Args:
         views: ways to split the world: strings ("pp=8,dp=160,tp=8"), mappings from axis names to
-            sizes, or `View`s. In strings and mappings, one size may be -1: it stands for the ranks
+            sizes, or views. In strings and mappings, one size may be -1: it stands for the ranks
             that the other axes leave.
         world_size: number of ranks; by default that of the first view.
         backend: backend of all groups.
@@ -291,9 +291,9 @@ def plan(
 
     Raises:
         ValueError: a view cannot be read or does not cover the world; the first view has a size of
-            -1, and `world_size` is not given; the world has no rank or more than 16,777,216; the rank is
-            outside of it; a node or domain size is not an int above 0; `places` or the topology
-            have another number of ranks; a level is given twice.
+            -1, and `world_size` is not given; the world has no rank or more than 16,777,216; the
+            rank is outside of it; a node or domain size is not an int above 0; `places` or the
+            topology have another number of ranks; a level is given twice.
         TypeError: something is not a view, or `views` is one view instead of a list.
     """
     if isinstance(views, (str, Mapping, View)):
