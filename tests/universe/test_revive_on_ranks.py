@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -329,7 +331,7 @@ def _with_a_group_in_a_variable(folder: str, mesh: DeviceMesh) -> str:
 _REASONS = {
     "local variable": r"axis 'dp' with ranks \[1, 3\] is held by variable 'held' of _with_a_group",
     "wrapped": r"axis 'dp' with ranks \[1, 3\] is held by .*DistributedDataParallel, which uses it",
-    "given": r"was created by the program, which must do it again",
+    "given": r"was created by the program, which must create it again",
     "other meshes": r"only ranks 0, 2, 3 still hold meshes of the universe of ranks 0 to 3, num",
     "made before": r"a mesh over ranks 0 to 3 was made in the new world already",
 }
@@ -392,6 +394,194 @@ def test_it_can_be_called_again_in_the_world_after_one_in_which_it_failed(
         assert reached == [dp, [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]]
 
 
+# --- ranks that have done different things before -------------------------------------------------
+
+
+def _some_have_meshes(folder: str) -> list[list[int]]:
+    """A trainer is on some ranks only; then all make a mesh."""
+    rank = dist.get_rank()
+    trainer = None
+    if rank < 2:
+        trainer = init_device_mesh("cpu", (2,), ranks=[0, 1], mesh_dim_names=("dp",))
+    reached = []
+    for _ in range(2):
+        _sleep(folder)
+        revived = meshverse.revive()
+        assert len(revived) == (rank < 2)
+        limit = timedelta(seconds=20)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
+        reached.append(reached_by(mesh.get_group("tp")))
+        if trainer is not None:
+            assert reached_by(trainer.get_group()) == [1, 1, 0, 0]
+        mesh.universe.destroy()
+        dist.barrier()
+        del mesh
+    return reached
+
+
+def test_ranks_without_meshes_take_part(crew: Crew, tmp_path: Path) -> None:
+    for rank, reached in enumerate(crew.run(_some_have_meshes, 4, str(tmp_path))):
+        assert reached == [[1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]] * 2
+
+
+def _some_have_derived(folder: str, fails: bool) -> bool:
+    """Some ranks have made a call before that the others make later; then all make one more."""
+    rank, limit = dist.get_rank(), timedelta(seconds=3)
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit, lazy=not fails
+    )
+    if rank < 2 and fails:
+        with pytest.raises(RuntimeError, match="members joined"):
+            mesh.flatten("all", isolate="own")
+    elif rank < 2:
+        mesh.flatten("all", isolate="own")
+    _sleep(folder)
+    meshverse.revive()
+    mesh.flatten("all", isolate="own")
+    last = mesh.flatten("all2", isolate="own2")
+    return reached_by(last.get_group()) == [1] * 4
+
+
+@pytest.mark.parametrize("fails", in_tiers([False, True], [False]))
+def test_calls_of_some_ranks_are_no_mismatch(crew: Crew, fails: bool, tmp_path: Path) -> None:
+    assert crew.run(_some_have_derived, 4, str(tmp_path), fails) == [True] * 4
+
+
+def _borrowed(folder: str) -> str:
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    layout = torch.arange(4).view(2, 2)
+    both = [pairs[2 + rank % 2], pairs[rank // 2]]
+    given = DeviceMesh.from_group(both, "cpu", mesh=layout, mesh_dim_names=("y", "tp"))
+    own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "x"))
+    joined = DeviceMesh.concatenate([own["dp"], given["tp"]])
+    del pairs, both, given
+    _sleep(folder)
+    message = _message()
+    assert joined.ndim == 2
+    return message
+
+
+def test_a_group_of_the_programs_own_in_a_joined_mesh_is_refused(
+    crew: Crew, tmp_path: Path
+) -> None:
+    for message in crew.run(_borrowed, 4, str(tmp_path)):
+        assert "was created by the program, which must create it again" in message
+
+
+def _wrapped_over_all(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wrapped = [nn.parallel.DistributedDataParallel(nn.Linear(2, 2))]
+    _sleep(folder)
+    message = _message()
+    wrapped.clear()
+    held = [dist.group.WORLD]
+    assert mesh.universe in meshverse.revive()
+    assert held[0] is dist.group.WORLD
+    return message
+
+
+def test_a_model_wrapped_over_the_default_group_is_refused(crew: Crew, tmp_path: Path) -> None:
+    for message in crew.run(_wrapped_over_all, 4, str(tmp_path)):
+        assert "the default process group is held by an object of torch.nn.parallel" in message
+
+
+def _compiled_with_the_group(folder: str) -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def total(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return funcol.all_reduce(x, "sum", group) + 1
+
+    compiled = torch.compile(total, backend="aot_eager")
+    sums = [compiled(torch.ones(2), mesh.get_group("dp")).tolist()]
+    for _ in range(2):
+        _sleep(folder)
+        meshverse.revive()
+        sums.append(compiled(torch.ones(2), mesh.get_group("dp")).tolist())
+    return sums
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_code_that_was_compiled_with_a_group_goes_on(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_compiled_with_the_group, 4, str(tmp_path)) == [[[3.0, 3.0]] * 3] * 4
+
+
+def _frozen(folder: str) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    held = [mesh.get_group("tp")]
+    gc.freeze()
+    try:
+        _sleep(folder)
+        meshverse.revive()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    return held[0] is mesh.get_group("tp")
+
+
+def test_what_the_collector_has_frozen_is_found(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_frozen, 2 * 2, str(tmp_path)) == [True] * 4
+
+
+def _two_worlds(folder: str) -> bool:
+    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _sleep(folder)
+    second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    if dist.get_rank() == 0:
+        del second
+    _sleep(folder)
+    message = _message()
+    assert "still hold meshes of the universe of ranks 0 to 3, number 0" in message, message
+    second = None
+    assert meshverse.revive() == ()
+    with pytest.raises(RuntimeError, match="gone"):
+        first.get_group("dp")
+    return True
+
+
+def test_only_the_world_that_ended_last_is_revived(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_two_worlds, 4, str(tmp_path)) == [True] * 4
+
+
+def _with_deleted_meshes(folder: str) -> list[int]:
+    """Groups of meshes that nobody has any more are not created again."""
+    rank = dist.get_rank()
+    large = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    small = init_device_mesh("cpu", (2,), ranks=[0, 1], mesh_dim_names=("a",)) if rank < 2 else None
+    del large
+    _sleep(folder)
+    revived = meshverse.revive()
+    return [
+        len(revived),
+        _held()["groups"],
+        *([] if small is None else reached_by(small.get_group())),
+    ]
+
+
+def test_groups_of_deleted_meshes_are_not_created_again(crew: Crew, tmp_path: Path) -> None:
+    for rank, seen in enumerate(crew.run(_with_deleted_meshes, 4, str(tmp_path))):
+        assert seen == ([1, 2, 1, 1, 0, 0] if rank < 2 else [0, 1])
+
+
+def _with_a_mesh_before(folder: str) -> list[int]:
+    """A mesh that was made and destroyed before revive() has used up its groups' names."""
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    _sleep(folder)
+    temporary = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.barrier()
+    temporary.universe.destroy()
+    del temporary
+    assert meshverse.revive() == (whole.universe,)
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return reached_by(again.get_group("tp"))
+
+
+def test_names_that_were_used_before_are_not_used_again(crew: Crew, tmp_path: Path) -> None:
+    for rank, reached in enumerate(crew.run(_with_a_mesh_before, 4, str(tmp_path))):
+        assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+
+
 # --- groups that are split off the default group --------------------------------------------------
 
 
@@ -409,6 +599,23 @@ def _split_groups(library: str, folder: str) -> list[Any]:
     splits = splitting.backend_of(dist.group.WORLD).splits
     in_half = reached_by(half.get_group()) if dist.get_rank() % 2 else None
     return [splits, [reached_by(mesh.get_group(axis)) for axis in ("dp", "tp")], in_half]
+
+
+def _unbound_afterwards(library: str, folder: str) -> str:
+    Path(folder, "first").mkdir(exist_ok=True)
+    splitting.restart(library, f"{folder}/first")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    Path(folder, "second").mkdir(exist_ok=True)
+    splitting.restart(library, f"{folder}/second", is_bound=False)
+    assert mesh.has_groups
+    return _message()
+
+
+def test_another_kind_of_default_group_is_refused(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    for message in bound_crew.run(_unbound_afterwards, 4, str(via_store_library), str(tmp_path)):
+        assert "is bound to a device differently" in message
 
 
 def test_groups_are_split_off_the_new_default_group(

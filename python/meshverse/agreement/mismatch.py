@@ -29,11 +29,11 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from meshverse.world.run_store import RunStore
-from meshverse.world.world import WorldState
+from meshverse.world.world import World, WorldState
 
 _log = logging.getLogger(__name__)
 
@@ -119,10 +119,23 @@ class ComparedCalls(WorldState):
     def __init__(self) -> None:
         self._by_ranks: dict[str, _Calls] = {}
 
-    def begin_again(self) -> None:
-        """Compare from the first call on; universes go on being numbered."""
-        n_universes = {ranks: calls.n_universes for ranks, calls in self._by_ranks.items()}
-        self._by_ranks.clear()
+    def go_on(self, current: World) -> None:
+        """Go on counting calls, as ranks may have made different numbers of them."""
+        for calls in self._by_ranks.values():
+            if calls.mismatch:
+                calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
+
+    def keep(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
+        """Keep the counts of some ranks only, which all of these ranks keep too.
+
+        Args:
+            compared: fingerprints of ranks whose compared calls are kept.
+            n_universes: numbers of universes, by fingerprint of their ranks.
+        """
+        kept = {ranks: calls for ranks, calls in self._by_ranks.items() if ranks in compared}
+        self._by_ranks = kept
+        for ranks, calls in kept.items():
+            calls.n_universes = n_universes.get(ranks, 0)
         for ranks, number in n_universes.items():
             self._of(ranks).n_universes = number
 

@@ -115,10 +115,10 @@ class Rendezvous(WorldState):
             if text is not None or not is_late:
                 raise RuntimeError(outcome)
 
-    def begin_again(self) -> None:
-        """Number the attempts from 0 again."""
-        self._next_attempts.clear()
-        self._joined_first.clear()
+    def go_on(self, current: World) -> None:
+        """Go on with the numbers of attempts of the world of now."""
+        its = current.state(Rendezvous)
+        self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
 
     def may_note(self) -> bool:
         """Return whether this rank may write a note that it waits; see `deadlock`.

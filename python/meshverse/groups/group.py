@@ -100,7 +100,7 @@ class Group:
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
         self.handle: compat.ProcessGroup | None = None
         self.was_live = False
-        self._last: weakref.ref[compat.ProcessGroup] | None = None  # to the last handle
+        self._handles: list[weakref.ref[compat.ProcessGroup]] = []  # of all its lives
         self._making = threading.RLock()  # held by the thread that creates or ends the group
         if handle is not None:
             self._live(handle)
@@ -226,7 +226,9 @@ class Group:
 
     def _live(self, handle: compat.ProcessGroup) -> None:
         was_live, self.was_live = self.was_live, True
-        self.state, self.handle, self._last = State.LIVE, handle, weakref.ref(handle)
+        self.state, self.handle = State.LIVE, handle
+        self._handles = [known for known in self._handles if known() not in (None, handle)]
+        self._handles.append(weakref.ref(handle))
         for use in self.uses.alive():
             use.process_groups[self.name] = handle
             if use.how is Origin.NOT_YET or was_live:  # else no mesh has the group yet
@@ -240,9 +242,10 @@ class Group:
             use.process_groups.pop(self.name, None)
             use.notify(is_live=False)
 
-    def last_handle(self) -> compat.ProcessGroup | None:
-        """Return the c10d group that this was most recently, if something still holds it."""
-        return None if self._last is None else self._last()
+    def ended_handles(self) -> list[compat.ProcessGroup]:
+        """Return the c10d groups that this was before, as far as something still holds them."""
+        handles = [known() for known in self._handles]
+        return [handle for handle in handles if handle not in (None, self.handle)]
 
     # --- questions ------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import gc
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
@@ -41,9 +41,11 @@ class Holder:
     def can_replace(self, ids: Collection[int]) -> bool:
         """Return whether references to the objects of these ids can be replaced."""
         owner = self.owner
-        if isinstance(owner, (dict, list, tuple, set, collections.deque, *_WITH_ONE)):
+        if isinstance(owner, tuple):  # a new one would lack attributes
+            return not (hasattr(owner, "__dict__") or hasattr(owner, "n_sequence_fields"))
+        if isinstance(owner, (*_CONTAINERS, *_REBUILT)):
             return True
-        return any(id(value) in ids for _, value in _attributes(owner))
+        return any(id(value) in ids for value, _ in _attributes(owner))
 
     def replace(self, new: dict[int, Any]) -> None:
         """Have the object refer to other objects.
@@ -51,32 +53,50 @@ class Holder:
         Args:
             new: a new object for the id of each old one. A tuple is replaced itself: it adds one.
         """
+        # The methods of the base classes: those of a subclass may refuse, or do something else.
         owner = self.owner
-        if isinstance(owner, tuple):
-            new[id(owner)] = tuple.__new__(type(owner), [new.get(id(one), one) for one in owner])
+        if isinstance(owner, _REBUILT):
+            new[id(owner)] = _rebuilt(owner, new)
         elif isinstance(owner, dict):
             _in_dict(owner, new)
-        elif isinstance(owner, (list, collections.deque)):
+        elif isinstance(owner, list):
+            for index, value in enumerate(owner):
+                list.__setitem__(owner, index, new.get(id(value), value))
+        elif isinstance(owner, collections.deque):
             for index, value in enumerate(owner):
                 owner[index] = new.get(id(value), value)
         elif isinstance(owner, set):
             for value in [value for value in owner if id(value) in new]:
-                owner.discard(value)
-                owner.add(new[id(value)])
+                set.discard(owner, value)
+                set.add(owner, new[id(value)])
         elif isinstance(owner, types.CellType):
             owner.cell_contents = new.get(id(owner.cell_contents), owner.cell_contents)
-        elif isinstance(owner, functools.partial):
+        elif isinstance(owner, partial):
             arguments = tuple(new.get(id(value), value) for value in owner.args)
             _in_dict(owner.keywords, new)
             state: Any = (owner.func, arguments, owner.keywords, vars(owner))
             owner.__setstate__(state)  # type: ignore[attr-defined]
         else:
-            for name, value in _attributes(owner):
+            for value, write in _attributes(owner):
                 if id(value) in new:
-                    object.__setattr__(owner, name, new[id(value)])  # also of a frozen dataclass
+                    write(new[id(value)])
 
 
-_WITH_ONE = (types.CellType, functools.partial)
+_CONTAINERS = (dict, list, set, collections.deque, types.CellType, partial)
+# Objects that cannot be changed: what refers to them gets new ones.
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_REBUILT = (tuple, frozenset, types.MethodType, *_BOUND)
+
+
+def _rebuilt(owner: Any, new: Mapping[int, Any]) -> Any:
+    if isinstance(owner, (types.MethodType, *_BOUND)):
+        bound = new.get(id(owner.__self__), owner.__self__)
+        is_method = isinstance(owner, types.MethodType)
+        return (
+            types.MethodType(owner.__func__, bound) if is_method else getattr(bound, owner.__name__)
+        )
+    kind = tuple if isinstance(owner, tuple) else frozenset
+    return kind.__new__(type(owner), [new.get(id(one), one) for one in owner])
 
 
 class References(NamedTuple):
@@ -99,16 +119,17 @@ def find_references(groups: Sequence[Any]) -> References:
     Args:
         groups: groups that may be referred to, in a list that is the caller's only reference.
     """
-    tuples: list[Holder] = []
+    rebuilt: list[Holder] = []
     others: list[Holder] = []
     problems: list[tuple[int, str]] = []
     number = {id(group): index for index, group in enumerate(groups)}
     targets = list(groups)
     unfollowed: list[Any] = []
+    variables: list[_Variables] = []
     if _has_other_references(groups):
-        frames = _running()
-        problems += _in_variables(frames, number)
-        unfollowed = _unfollowed(frames, ids=number)
+        variables = _running()
+        unfollowed = _unfollowed(variables, ids=number)
+    classes = _classes()
     while targets:
         outer: list[Any] = []
         ids = {id(target) for target in targets}
@@ -118,25 +139,34 @@ def find_references(groups: Sequence[Any]) -> References:
                 continue
             if isinstance(owner, (Holder, types.FrameType)):
                 continue
-            index, holder = number[inside], Holder(owner)
-            if isinstance(owner, tuple):
+            index, holder = number[inside], Holder(classes.get(id(owner), owner))
+            if isinstance(owner, _REBUILT) and holder.can_replace(ids):
                 number[id(owner)] = index
                 outer.append(owner)
-                tuples.append(holder)  # after those that it contains
+                rebuilt.append(holder)  # after those that it contains
             elif holder.can_replace(ids):
                 others.append(holder)
             else:
-                problems.append((index, f"an object of {_name(owner)}"))
+                problems.append((index, _name(owner)))
         targets = outer
+    if not variables and _has_other_references([holder.owner for holder in rebuilt]):
+        variables = _running()
     problems += _in_cpp(number)
-    return References([*tuples, *others], problems)
+    problems += _in_variables(variables, number)
+    return References([*rebuilt, *others], list(dict.fromkeys(problems)))
+
+
+def _classes() -> dict[int, type]:
+    """Return all classes by the ids of their dictionaries, which nobody may write to directly."""
+    classes = [one for one in gc.get_objects() if issubclass(type(one), type)]
+    return {id(one): kind for kind in classes for one in gc.get_referents(vars(kind))}
 
 
 def _has_other_references(groups: Sequence[Any]) -> bool:
-    """Return whether groups have references that the collector does not find."""
-    found = collections.Counter(
-        id(one) for owner in gc.get_referrers(*groups) for one in gc.get_referents(owner)
-    )
+    """Return whether objects have references that the collector does not find."""
+    ids = {id(group) for group in groups}
+    inside = (gc.get_referents(owner) for owner in gc.get_referrers(*groups))
+    found = collections.Counter(id(one) for all_ in inside for one in all_ if id(one) in ids)
     alone = [object()]
     (uncounted,) = (sys.getrefcount(one) - 1 for one in alone)  # those that counting itself makes
     return any(sys.getrefcount(group) - uncounted > found[id(group)] for group in groups)
@@ -173,28 +203,32 @@ def _unfollowed(variables: Sequence[_Variables], ids: Collection[int]) -> list[A
 
 
 def _in_dict(owner: dict[Any, Any], new: Mapping[int, Any]) -> None:
+    kind = collections.OrderedDict if isinstance(owner, collections.OrderedDict) else dict
     if any(id(key) in new for key in owner):
-        items = [(new.get(id(key), key), value) for key, value in owner.items()]
-        owner.clear()
-        owner.update(items)  # in the same order
-    for key, value in list(owner.items()):
+        items = [(new.get(id(key), key), value) for key, value in kind.items(owner)]
+        kind.clear(owner)
+        kind.update(owner, items)  # in the same order
+    for key, value in list(kind.items(owner)):
         if id(value) in new:
-            owner[key] = new[id(value)]
+            kind.__setitem__(owner, key, new[id(value)])
 
 
-def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object itself that can be set."""
+def _attributes(owner: Any) -> list[tuple[Any, Callable[[Any], object]]]:
+    """Return the values of attributes of an object itself, each with a function that sets it."""
     if isinstance(owner, type):
-        return []  # their dictionary cannot be written to, and what looks up in it keeps results
+        names = vars(owner).items()
+        return [(value, partial(type.__setattr__, owner, name)) for name, value in names]
+    found: list[tuple[Any, Callable[[Any], object]]] = []
     if isinstance(owner, types.FunctionType):
-        return [("__defaults__", owner.__defaults__), *vars(owner).items()]
-    found = list(vars(owner).items()) if hasattr(owner, "__dict__") else []
+        found.append((owner.__defaults__, partial(setattr, owner, "__defaults__")))
+    if hasattr(owner, "__dict__"):
+        own = vars(owner)
+        found += [(value, partial(own.__setitem__, name)) for name, value in own.items()]
     for base in type(owner).__mro__:
-        if isinstance(base.__dict__.get("__slots__"), (str, tuple, list, dict)):
-            for name, member in vars(base).items():
-                if isinstance(member, types.MemberDescriptorType):
-                    with contextlib.suppress(AttributeError):  # not set
-                        found.append((name, member.__get__(owner)))
+        for member in vars(base).values() if "__slots__" in vars(base) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    found.append((member.__get__(owner), partial(member.__set__, owner)))
     return found
 
 
@@ -202,7 +236,7 @@ def _in_cpp(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
     """Yield the wrapped models whose C++ code uses groups."""
     for owner in gc.get_objects():
         if issubclass(type(owner), DistributedDataParallel):
-            index = number.get(id(owner.process_group))
+            index = number.get(id(vars(owner).get("process_group")))
             if index is not None:
                 yield index, f"{_name(owner)}, which uses it in C++ code: wrap the model again"
 
@@ -252,6 +286,7 @@ def _in_variables(
                 yield number[id(value)], f"variable {name!r} of {where}"
 
 
-def _name(instance: object) -> str:
-    kind = type(instance)
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _name(owner: Any) -> str:
+    kind, name = type(owner), getattr(owner, "__qualname__", None)
+    of = f" {name!r}" if isinstance(name, str) else ""
+    return f"an object{of} of {kind.__module__}.{kind.__qualname__}"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from meshverse import _torch_compat as compat
-from meshverse.world.world import WorldState
+from meshverse.world.world import World, WorldState
 
 from .group import Group, GroupUse, State
 from .request import GroupRequest
@@ -157,6 +157,22 @@ class GroupRegistry(WorldState):
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
+
+    def go_on(self, current: World) -> None:
+        """Forget the groups of universes that are gone, and how often their names were used.
+
+        All members of a group that is kept keep it, so all of them name the next one like it alike.
+        """
+        with self._lock:
+            kept = [group for group in self if group.uses.alive()]
+            self._by_name = {group.name: group for group in kept}
+            self._by_content = {group.content: group for group in kept if group.content}
+            self._times_named = Counter(current.state(GroupRegistry)._times_named)
+            for name in self._by_name:
+                identity, _, times = name.removeprefix("meshverse-").rpartition("-")
+                if times.isdecimal():
+                    number = max(self._times_named[identity], int(times) + 1)
+                    self._times_named[identity] = number
 
     def leave_to_parent(self) -> None:
         """Drop the parent's groups without destroying them, in a forked process."""

@@ -107,7 +107,7 @@ class Watch:
                 if why := compat.why_not_recording():
                     self._log_why_off(world, why)
                     continue
-                if self._watched is None or self._watched.run is not world.run:
+                if self._watched is None or self._watched.place != (world, world.run):
                     self._watched = _WatchedWorld(world, self.seconds, self.on_stuck)
                 pause = max(pause, world.size / _LOOKS_A_SECOND)
                 self._watched.look(pause, self._is_over)
@@ -224,7 +224,7 @@ class _WatchedWorld:
     def __init__(
         self, world: World, seconds: float, on_stuck: Callable[[Hang], object] | None
     ) -> None:
-        self.world, self.run = world, world.run
+        self.world, self.place = world, (world, world.run)
         self._seconds, self._on_stuck = seconds, on_stuck
         self._next_alarm: int | None = None  # None until the first look
         self._unchanged: dict[str, tuple[object, float]] = {}  # status of each group, since when

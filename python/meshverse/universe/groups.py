@@ -95,12 +95,13 @@ class UniverseGroups:
         has_store = world is not None and world.store is not None
         self._is_compared = check_consistency and position is not None and has_store
         in_order = rank_map.sorted()
-        self._ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
+        self.ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
         self._largest_rank = in_order.rank_at(in_order.size - 1)
         self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
         self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
         self._calls_made: set[Hashable] = set()  # calls that were compared
         self._keys_written: list[str] = []
+        self.compared_ranks: set[str] = set()  # fingerprints of the ranks that compared calls
         self.scope: Hashable = object()
         if part_of is not None:
             self.scope = part_of.scope
@@ -155,6 +156,10 @@ class UniverseGroups:
 
     def _are_all_live(self) -> bool:
         return all(use.name is None or use.name in self.process_groups for use in self)
+
+    def go_on(self) -> None:
+        """Forget the keys that this rank wrote: they are in the store of the world that ended."""
+        self._keys_written.clear()
 
     # --- look-ups -------------------------------------------------------------------------------
 
@@ -365,7 +370,7 @@ class UniverseGroups:
             self._give_back(new, uses, error, ranks)
             raise
         if self.number is None and makes_groups and layout.size == self._rank_map.size:
-            self.number = self._calls.number_universe(self._ranks)
+            self.number = self._calls.number_universe(self.ranks)
         if not self.is_kept and not all(use.borrowed for use in uses):
             universe = self._universe()
             assert universe is not None
@@ -538,7 +543,7 @@ class UniverseGroups:
         store = self._world.run_store
         assert store is not None
         assert self._position is not None
-        ranks, first_rank = self._ranks, self._first_rank
+        ranks, first_rank = self.ranks, self._first_rank
         if layout.size != self._rank_map.size and not any(
             needs_all_ranks(one, self._world) for one in requests
         ):
@@ -560,6 +565,7 @@ class UniverseGroups:
                 self._world.run.remove_user(self, self._world.store)
             raise
         self._calls_made.add(made)
+        self.compared_ranks.add(ranks)
         if all(one.options.key == self._builder.usual_key for one in requests):
             self._calls_made.add((layout, first, *(one.axis_name for one in requests)))
         return ranks

@@ -47,7 +47,7 @@ class WorldUniverses(WorldState):
         for universe in self.alive.alive():
             universe.meshes.forget_coordinates()
 
-    def begin_again(self) -> None:
+    def go_on(self, current: World) -> None:
         """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
         self.kept = [
             universe
@@ -76,6 +76,7 @@ def note_universe(universe: Universe) -> int:
     _universes.add(universe)
     if universe.world is None:
         return 0
+    universe.world.has_universes = True
     universes = universe.world.state(WorldUniverses)
     if not universe.has_own_rank:
         universes.alive.add(universe)

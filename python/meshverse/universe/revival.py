@@ -11,16 +11,17 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 from meshverse import _torch_compat as compat
-from meshverse.agreement import Rendezvous
-from meshverse.groups.creation import create_by_all, create_by_members
+from meshverse.agreement import ComparedCalls, Rendezvous
+from meshverse.groups.creation import create_by_all, create_by_members, how
 from meshverse.groups.group import Group, GroupUse, Origin, State
-from meshverse.groups.references import References, find_references
+from meshverse.groups.references import Holder, find_references
 from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
 from meshverse.world.world import World
@@ -37,32 +38,29 @@ class _Plan(NamedTuple):
     """Everything that one rank is about to revive.
 
     Attributes:
-        world: the one that has ended; None if no universe is left of it here.
-        universes: of that world.
-        numbered: those of them that all of their ranks number alike, in that order.
-        groups: process groups that ended with the world, by name, in the order of names.
+        universes: universes of the ended world that are alive.
+        groups: process groups that ended with it, by name, in the order of names.
         old: the ended group objects that something still refers to, by name of the group.
-        references: to these objects.
-        problems: why this rank cannot revive them, in words.
+        holders: the objects that refer to these.
+        problems: references that cannot be replaced, in words.
     """
 
-    world: World | None
-    universes: list[Universe]
-    numbered: list[Universe]
+    universes: Sequence[Universe]
     groups: dict[str, Group]
-    old: dict[str, compat.ProcessGroup]
-    references: References
+    old: dict[str, list[compat.ProcessGroup]]
+    holders: list[Holder]
     problems: list[str]
 
 
 def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
-    """Revive the meshes of the world that ended last, in the default process group of now.
+    """Revive the meshes of the world that ended last, with the current default process group.
 
     Call it on all ranks right after `destroy_process_group()` and `init_process_group()`, with the
     rank and number of ranks as before, and before the first mesh. It creates the process groups of
-    all universes that are alive again, under the names that they had. Their meshes, DTensors on
-    them, models, optimizers and compiled graphs can then be used as before. Objects that refer to
-    an old process group itself, such as FSDP2's or a pipeline's stages, get the new one.
+    all live universes again, under their old names and with their old options. Their meshes,
+    DTensors on them, models, optimizers and compiled graphs can then be used as before. Objects
+    that refer to an old process group itself, such as FSDP2's or a pipeline's stages, get the new
+    one.
 
     Args:
         timeout: how long ranks wait for one another; by default the timeout of the default group.
@@ -88,98 +86,171 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
             "revive() needs a default process group: call init_process_group() before, with the "
             "rank and world_size that the ended one had."
         )
-    plan = _plan(current)
-    _agree(current, plan, timeout)
-    if plan.world is None:
-        return ()
-    plan.world.revive(current.default_group)
-    _create_groups(plan)
+    n_frozen = gc.get_freeze_count()
+    if n_frozen:
+        gc.unfreeze()  # what is frozen is not found either
+    try:
+        gc.collect()  # a universe that only garbage refers to would be revived on some ranks
+        world = World.ended_last()
+        universes = [one for one in live_universes() if world is not None and one.world is world]
+        plan = _plan(universes)
+        held = [(*_key(one), needed) for one in _numbered(universes) if (needed := _n_needed(one))]
+        problems = _why_not(current, plan)
+        if world is not None and universes:
+            problems += _what_changed(current, world)
+    finally:
+        if n_frozen:
+            gc.freeze()
+    try:
+        _agree(current, held, problems, timeout)
+        if world is None or not universes:
+            return ()
+        world.revive(current)
+        _keep_counts(world, universes)
+        _create_groups(plan, world)
+    except BaseException:
+        del plan, universes  # a traceback that somebody keeps would keep them
+        raise
     n_groups = sum(group.state is State.LIVE for group in plan.groups.values())
-    _log.info("revived %d universes with %d process groups", len(plan.universes), n_groups)
-    return tuple(plan.universes)
+    _log.info("revived %d universes with %d process groups", len(universes), n_groups)
+    ended = {name: [weakref.ref(one) for one in old] for name, old in plan.old.items()}
+    groups = plan.groups
+    del plan
+    for name, references in ended.items():
+        if name in groups and not groups[name].borrowed and any(each() for each in references):
+            _log.warning(
+                "revive(): something that Python's garbage collector does not show still refers to "
+                "the ended %s, such as an array of objects or an extension. That reference cannot "
+                "be used.",
+                groups[name].in_words(),
+            )
+    return tuple(universes)
 
 
-def _plan(current: World) -> _Plan:
-    gc.collect()  # a universe that only garbage refers to would be revived on some ranks
-    world, universes = _ended_last(current)
-    if world is None:
-        return _Plan(None, [], [], {}, {}, References([], []), [])
-    groups = {
-        group.name: group
-        for group in sorted(world.state(GroupRegistry), key=lambda group: group.name)
-        if group.state in (State.ENDED, State.PLANNED) and group.uses.alive()
-    }
-    names, handles = _last_handles(groups)
+def _plan(universes: Sequence[Universe]) -> _Plan:
+    found = {use.group.name: use.group for one in universes for use in one.groups if use.group}
+    ended = (State.ENDED, State.PLANNED)
+    groups = {name: found[name] for name in sorted(found) if found[name].state in ended}
+    names, handles = _ended_handles(universes, groups)
     references = find_references(handles)
-    old = dict(zip(names, handles, strict=True))
-    problems = _why_not(current, world, universes)
-    problems += [
-        f"the {groups[names[index]].in_words()} is held by {what}"
-        for index, what in references.problems
-    ]
-    # Universes without a number made no groups that all of their ranks know.
+    old: dict[str, list[compat.ProcessGroup]] = {}
+    for name, handle in zip(names, handles, strict=True):
+        old.setdefault(name, []).append(handle)
+    held = []
+    for index, what in references.problems:
+        group = groups.get(names[index])
+        described = "default process group" if group is None else group.in_words()
+        held.append(f"the {described} is held by {what}")
+    return _Plan(universes, groups, old, references.holders, held)
+
+
+def _numbered(universes: Sequence[Universe]) -> list[Universe]:
+    """Return the universes that all of their ranks number alike, in one order on all ranks."""
+    # The others made no groups that all of their ranks know.
     numbered = [one for one in universes if one.groups.number is not None]
-    numbered.sort(key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
-    return _Plan(world, universes, numbered, groups, old, references, problems)
+    return sorted(numbered, key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
 
 
-def _last_handles(groups: Mapping[str, Group]) -> tuple[list[str], list[compat.ProcessGroup]]:
+def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
+    """Keep what is counted for live universes, which all of their ranks have."""
+    numbers: dict[str, int] = {}
+    for universe in _numbered(universes):
+        ranks = universe.groups.ranks
+        numbers[ranks] = max(numbers.get(ranks, 0), universe.serial + 1)
+    for universe in universes:
+        universe.groups.go_on()
+    compared = {ranks for universe in universes for ranks in universe.groups.compared_ranks}
+    world.state(ComparedCalls).keep(compared, numbers)
+
+
+def _ended_handles(
+    universes: Sequence[Universe], groups: Mapping[str, Group]
+) -> tuple[list[str], list[compat.ProcessGroup]]:
     """Return the ended group objects that something still refers to, with the names of groups."""
     names, handles = [], []
+    worlds = {universe.world for universe in universes if universe.world is not None}
+    for world in worlds:
+        default_group = world.ended_default_group
+        if default_group is not None and default_group.group_name not in groups:
+            names.append(default_group.group_name)
+            handles.append(default_group)
     for name, group in groups.items():
-        handle = group.last_handle()
-        if handle is not None:
+        for handle in group.ended_handles():
             names.append(name)
             handles.append(handle)
     return names, handles
 
 
-def _ended_last(current: World) -> tuple[World | None, list[Universe]]:
-    ended = [
-        universe
-        for universe in live_universes()
-        if universe.world is not None
-        and universe.world.is_over
-        and not universe.world.is_of_parent
-        and universe.world.thread_id == current.thread_id
+def _what_changed(current: World, world: World) -> list[str]:
+    was, now = (world.rank, world.size), (current.rank, current.size)
+    what = f"this process was rank {was[0]} of {was[1]} and is rank {now[0]} of {now[1]} now"
+    return [] if was == now else [what]
+
+
+def _why_not(current: World, plan: _Plan) -> list[str]:
+    if not plan.universes:
+        return []  # this rank stays in the current world
+    new = [universe for universe in live_universes() if universe.world is current]
+    problems = [
+        *plan.problems,
+        *(
+            f"a mesh over {one.rank_map} was made in the new world already: end it with "
+            "mesh.universe.destroy(), and delete it"
+            for one in new
+        ),
     ]
-    if not ended:
-        return None, []
-    life = max(universe.world.life for universe in ended if universe.world is not None)
-    last = [one for one in ended if one.world is not None and one.world.life == life]
-    return last[0].world, last
-
-
-def _why_not(current: World, world: World, universes: Sequence[Universe]) -> list[str]:
-    problems = []
-    if (world.rank, world.size) != (current.rank, current.size):
+    if any(
+        group.state is State.PLANNED and group.was_live for group in current.state(GroupRegistry)
+    ):
         problems.append(
-            f"this process was rank {world.rank} of {world.size} and is rank {current.rank} of "
-            f"{current.size} now"
+            "a revive() failed in this world: end the default group, and create it again"
         )
-    made = [universe for universe in live_universes() if universe.world is current]
-    problems += [f"a mesh over {one.rank_map} was made in the new world already" for one in made]
-    name = current.default_group.group_name
-    for universe in universes:
-        for use in universe.groups:
-            what = "" if use.group is None else use.group.in_words()
-            if use.how is Origin.BY_ALL:
-                problems.append(f"the {what} was created by all ranks together: {use.reason}")
-            elif use.how is Origin.GIVEN:
-                problems.append(f"the {what} was created by the program, which must do it again")
-            elif use.how is Origin.DEFAULT_GROUP and use.name not in (None, name):
-                problems.append(f"the default group was named {use.name!r} and is {name!r} now")
-    return problems
+    for use in (use for universe in plan.universes for use in universe.groups):
+        if use.group is not None:
+            problems += _why_no_group(current, use, use.group)
+    return list(dict.fromkeys(problems))
 
 
-def _agree(current: World, plan: _Plan, timeout: timedelta | None) -> None:
-    """Compare the plans of all ranks.
+def _why_no_group(current: World, use: GroupUse, group: Group) -> list[str]:
+    if group.borrowed:
+        if use.how is not Origin.DEFAULT_GROUP:
+            return [
+                f"the {group.in_words()} was created by the program, which must create it again"
+            ]
+        now = current.default_group.group_name
+        return [f"the default group was named {group.name!r} and is {now!r} now"] * (
+            group.name != now
+        )
+    if use.how is Origin.BY_ALL:
+        return [f"the {group.in_words()} was created by all ranks together: {use.reason}"]
+    if use.how is Origin.SPLIT and group.state is State.DESTROYED:
+        return [f"the {group.in_words()} was destroyed: all ranks would have to split it off again"]
+    if use.how is Origin.OTHER_UNIVERSE and group.content is None:
+        return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
+    is_split = how(use.request, current)[0] is Origin.SPLIT
+    if use.how is not Origin.OTHER_UNIVERSE and is_split != (use.how is Origin.SPLIT):
+        return ["the new default group is of another backend, or is bound to a device differently"]
+    return []
+
+
+def _agree(
+    current: World,
+    held: Sequence[tuple[str, str, int]],
+    problems: Sequence[str],
+    timeout: timedelta | None,
+) -> None:
+    """Compare what the ranks are about to revive.
+
+    Args:
+        current: the world of the current default group.
+        held: the universes, each with a key, a name, and the number of ranks that must revive it.
+        problems: reasons why this rank cannot.
+        timeout: as of `revive`.
 
     Raises:
         RuntimeError: a rank has a problem, or ranks have different universes.
     """
-    held = [(_in_words(one), needed) for one in plan.numbered if (needed := _n_needed(one))]
-    mine = json.dumps([held, plan.problems[:_SHOWN]])
+    mine = json.dumps([held, problems[:_SHOWN]])
     ranks, texts = range(current.rank, current.rank + 1), [mine]
     if current.store is not None:
         ranks = range(current.size)
@@ -193,15 +264,16 @@ def _agree(current: World, plan: _Plan, timeout: timedelta | None) -> None:
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
     reasons = []
-    having: dict[tuple[str, int], list[int]] = {}  # ranks, by universe and how many ranks it needs
+    having: dict[tuple[str, str, int], list[int]] = {}  # the ranks that hold a universe
     for text, members in by_text.items():
         universes, problems = json.loads(text)
         reasons += [f"{_ranks(members)}: {problem}" for problem in problems]
         for universe in universes:
             having.setdefault(tuple(universe), []).extend(members)
-    for (name, n_needed), members in having.items():
+    for (_, name, n_needed), members in having.items():
         if len(members) != n_needed and len(ranks) > 1:
-            reasons.append(f"only {_ranks(sorted(members))} still hold meshes of {name}")
+            verb = "hold" if len(members) > 1 else "holds"
+            reasons.append(f"only {_ranks(sorted(members))} still {verb} meshes of {name}")
     if reasons:
         listed = "".join(f"\n  {reason}" for reason in reasons[:_SHOWN])
         more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -209,12 +281,14 @@ def _agree(current: World, plan: _Plan, timeout: timedelta | None) -> None:
             f"revive() cannot revive the meshes of the world that ended; nothing has changed:"
             f"{listed}{more}\nAll ranks must keep the same meshes, and call it right after "
             "init_process_group(). Keep a mesh, and not its process groups: mesh.get_group(axis) "
-            "gives the group of now."
+            "returns the current group."
         )
 
 
-def _in_words(universe: Universe) -> str:
-    return f"the universe of {universe.rank_map}, number {universe.serial}"
+def _key(universe: Universe) -> tuple[str, str]:
+    """Return a key of a universe, the same on all of its ranks, and a name for messages."""
+    rank_map, number = universe.rank_map, universe.serial
+    return f"{rank_map.fingerprint} {number}", f"the universe of {rank_map}, number {number}"
 
 
 def _n_needed(universe: Universe) -> int:
@@ -229,14 +303,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
-def _create_groups(plan: _Plan) -> None:
+def _create_groups(plan: _Plan, world: World) -> None:
     """Create the groups again, those that all ranks create first. All ranks use one order."""
-    world = plan.world
-    assert world is not None
     for group in plan.groups.values():
         group.revive()
     try:
-        for use in (use for universe in plan.numbered for use in universe.groups):
+        for use in (use for one in _numbered(plan.universes) for use in one.groups):
             if use.how is Origin.SPLIT:
                 _split(use, world)
         for group in plan.groups.values():
@@ -245,17 +317,19 @@ def _create_groups(plan: _Plan) -> None:
             elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
     finally:
-        handles = {name: plan.groups[name].handle for name in plan.old}
-        new: dict[int, Any] = {
-            id(plan.old[name]): handle for name, handle in handles.items() if handle is not None
-        }
-        for holder in plan.references.holders:
+        new: dict[int, Any] = {}
+        for name, handles in plan.old.items():
+            group = plan.groups.get(name)
+            handle = world.default_group if group is None else group.handle
+            if handle is not None:
+                new |= {id(old): handle for old in handles}
+        for holder in plan.holders:
             holder.replace(new)
 
 
 def _split(use: GroupUse, world: World) -> None:
     group = use.group
     if group is None:  # this rank takes part in the split only
-        create_by_all(use.request, world, use.how, "a group of others")
+        create_by_all(use.request, world, use.how)
     elif group.state is State.PLANNED:
         group.make(lambda one: create_by_all(use.request, world, use.how, one.name))

@@ -105,6 +105,11 @@ class Run:
         store.delete_key(self._own_key)
         store.delete_key(self._highest_key)
 
+    def forget_users(self) -> None:
+        """Forget who may have keys in the store: the default group has ended."""
+        with self._lock:
+            self._users.clear()
+
     @property
     def _own_key(self) -> str:
         return f"meshverse/{self.world_size}/runs/{self.rank}"

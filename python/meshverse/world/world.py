@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,8 +25,8 @@ class WorldState:
     def end(self) -> None:
         """Drop all references to process groups. Called when the world has ended."""
 
-    def begin_again(self) -> None:
-        """Forget what the store of the ended world has: the world was revived, with another one."""
+    def go_on(self, current: World) -> None:
+        """Go on in a revived world, in place of the state of the world that it replaces."""
 
     def leave_to_parent(self) -> None:
         """Drop the parent's process groups without ending them. Called in a forked process."""
@@ -58,6 +58,7 @@ class World:
     def __init__(self, default_group: compat.ProcessGroup) -> None:
         self._states: dict[type[WorldState], Any] = {}
         self._process_id = os.getpid()
+        self.has_universes = False
         self.is_of_parent = False  # whether this is a copy in a forked process
         self.rank = default_group.rank()
         self.size = default_group.size()
@@ -69,8 +70,8 @@ class World:
     def _use(self, default_group: compat.ProcessGroup) -> None:
         """Use a default group of this rank and size, until it ends."""
         self._default_group = weakref.ref(default_group)
-        end = weakref.finalize(compat.world_lifetime(), _end, self._states)
-        end.atexit = False
+        self._finalizer = weakref.finalize(compat.world_lifetime(), _end, self)
+        self._finalizer.atexit = False
         self.may_change = compat.can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further connections to the store, one per thread
@@ -81,18 +82,36 @@ class World:
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
 
-    def revive(self, default_group: compat.ProcessGroup) -> None:
-        """Go on with a default group in which this process has the same rank, of as many.
+    def revive(self, current: World) -> None:
+        """Go on with the current default group, in place of the world that was seen in it.
 
-        The world that was seen in that default group, if any, is forgotten: nothing may use it.
+        Args:
+            current: that world, of the same rank and size. Nothing may use it afterwards. What it
+                has agreed on in the store goes on; all else is this world's.
         """
+        default_group = current.default_group
         self._use(default_group)
+        self.run = current.run
+        current._finalizer.detach()
+        _ended_last.pop(self.thread_id, None)
+        for kind in list(current._states):
+            self.state(kind)
         for state in list(self._states.values()):
-            state.begin_again()
+            state.go_on(current)
         with _worlds_lock:
             _worlds[default_group] = self
         for call in on_new_world:
             call()
+
+    @property
+    def ended_default_group(self) -> compat.ProcessGroup | None:
+        """The default group of the world's last life, if something still refers to it."""
+        return self._default_group() if self.is_over else None
+
+    @staticmethod
+    def ended_last() -> World | None:
+        """Return the world of this thread that had universes and ended last, or None."""
+        return _ended_last.get(compat.thread_id())
 
     @staticmethod
     def current() -> World | None:
@@ -246,12 +265,16 @@ class World:
             self._device_types_set_up.add(device_type)
 
 
-def _end(states: Mapping[type[WorldState], WorldState]) -> None:
-    for state in list(states.values()):
+def _end(world: World) -> None:
+    if world.has_universes:
+        _ended_last[world.thread_id] = world
+    world.run.forget_users()
+    for state in list(world._states.values()):
         state.end()
 
 
 def _leave_to_parent() -> None:
+    _ended_last.clear()
     for world in list(_worlds.values()):
         world.is_of_parent = True
         for state in list(world._states.values()):
@@ -264,5 +287,6 @@ on_new_world: list[Callable[[], object]] = []
 """Functions that are called when this process first sees a world, or revives one."""
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
+_ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
 _worlds_lock = threading.RLock()  # protects _worlds
 _lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`

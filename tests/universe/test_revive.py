@@ -1,0 +1,139 @@
+"""Meshes that go on in the next world, as one rank sees it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import meshverse
+from helpers.worlds import fake_world, group_names
+from meshverse import DeviceMesh, init_device_mesh
+from meshverse.groups.registry import GroupRegistry
+from meshverse.world.world import World
+
+
+def _mesh(**settings: Any) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), **settings)
+
+
+def test_without_a_default_group() -> None:
+    with pytest.raises(ValueError, match="needs a default process group"):
+        meshverse.revive()
+
+
+def test_without_meshes_there_is_nothing_to_revive() -> None:
+    with fake_world(8, 5):
+        _mesh()
+    with fake_world(8, 5):
+        assert meshverse.revive() == ()
+    with fake_world(4, 1):
+        assert meshverse.revive() == ()
+
+
+def test_in_a_world_that_goes_on() -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        assert meshverse.revive() == ()
+        assert mesh.get_group("tp").size() == 4
+
+
+def test_as_another_rank() -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+    reason = (
+        r"nothing has changed:\n  rank 2: this process was rank 5 of 8 and is rank 2 of 4 now\n"
+    )
+    with fake_world(4, 2), pytest.raises(RuntimeError, match=reason):
+        meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert mesh.get_local_rank("tp") == 1
+
+
+def test_a_world_without_meshes_in_between() -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+    with fake_world(8, 5):
+        assert World.current() is not None
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+
+
+def test_what_was_destroyed_stays_so() -> None:
+    with fake_world(8, 5):
+        mesh, other = _mesh(), _mesh()
+        dist.destroy_process_group(mesh.get_group("dp"))
+        other.universe.destroy()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert mesh.get_group("tp").size() == 4
+        with pytest.raises(RuntimeError, match="was destroyed, by destroy_process_group"):
+            mesh.get_group("dp")
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            other.get_group("dp")
+        assert _mesh(universe=mesh.universe).get_group("dp").size() == 2
+
+
+def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        held = [mesh.get_group("dp"), mesh.get_group("tp")]
+    create = dist.distributed_c10d._new_process_group_helper
+    with fake_world(8, 5):
+
+        def refuse(size: int, *rest: Any, **named: Any) -> Any:
+            if size == 4:
+                raise RuntimeError("no more")
+            return create(size, *rest, **named)
+
+        monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse)
+        with pytest.raises(RuntimeError, match="no more"):
+            meshverse.revive()
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match=r"a revive\(\) failed in this world"):
+            meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert held[0] is mesh.get_group("dp")
+        assert held[1] is mesh.get_group("tp")
+
+
+def test_nothing_grows() -> None:
+    with fake_world(8, 5):
+        kept = _mesh()
+    numbers = []
+    for _ in range(4):
+        with fake_world(8, 5):
+            meshverse.revive()
+            _mesh().get_group("tp")
+            world = World.current()
+            assert world is kept.universe.world
+            numbers.append((len(list(world.state(GroupRegistry))), len(group_names())))
+    assert numbers == [numbers[0]] * 4
+
+
+def test_what_cannot_be_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        array = np.array([mesh.get_group("tp"), None], dtype=object)
+    with fake_world(8, 5), caplog.at_level(logging.WARNING, logger="meshverse"):
+        meshverse.revive()
+    (line,) = [record.getMessage() for record in caplog.records if "revive()" in record.message]
+    assert "still refers to the ended process group of axis 'tp' with ranks [4, 5, 6, 7]" in line
+    assert array[0] is not None
+
+
+def test_the_environment_of_a_group_is_kept() -> None:
+    """A mesh, its slices, their hashes and what explain() counts are the same."""
+    with fake_world(8, 5):
+        mesh = _mesh()
+        tp, before = mesh["tp"], (hash(mesh), mesh.universe.explain().to_dict())
+    with fake_world(8, 5):
+        meshverse.revive()
+        assert (hash(mesh), mesh.universe.explain().to_dict()) == before
+        assert mesh["tp"] is tp
+        assert mesh == _mesh()
