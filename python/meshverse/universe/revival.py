@@ -188,23 +188,16 @@ def _what_changed(current: World, world: World) -> list[str]:
 
 
 def _why_not(current: World, plan: _Plan) -> list[str]:
+    here = current.state(GroupRegistry)
+    if any(group.state is State.PLANNED and group.was_live for group in here):
+        return ["a revive() failed in this world: end the default group, and create it again"]
     if not plan.universes:
         return []  # this rank stays in the current world
-    new = [universe for universe in live_universes() if universe.world is current]
-    problems = [
-        *plan.problems,
-        *(
-            f"a mesh over {one.rank_map} was made in the new world already: end it with "
-            "mesh.universe.destroy(), and delete it"
-            for one in new
-        ),
-    ]
-    if any(
-        group.state is State.PLANNED and group.was_live for group in current.state(GroupRegistry)
-    ):
-        problems.append(
-            "a revive() failed in this world: end the default group, and create it again"
-        )
+    problems = list(plan.problems)
+    for universe in live_universes():
+        if universe.world is current:
+            new = f"a mesh over {universe.rank_map} was made in the new world already"
+            problems.append(f"{new}: end it with mesh.universe.destroy(), and delete it")
     for use in (use for universe in plan.universes for use in universe.groups):
         if use.group is not None:
             problems += _why_no_group(current, use, use.group)
