@@ -189,6 +189,7 @@ def _moved(folder: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_reshard_goes_on(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_moved, 4, str(tmp_path)) == [True] * 4
 
@@ -208,6 +209,7 @@ def _saved(folder: str) -> list[float]:
     return state["w"].full_tensor().tolist()
 
 
+@pytest.mark.long
 def test_checkpoints_go_on(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_saved, 4, str(tmp_path)) == [list(range(8))] * 4
 
@@ -337,7 +339,7 @@ _REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", in_tiers(_REASONS, ["local variable", "other meshes"]))
+@pytest.mark.parametrize("kind", in_tiers(_REASONS, ["local variable"]))
 def test_what_is_refused_is_refused_on_all_ranks(crew: Crew, kind: str, tmp_path: Path) -> None:
     for rank, (message, reached) in enumerate(crew.run(_refused, 4, str(tmp_path), kind)):
         assert re.search(rf"\n  (rank 1: )?.*{_REASONS[kind]}", message), message
@@ -356,6 +358,7 @@ def _late(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_call_it_is_named(crew: Crew, tmp_path: Path) -> None:
     for message in crew.run(_late, 4, str(tmp_path)):
         assert "3 of 4 members joined" in message
@@ -386,6 +389,7 @@ def _failed_in_between(folder: str) -> list[list[int]]:
     return [reached_by(group) for group in holder.values()]
 
 
+@pytest.mark.long
 def test_it_can_be_called_again_in_the_world_after_one_in_which_it_failed(
     crew: Crew, tmp_path: Path
 ) -> None:
@@ -462,6 +466,7 @@ def _borrowed(folder: str) -> str:
     return message
 
 
+@pytest.mark.long
 def test_a_group_of_the_programs_own_in_a_joined_mesh_is_refused(
     crew: Crew, tmp_path: Path
 ) -> None:
@@ -481,6 +486,7 @@ def _wrapped_over_all(folder: str) -> str:
     return message
 
 
+@pytest.mark.long
 def test_a_model_wrapped_over_the_default_group_is_refused(crew: Crew, tmp_path: Path) -> None:
     for message in crew.run(_wrapped_over_all, 4, str(tmp_path)):
         assert "the default process group is held by an object of torch.nn.parallel" in message
@@ -520,6 +526,7 @@ def _frozen(folder: str) -> bool:
     return held[0] is mesh.get_group("tp")
 
 
+@pytest.mark.long
 def test_what_the_collector_has_frozen_is_found(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_frozen, 2 * 2, str(tmp_path)) == [True] * 4
 
@@ -540,6 +547,7 @@ def _two_worlds(folder: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_only_the_world_that_ended_last_is_revived(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_two_worlds, 4, str(tmp_path)) == [True] * 4
 
@@ -577,6 +585,7 @@ def _with_a_mesh_before(folder: str) -> list[int]:
     return reached_by(again.get_group("tp"))
 
 
+@pytest.mark.long
 def test_names_that_were_used_before_are_not_used_again(crew: Crew, tmp_path: Path) -> None:
     for rank, reached in enumerate(crew.run(_with_a_mesh_before, 4, str(tmp_path))):
         assert reached == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
@@ -611,6 +620,7 @@ def _unbound_afterwards(library: str, folder: str) -> str:
     return _message()
 
 
+@pytest.mark.long
 def test_another_kind_of_default_group_is_refused(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:

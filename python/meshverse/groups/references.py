@@ -89,12 +89,10 @@ _REBUILT = (tuple, frozenset, types.MethodType, *_BOUND)
 
 
 def _rebuilt(owner: Any, new: Mapping[int, Any]) -> Any:
-    if isinstance(owner, (types.MethodType, *_BOUND)):
-        bound = new.get(id(owner.__self__), owner.__self__)
-        is_method = isinstance(owner, types.MethodType)
-        return (
-            types.MethodType(owner.__func__, bound) if is_method else getattr(bound, owner.__name__)
-        )
+    if isinstance(owner, types.MethodType):
+        return types.MethodType(owner.__func__, new.get(id(owner.__self__), owner.__self__))
+    if isinstance(owner, _BOUND):
+        return getattr(new.get(id(owner.__self__), owner.__self__), owner.__name__)
     kind = tuple if isinstance(owner, tuple) else frozenset
     return kind.__new__(type(owner), [new.get(id(one), one) for one in owner])
 

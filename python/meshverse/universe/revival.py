@@ -167,7 +167,8 @@ def _ended_handles(
     universes: Sequence[Universe], groups: Mapping[str, Group]
 ) -> tuple[list[str], list[compat.ProcessGroup]]:
     """Return the ended group objects that something still refers to, with the names of groups."""
-    names, handles = [], []
+    names: list[str] = []
+    handles: list[compat.ProcessGroup] = []
     worlds = {universe.world for universe in universes if universe.world is not None}
     for world in worlds:
         default_group = world.ended_default_group
@@ -312,8 +313,8 @@ def _create_groups(plan: _Plan, world: World) -> None:
     finally:
         new: dict[int, Any] = {}
         for name, handles in plan.old.items():
-            group = plan.groups.get(name)
-            handle = world.default_group if group is None else group.handle
+            known = plan.groups.get(name)
+            handle = world.default_group if known is None else known.handle
             if handle is not None:
                 new |= {id(old): handle for old in handles}
         for holder in plan.holders:
