@@ -117,14 +117,14 @@ def test_each_place_gets_the_new_group(is_collected: bool) -> None:
     assert found.problems == []
     new = {id(old[0]): _new_group()}
     expected = new[id(old[0])]
-    for holder in found.holders:
-        holder.replace(new)
+    for referrer in found.referrers:
+        referrer.replace(new)
     for place, (owner, read) in held.places.items():
         assert read(owner) is expected, place
     assert type(held.places["named tuple"][0][0]) is _Pair
     assert list(held.places["key"][0].values()) == [1, "x", 3]
     reference = weakref.ref(old.pop())
-    del found, holder
+    del found, referrer
     gc.collect()
     assert reference() is None, "something was left"
 
@@ -134,8 +134,8 @@ def test_two_groups_are_not_confused() -> None:
     held = {"one": (old[0], old[1]), "two": [old[1]]}
     new = {id(each): _new_group() for each in old}
     first, second = new.values()
-    for holder in find_references(old).holders:
-        holder.replace(new)
+    for referrer in find_references(old).referrers:
+        referrer.replace(new)
     assert held["one"][0] is first
     assert held["one"][1] is held["two"][0] is second
 
@@ -156,8 +156,8 @@ def test_a_function_that_has_read_the_attribute_of_a_class_reads_the_new_one() -
         read()
     new = {id(old[0]): _new_group()}
     expected = new[id(old[0])]
-    for holder in find_references(old).holders:
-        holder.replace(new)
+    for referrer in find_references(old).referrers:
+        referrer.replace(new)
     old.clear()
     gc.collect()
     assert read() is expected
@@ -167,8 +167,8 @@ def test_counts_stay() -> None:
     old = [_new_group()]
     counter = collections.Counter({old[0]: 5, "x": 2})
     new = {id(old[0]): _new_group()}
-    for holder in find_references(old).holders:
-        holder.replace(new)
+    for referrer in find_references(old).referrers:
+        referrer.replace(new)
     assert list(counter.values()) == [5, 2]
 
 
@@ -238,8 +238,8 @@ def test_local_dictionaries_are_found_and_nothing_is_kept() -> None:
     gc.collect()
     new = {id(old[0]): _new_group()}
     expected = new[id(old[0])]
-    for holder in find_references(old).holders:
-        holder.replace(new)
+    for referrer in find_references(old).referrers:
+        referrer.replace(new)
     assert held["tp"] is expected
     reference = weakref.ref(old.pop())
     assert reference() is None

@@ -116,7 +116,7 @@ class Rendezvous(WorldState):
                 raise RuntimeError(outcome)
 
     def go_on(self, current: World) -> None:
-        """Go on with the numbers of attempts of the world of now."""
+        """Go on with the numbers of attempts of the current world."""
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
 

@@ -26,7 +26,7 @@ _AT_ONCE = 1_000  # objects whose contents are listed in one step
 _PLAIN = (dict, tuple)  # containers that the collector does not follow, if all is plain data
 
 
-class Holder:
+class Referrer:
     """An object that refers to process groups, or to tuples that contain some.
 
     Args:
@@ -101,11 +101,11 @@ class References(NamedTuple):
     """All references to some process groups.
 
     Attributes:
-        holders: the objects that refer to them, in the order in which to replace what they have.
+        referrers: the objects that refer to them, in the order in which to replace what they have.
         problems: references that cannot be replaced: the index of the group, and a description.
     """
 
-    holders: list[Holder]
+    referrers: list[Referrer]
     problems: list[tuple[int, str]]
 
 
@@ -117,37 +117,39 @@ def find_references(groups: Sequence[Any]) -> References:
     Args:
         groups: groups that may be referred to, in a list that is the caller's only reference.
     """
-    rebuilt: list[Holder] = []
-    others: list[Holder] = []
+    if not groups:
+        return References([], [])
+    rebuilt: list[Referrer] = []
+    others: list[Referrer] = []
     problems: list[tuple[int, str]] = []
     number = {id(group): index for index, group in enumerate(groups)}
     targets = list(groups)
-    unfollowed: list[Any] = []
+    untracked: list[Any] = []
     variables: list[_Variables] = []
     if _has_other_references(groups):
         variables = _running()
-        unfollowed = _unfollowed(variables, ids=number)
+        untracked = _untracked(variables, ids=number)
     classes = _classes()
     while targets:
         outer: list[Any] = []
         ids = {id(target) for target in targets}
-        for owner in [*gc.get_referrers(*targets), *unfollowed]:
+        for owner in [*gc.get_referrers(*targets), *untracked]:
             inside = next((id(one) for one in gc.get_referents(owner) if id(one) in ids), None)
             if inside is None or owner is groups or owner is targets:
                 continue
-            if isinstance(owner, (Holder, types.FrameType)):
+            if isinstance(owner, (Referrer, types.FrameType)):
                 continue
-            index, holder = number[inside], Holder(classes.get(id(owner), owner))
-            if isinstance(owner, _REBUILT) and holder.can_replace(ids):
+            index, referrer = number[inside], Referrer(classes.get(id(owner), owner))
+            if isinstance(owner, _REBUILT) and referrer.can_replace(ids):
                 number[id(owner)] = index
                 outer.append(owner)
-                rebuilt.append(holder)  # after those that it contains
-            elif holder.can_replace(ids):
-                others.append(holder)
+                rebuilt.append(referrer)  # after those that it contains
+            elif referrer.can_replace(ids):
+                others.append(referrer)
             else:
                 problems.append((index, _name(owner)))
         targets = outer
-    if not variables and _has_other_references([holder.owner for holder in rebuilt]):
+    if not variables and _has_other_references([referrer.owner for referrer in rebuilt]):
         variables = _running()
     problems += _in_cpp(number)
     problems += _in_variables(variables, number)
@@ -170,7 +172,7 @@ def _has_other_references(groups: Sequence[Any]) -> bool:
     return any(sys.getrefcount(group) - uncounted > found[id(group)] for group in groups)
 
 
-def _unfollowed(variables: Sequence[_Variables], ids: Collection[int]) -> list[Any]:
+def _untracked(variables: Sequence[_Variables], ids: Collection[int]) -> list[Any]:
     """Return the containers of groups, and containers of these, that the collector does not find.
 
     Args:

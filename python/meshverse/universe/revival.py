@@ -21,7 +21,7 @@ from meshverse import _torch_compat as compat
 from meshverse.agreement import ComparedCalls, Rendezvous
 from meshverse.groups.creation import create_by_all, create_by_members, how
 from meshverse.groups.group import Group, GroupUse, Origin, State
-from meshverse.groups.references import Holder, find_references
+from meshverse.groups.references import Referrer, find_references
 from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
 from meshverse.world.world import World
@@ -41,14 +41,14 @@ class _Plan(NamedTuple):
         universes: universes of the ended world that are alive.
         groups: process groups that ended with it, by name, in the order of names.
         old: the ended group objects that something still refers to, by name of the group.
-        holders: the objects that refer to these.
+        referrers: the objects that refer to these.
         problems: references that cannot be replaced, in words.
     """
 
     universes: Sequence[Universe]
     groups: dict[str, Group]
     old: dict[str, list[compat.ProcessGroup]]
-    holders: list[Holder]
+    referrers: list[Referrer]
     problems: list[str]
 
 
@@ -113,18 +113,27 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
         raise
     n_groups = sum(group.state is State.LIVE for group in plan.groups.values())
     _log.info("revived %d universes with %d process groups", len(universes), n_groups)
-    ended = {name: [weakref.ref(one) for one in old] for name, old in plan.old.items()}
-    groups = plan.groups
+    ended = [
+        (plan.groups[name], [weakref.ref(handle) for handle in handles])
+        for name, handles in plan.old.items()
+        if name in plan.groups
+    ]
     del plan
-    for name, references in ended.items():
-        if name in groups and not groups[name].borrowed and any(each() for each in references):
+    _warn_of_others(ended)
+    return tuple(universes)
+
+
+def _warn_of_others(ended: Sequence[tuple[Group, Sequence[weakref.ref[Any]]]]) -> None:
+    """Log which groups that have ended are still referred to."""
+    for group, handles in ended:
+        # The first default group of a process stays alive in torch.
+        if not group.borrowed and any(handle() is not None for handle in handles):
             _log.warning(
                 "revive(): something that Python's garbage collector does not show still refers to "
                 "the ended %s, such as an array of objects or an extension. That reference cannot "
                 "be used.",
-                groups[name].in_words(),
+                group.in_words(),
             )
-    return tuple(universes)
 
 
 def _plan(universes: Sequence[Universe]) -> _Plan:
@@ -141,7 +150,7 @@ def _plan(universes: Sequence[Universe]) -> _Plan:
         group = groups.get(names[index])
         described = "default process group" if group is None else group.in_words()
         held.append(f"the {described} is held by {what}")
-    return _Plan(universes, groups, old, references.holders, held)
+    return _Plan(universes, groups, old, references.referrers, held)
 
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
@@ -317,8 +326,8 @@ def _create_groups(plan: _Plan, world: World) -> None:
             handle = world.default_group if known is None else known.handle
             if handle is not None:
                 new |= {id(old): handle for old in handles}
-        for holder in plan.holders:
-            holder.replace(new)
+        for referrer in plan.referrers:
+            referrer.replace(new)
 
 
 def _split(use: GroupUse, world: World) -> None:
