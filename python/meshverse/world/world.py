@@ -70,8 +70,6 @@ class World:
     def _use(self, default_group: compat.ProcessGroup) -> None:
         """Use a default group of this rank and size, until it ends."""
         self._default_group = weakref.ref(default_group)
-        self._finalizer = weakref.finalize(compat.world_lifetime(), _end, self)
-        self._finalizer.atexit = False
         self.may_change = compat.can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further connections to the store, one per thread
@@ -81,6 +79,9 @@ class World:
         self._device_types_set_up: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
+        # At last: another thread may end the default group at any time.
+        self._finalizer = weakref.finalize(compat.world_lifetime(), _end, self)
+        self._finalizer.atexit = False
 
     def revive(self, current: World) -> None:
         """Go on with the current default group, in place of the world that was seen in it.
