@@ -52,6 +52,7 @@ class World:
             may differ between ranks.
         may_change: whether the default group can be reconfigured. Then each use of the world checks
             whether its rank and size have changed.
+        has_universes: whether universes were made in this world.
         run: the run of the default group, which has a number among the runs on the same store.
     """
 
