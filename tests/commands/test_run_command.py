@@ -230,7 +230,7 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
             rank.communicate()
     for error in errors:
         assert "could not create the process group of axis 'dp'" in error
-        assert "all ranks of a job must run with meshverse.install() or none" in " ".join(
+        assert "either all ranks of a job run with meshverse.install(), or none" in " ".join(
             error.split()
         )
 

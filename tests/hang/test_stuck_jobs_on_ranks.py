@@ -200,7 +200,7 @@ _CASES = [
         "has_another_root",
         "mismatch",
         ("as number 1: root 0 on rank 1; root 3 on rank 5.",),
-        ("or what it does not record differs, such as the root or split sizes.",),
+        ("or ranks disagree about what torch does not record, such as the root or split sizes.",),
         dump_cause="backend",
     ),
     Stuck(
@@ -301,7 +301,7 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text
     printed = "".join(map(job.error, range(_SIZE)))
-    assert "ranks cannot compare where they are: the store does not answer" in printed
+    assert "ranks cannot exchange where they are: the store does not answer" in printed
 
 
 @pytest.mark.long
