@@ -244,9 +244,8 @@ def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
     seen = crew.run(_join_in, 4, groups, 6, {3: 4})  # after rank 0 has looked for a cycle twice
     assert [result for result, _ in seen[2:]] == ["all joined"] * 2
     result, seconds = seen[0]
-    assert result.startswith(
-        "rank 0 waited 0:00:06: 1 of 2 members joined; not seen were ranks [1]"
-    )
+    # Rank 1 gives up at about the same time: it may or may not be found waiting for rank 2.
+    assert result.startswith("rank 0 waited 0:00:06: 1 of 2 members joined; ")
     assert seconds >= 6
 
 

@@ -39,16 +39,18 @@ class _InterruptsWhenConnected(dist.ProcessGroupGloo):
 
 
 class _InterruptsWhenAllCame:
-    """A store: as soon as it has said that all joined, this process is interrupted."""
+    """A store: as soon as it has said that all joined, this process is interrupted, once."""
 
     def __init__(self, store: Any, operation: int = 0) -> None:
         self._store, self._left = store, operation  # after which it is interrupted too
+        self._was_interrupted = False
 
     def __getattr__(self, name: str) -> Any:
         def ask(*arguments: Any) -> Any:
             answer = getattr(self._store, name)(*arguments)
             self._left -= 1
-            if answer == b"all joined" or self._left == 0:
+            if (answer == b"all joined" and not self._was_interrupted) or self._left == 0:
+                self._was_interrupted = True
                 _interrupt()
             return answer
 
@@ -92,6 +94,40 @@ def test_members_can_try_again_after_one_was_interrupted(
             assert answer == "KeyboardInterrupt"
         if rank == (1 if lazy else 2):  # the other member of the group
             assert answer == ("no error" if place == "connected" else "RuntimeError")
+
+
+def _fails_on_one(lazy: bool) -> list[str]:
+    """Rank 2 alone cannot connect a group that its other member gets; then all try again."""
+    seen, mesh = [], _mesh(lazy=True) if lazy else None
+    create = compat.create_by_members
+
+    def lose(*arguments: Any, **named: Any) -> None:
+        create(*arguments, **named)
+        compat.end_group(named["name"], abort=False)
+        raise dist.DistNetworkError("connection reset by peer")
+
+    for is_first in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_first and dist.get_rank() == 2:
+                patch.setattr(compat, "create_by_members", lose)
+            try:
+                mesh = mesh if lazy and is_first else _mesh(lazy=lazy)
+                mesh.get_group("dp")
+                seen.append("no error")
+            except RuntimeError as error:
+                seen.append(type(error).__name__)
+        if lazy and is_first:
+            mesh.universe.destroy()
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_members_can_try_again_after_only_some_got_the_group(crew: Crew, lazy: bool) -> None:
+    for rank, (first, again) in enumerate(crew.run(_fails_on_one, 4, lazy)):
+        assert again == "no error"
+        if rank in (0, 2):
+            assert first == ("no error" if rank == 0 else "DistNetworkError")
 
 
 def test_a_part_whose_end_was_interrupted_is_freed_with_the_universe() -> None:

@@ -64,6 +64,7 @@ class Rendezvous(WorldState):
     def __init__(self) -> None:
         self._next_attempts: dict[str, int] = {}  # number of the next attempt, by name
         self._joined_first: dict[str, list[str]] = {}  # keys of attempts to remove, by name
+        self._complete: set[str] = set()  # names of rendezvous that all members have joined once
         self._is_main_thread_only = True  # no other thread has joined so far
 
     def join(
@@ -109,6 +110,8 @@ class Rendezvous(WorldState):
             finally:
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
+                if attempt.is_complete:
+                    self._complete.add(name)
                 self._next_attempts[name] = number + 1
             if outcome.startswith(_ALL_JOINED):
                 return Joined(number, _unpacked(outcome.removeprefix(_ALL_JOINED)))
@@ -119,6 +122,11 @@ class Rendezvous(WorldState):
         """Go on with the numbers of attempts of the current world."""
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
+        self._complete = its._complete
+
+    def was_complete(self, name: str) -> bool:
+        """Return whether all members have joined an attempt. All members get the same answer."""
+        return name in self._complete
 
     def may_note(self) -> bool:
         """Return whether this rank may write a note that it waits; see `deadlock`.
@@ -130,6 +138,7 @@ class Rendezvous(WorldState):
     def remove_from_store(self, store: RunStore, name: str) -> None:
         """Remove the keys of attempts that this rank joined first. No member waits any more."""
         self._next_attempts.pop(name, None)
+        self._complete.discard(name)
         for key in self._joined_first.pop(name, ()):
             store.remove(f"{key}/outcome")
             store.remove(f"{key}/joined")
@@ -169,7 +178,7 @@ class _Attempt:
         self._own, self._store, self._world = own, store, world
         self._rank, self._ranks = world.rank, ranks
         self.key, self._label = key, label
-        self.joined_first = False
+        self.joined_first = self.is_complete = False
         self._is_noted = self._has_texts = False
 
     def join_and_wait(
@@ -190,10 +199,11 @@ class _Attempt:
                 outcome = self._decide(self._left(error))
             raise
         finally:
+            self.is_complete = outcome.startswith(_ALL_JOINED)
             with contextlib.suppress(RuntimeError):  # the store failed and has raised already
                 if self._is_noted:
                     self._store.remove(note_key(self._rank))
-                if text is not None and outcome and not outcome.startswith(_ALL_JOINED):
+                if text is not None and outcome and not self.is_complete:
                     self._store.remove(f"{self.key}/{self._rank}")
 
     def _join(

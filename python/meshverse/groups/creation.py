@@ -203,20 +203,19 @@ def _join(group: Group, ranks: list[int], world: World) -> int | None:
     world.run.add_user(group.name)
     calls = world.state(ComparedCalls)
     label = f"the process group of axis {group.request.axis_name!r}"
+    rendezvous = world.state(Rendezvous)
     try:
-        return (
-            world.state(Rendezvous)
-            .join(
-                world, group.name, label, ranks, options.timeout, check=lambda: calls.check(store)
-            )
-            .attempt
-        )
+        return rendezvous.join(
+            world, group.name, label, ranks, options.timeout, check=lambda: calls.check(store)
+        ).attempt
     except RanksDifferError:
         raise
     except RuntimeError as error:
         with contextlib.suppress(dist.DistError):  # the store failed; `error` says more
             calls.check(store)  # if ranks disagree, that is why the others did not join
         raise type(error)(_could_not_create(group.request, ranks, world, error)) from None
+    finally:
+        group.have_all_joined = rendezvous.was_complete(group.name)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ class Group:
         state: current state.
         handle: c10d's group while the state is live, else None.
         was_live: whether it has ever been live.
+        have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
+            have created it on some of them only.
         uses: uses by universes that have not released the group. Its references are
             those that keep it from ending: of a group that Meshverse created, the uses by universes
             that own it; of a borrowed group, all uses. With the last reference, the registry ends
@@ -99,7 +101,7 @@ class Group:
         self._registry = registry.reference
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
         self.handle: compat.ProcessGroup | None = None
-        self.was_live = False
+        self.was_live = self.have_all_joined = False
         self._handles: list[weakref.ref[compat.ProcessGroup]] = []  # of all its lives
         self._making = threading.RLock()  # held by the thread that creates or ends the group
         if handle is not None:

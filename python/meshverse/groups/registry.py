@@ -134,10 +134,11 @@ class GroupRegistry(WorldState):
             if references or use.borrowed != group.borrowed:
                 return
             # The name of a group that no member created is free again, so that all members give the
-            # next group one name. If the backend does not wait for all members, another member may
-            # have created a group that is only planned here. A failed call may be repeated.
+            # next group one name. Another member may have created a group that is only planned
+            # here: if all members had joined a rendezvous for it, or if the backend does not wait
+            # for all members. A failed call may be repeated.
             waits = compat.creation_blocks(group.request.options.backend)
-            if group.state is State.PLANNED and (has_failed or waits):
+            if group.state is State.PLANNED and (has_failed or waits) and not group.have_all_joined:
                 self._free_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
