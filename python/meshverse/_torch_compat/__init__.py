@@ -23,6 +23,7 @@ from .creation import (
     create_by_members,
     create_by_split,
     create_connected,
+    create_provisional,
     find_interrupted,
     is_of_other_ranks,
 )
@@ -106,6 +107,7 @@ from .tracing import (
     untraced,
     warn_as_stock,
 )
+from .unblock import open_sockets, unblock_collectives
 
 __all__ = [
     "FLATTENED_ARE_DISTINCT",
@@ -132,6 +134,7 @@ __all__ = [
     "create_by_members",
     "create_by_split",
     "create_connected",
+    "create_provisional",
     "creation_blocks",
     "current_default_group",
     "default_backend",
@@ -166,6 +169,7 @@ __all__ = [
     "memory_stats",
     "needs_own_world_group",
     "new_like",
+    "open_sockets",
     "on_simulated_ranks",
     "read_flight_recorder",
     "read_stock_state",
@@ -187,6 +191,7 @@ __all__ = [
     "tags_of",
     "thread_id",
     "to_torch_layout",
+    "unblock_collectives",
     "untraced",
     "wait_of_frame",
     "waited",

@@ -183,10 +183,15 @@ def when_destroyed(group: ProcessGroup, callback: Callable[..., object], *argume
         _watches[key] = watch  # last, as an interrupt can come at any line
 
 
-# The dictionary is a default argument, as the module's globals may be gone when a process ends.
-def _end_watch(watch: _Watch, watches: dict[int, _Watch] = _watches) -> None:
+# These are default arguments, as the module's globals may be gone when a process ends.
+def _end_watch(
+    watch: _Watch,
+    watches: dict[int, _Watch] = _watches,
+    is_exiting: Callable[[], bool] = sys.is_finalizing,
+) -> None:
     watches.pop(watch.key, None)
-    watch.callback(*watch.arguments)
+    if not is_exiting():
+        watch.callback(*watch.arguments)
 
 
 def shrunk_from(name: str) -> ProcessGroup | None:

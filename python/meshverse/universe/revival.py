@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from .universe import Universe
 
 _log = logging.getLogger(__name__)
 
+_NO_LIMIT = timedelta.max
 _SHOWN = 4  # problems of a rank that an error lists
 
 
@@ -86,12 +87,48 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
             "revive() needs a default process group: call init_process_group() before, with the "
             "rank and world_size that the ended one had."
         )
+    return _revive(current, World.ended_last(), timeout, None, creates_all=False)
+
+
+def revive_with_new_ranks(check: Callable[[], None]) -> tuple[Universe, ...]:
+    """Revive the meshes of a world in which other processes have taken the places of lost ranks.
+
+    All ranks call this. In a process that has taken a place, the current world is provisional: its
+    meshes were built by the same program, and their groups connect nobody yet.
+
+    Args:
+        check: function that is called about once a second while this rank waits for the others; it
+            raises if waiting is pointless.
+
+    Raises:
+        The errors of `revive`, and whatever `check` raises.
+    """
+    current = World.current()
+    assert current is not None
+    if not current.is_provisional:
+        return _revive(current, World.ended_last(), _NO_LIMIT, check, creates_all=True)
+    for universe in live_universes():
+        for use in universe.groups if universe.world is current else ():
+            if use.group is not None and not use.borrowed:
+                use.group.end(abort=False)
+    current.is_provisional = False
+    current.state(ComparedCalls).stop_all("this process has taken the place of a lost rank")
+    return _revive(current, current, _NO_LIMIT, check, creates_all=True)
+
+
+def _revive(
+    current: World,
+    world: World | None,
+    timeout: timedelta | None,
+    check: Callable[[], None] | None,
+    *,
+    creates_all: bool,
+) -> tuple[Universe, ...]:
     n_frozen = gc.get_freeze_count()
     if n_frozen:
         gc.unfreeze()  # what is frozen is not found either
     try:
         gc.collect()  # a universe that only garbage refers to would be revived on some ranks
-        world = World.ended_last()
         universes = [one for one in live_universes() if world is not None and one.world is world]
         plan = _plan(universes)
         held = [(*_key(one), needed) for one in _numbered(universes) if (needed := _n_needed(one))]
@@ -102,12 +139,13 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
         if n_frozen:
             gc.freeze()
     try:
-        _agree(current, held, problems, timeout)
+        _agree(current, held, problems, timeout, check)
         if world is None or not universes:
             return ()
-        world.revive(current)
+        if world is not current:
+            world.revive(current)
         _keep_counts(world, universes)
-        _create_groups(plan, world)
+        _create_groups(plan, world, creates_all=creates_all)
     except BaseException:
         del plan, universes  # a traceback that somebody keeps would keep them
         raise
@@ -205,7 +243,7 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
         return []  # this rank stays in the current world
     problems = list(plan.problems)
     for universe in live_universes():
-        if universe.world is current:
+        if universe.world is current and universe not in plan.universes:
             new = f"a mesh over {universe.rank_map} was made in the new world already"
             problems.append(f"{new}: end it with mesh.universe.destroy(), and delete it")
     for use in (use for universe in plan.universes for use in universe.groups):
@@ -241,6 +279,7 @@ def _agree(
     held: Sequence[tuple[str, str, int]],
     problems: Sequence[str],
     timeout: timedelta | None,
+    check: Callable[[], None] | None,
 ) -> None:
     """Compare what the ranks are about to revive.
 
@@ -249,6 +288,7 @@ def _agree(
         held: the universes, each with a key, a name, and the number of ranks that must revive it.
         problems: reasons why this rank cannot.
         timeout: as of `revive`.
+        check: as of `revive_with_new_ranks`.
 
     Raises:
         RuntimeError: a rank has a problem, or ranks have different universes.
@@ -260,7 +300,9 @@ def _agree(
         limit = timeout or current.default_options.timeout
         rendezvous = current.state(Rendezvous)
         try:
-            texts = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine).texts
+            texts = rendezvous.join(
+                current, "revive", "revive()", ranks, limit, check=check, text=mine
+            ).texts
         except RuntimeError as error:
             raise RuntimeError(f"revive() has changed nothing: {error}") from None
     by_text: dict[str, list[int]] = {}
@@ -306,8 +348,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
-def _create_groups(plan: _Plan, world: World) -> None:
-    """Create the groups again, those that all ranks create first. All ranks use one order."""
+def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
+    """Create the groups again, those that all ranks create first. All ranks use one order.
+
+    Args:
+        plan: everything that this rank revives.
+        world: world of the groups.
+        creates_all: whether to create also lazy groups that were not used yet.
+    """
     for group in plan.groups.values():
         group.revive()
     try:
@@ -317,7 +365,7 @@ def _create_groups(plan: _Plan, world: World) -> None:
         for group in plan.groups.values():
             if group.borrowed:
                 group.take_over(world.default_group)
-            elif group.state is State.PLANNED and group.was_live:
+            elif group.state is State.PLANNED and (group.was_live or creates_all):
                 group.make(partial(create_by_members, world=world))
     finally:
         new: dict[int, Any] = {}

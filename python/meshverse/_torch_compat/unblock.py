@@ -1,0 +1,57 @@
+"""Ending of collectives that wait for a process that does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import Collection, Iterator
+
+from .private_names import c10d
+
+_FDS = "/proc/self/fd"
+
+
+def open_sockets() -> set[str]:
+    """Return the sockets of this process, as the kernel names them; Linux only, else none."""
+    return {name for _, name in _sockets()}
+
+
+def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port: int) -> None:
+    """Have collectives of this process that wait for others raise an error. For other threads.
+
+    NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
+    connection of its group is closed. So this closes the connections of this process to the hosts
+    of the job that Python does not own. 2.11-2.15.
+
+    Args:
+        hosts: addresses of the hosts of the job.
+        keep: sockets to keep, of `open_sockets`.
+        kept_port: port of a store, the connections to which are kept.
+    """
+    for group in list(c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # its backend has no `abort`
+            group.abort()
+    of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+    for number, name in _sockets():
+        if name in keep or number in of_python:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            # The duplicate keeps the socket open, also if the other thread closes it meanwhile.
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            (own, own_port), (peer, peer_port) = one.getsockname()[:2], one.getpeername()[:2]
+            addresses = {peer.removeprefix("::ffff:"), own.removeprefix("::ffff:")}
+            if kept_port not in (own_port, peer_port) and addresses & {*hosts}:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, str]]:
+    if not os.path.isdir(_FDS):
+        return
+    for number in os.listdir(_FDS):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            name = os.readlink(f"{_FDS}/{number}")
+            if name.startswith("socket:"):
+                yield int(number), name

@@ -1,0 +1,135 @@
+"""Heartbeats: each process of a job shows that it is alive, and watches one other."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .membership import Decision, JobStore, Process, Signs, Status, beat_seconds
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_STOP_SECONDS = 5.0  # to wait for the thread when this process exits
+
+
+class _Watched(NamedTuple):
+    """The world that this process is a rank of, and the number of the process that it watches."""
+
+    world: int
+    process: int
+    n_ranks: int
+
+
+class Heartbeat:
+    """A thread that gives this process's signs of life, and watches the process of the next rank.
+
+    The ranks form a ring, so each lost rank that follows a live one is found by that one. An alarm
+    is for all: then each rank learns in `repair()` which of the others are lost.
+
+    Each beat takes three operations of the store. The pause between beats grows with the number of
+    ranks, so that all ranks together make a bounded number of operations a second.
+
+    Args:
+        store: the job's store, with a connection of its own.
+        own: this process.
+        lost_after: seconds without a sign of life after which a process is lost.
+        on_alarm: function that is called in the thread, once per world, with the number of the
+            world and the reason why it must end.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        own: Process,
+        lost_after: float,
+        on_alarm: Callable[[int, str], object],
+    ) -> None:
+        self._store, self._own, self._on_alarm = store, own, on_alarm
+        self._signs = Signs(store, own, lost_after)
+        self._watched: _Watched | None = None
+        self._alarmed = -1  # the last world whose alarm was reported
+        self._n_beats = 0
+        self.why_no_store = ""  # the store's error, once it cannot be reached
+        self._is_over = threading.Event()
+        self._process_id = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="meshverse-heartbeat", daemon=True)
+        self._thread.start()
+        # A daemon thread that is in c10d's code while Python exits may crash the process.
+        atexit.register(self.stop)
+
+    def follow(self, decision: Decision) -> None:
+        """Watch a rank of another world from now on."""
+        ranks = decision.processes
+        place = ranks.index(self._own.number)
+        self._watched = _Watched(decision.world, ranks[(place + 1) % len(ranks)], len(ranks))
+
+    def stop(self, *, has_left: bool = False) -> None:
+        """End the thread; the others then find this process lost, unless the job has finished.
+
+        Args:
+            has_left: whether to tell the others at once.
+        """
+        atexit.unregister(self.stop)
+        if os.getpid() != self._process_id:  # a fork has no such thread
+            return
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_LONGEST_STOP_SECONDS)
+        if has_left and not self.why_no_store:
+            with contextlib.suppress(RuntimeError):
+                self._store.remove(f"beat/{self._own.number}")
+
+    def _run(self) -> None:
+        watched = self._watched
+        while not self._is_over.wait(beat_seconds(watched.n_ranks if watched else 1)):
+            watched = self._watched
+            try:
+                self._beat(watched)
+            except RuntimeError as error:  # also c10d's errors of a lost connection
+                self.why_no_store = f"the store of the job cannot be reached: {error}"
+                self._report(watched, self.why_no_store)
+                return
+
+    def _beat(self, watched: _Watched | None) -> None:
+        self._n_beats += 1
+        self._store.write(f"beat/{self._own.number}", str(self._n_beats))
+        status = self._store.status()
+        if watched is None:
+            return
+        if status.world > watched.world:
+            decision = self._store.decision(status.world)
+            if decision is not None and self._own.number not in decision.processes:
+                end_left_out(watched.world, status.world)
+        elif status.over not in ("", "complete"):
+            self._report(watched, status.over)
+        elif status.alarm:
+            self._report(watched, status.alarm)
+        elif watched.process != self._own.number:
+            if why := self._signs.why_lost(watched.process):
+                self._store.change_status(status, Status(status.world, why, ""))
+                self._report(watched, why)
+
+    def _report(self, watched: _Watched | None, reason: str) -> None:
+        if watched is not None and self._alarmed < watched.world:
+            self._alarmed = watched.world
+            self._on_alarm(watched.world, reason)
+
+
+def end_left_out(world: int, current: int) -> None:
+    """End this process, which the job goes on without."""
+    _log.critical(
+        "This process was a rank of world %d of the job. The others did not hear of it in time and "
+        "went on without it, in world %d. It ends itself, with status 1.",
+        world,
+        current,
+    )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)  # the main thread may be in a collective that never ends
