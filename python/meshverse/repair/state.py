@@ -40,15 +40,11 @@ class State:
         for one in self._others:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
-                    f"restore() got an object of {type(one).__qualname__}: pass modules, "
-                    "optimizers, and objects with state_dict() and load_state_dict()."
+                    f"build() returned an object of {type(one).__qualname__}: it must return "
+                    "modules, optimizers, and objects with state_dict() and load_state_dict()."
                 )
         self._buffers: list[_Buffer] = []
         self._random: list[torch.Tensor] = []
-
-    def is_of(self, objects: Sequence[Any]) -> bool:
-        """Return whether this is the state of these objects."""
-        return [*map(id, objects)] == [*map(id, self.objects)]
 
     # --- the beginning of a step -----------------------------------------------------------------
 
@@ -108,9 +104,9 @@ class State:
             everywhere = frozenset(self._copies) & frozenset(having)
         elif everywhere is None:
             raise ValueError(
-                "restore() cannot tell which ranks have the same state: it has no DTensor. Pass "
-                "copies=, a mesh of the ranks that hold the same tensors as this one, such as "
-                "mesh['dp']."
+                "repair() cannot tell which ranks have the same state: it has no DTensor. Pass "
+                "join() copies=, a function that returns the ranks that hold the same tensors as "
+                "this one, such as those of mesh['dp']."
             )
         wanted: dict[int, list[str]] = {}
         own = dist.get_rank()
@@ -158,6 +154,56 @@ class State:
                     }
                 else:
                     self._take_plain(parts[key])
+
+    # --- other meshes ----------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, DTensor]:
+        """Return the DTensors of the state by name: parameters, and what optimizers keep."""
+        found = {
+            key: parameter
+            for key, parameter in self._parameters()
+            if key.startswith("module") and isinstance(parameter, DTensor)
+        }
+        for key, values in self._of_optimizers():
+            for name, value in values.items():
+                if isinstance(value, DTensor):
+                    found[f"{key} {name}"] = value
+        return found
+
+    def plain_parts(self) -> dict[str, Any]:
+        """Return the state without its DTensors, of which it contains the names."""
+        plain = {
+            key: parameter.detach()
+            for key, parameter in self._parameters()
+            if key.startswith("module") and not isinstance(parameter, DTensor)
+        }
+        kept = {
+            key: {name: None if isinstance(one, DTensor) else one for name, one in values.items()}
+            for key, values in self._of_optimizers()
+        }
+        return {"parameters": plain, "optimizers": kept, "plain": self._plain()}
+
+    def take_plain_parts(self, parts: dict[str, Any]) -> dict[str, DTensor]:
+        """Take what `plain_parts` returned elsewhere; return the DTensors that are to be filled."""
+        known = dict(self._parameters())
+        for key, value in parts["parameters"].items():
+            known[key].copy_(value)
+        for key, values in parts["optimizers"].items():
+            parameter, (_, index, _) = known[key], key.split(" ")
+            self._optimizers[int(index)].state[parameter] = {
+                name: torch.zeros_like(parameter) if value is None else value
+                for name, value in values.items()
+            }
+        self._take_plain(parts["plain"])
+        return self.tensors()
+
+    def _of_optimizers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for key, parameter in self._parameters():
+            if key.startswith("optimizer"):
+                _, index, _ = key.split(" ")
+                yield key, dict(self._optimizers[int(index)].state.get(parameter, {}))
+
+    # --- parts -----------------------------------------------------------------------------------
 
     def _parts(self, keys: Sequence[str]) -> dict[str, Any]:
         known = dict(self._parameters())
