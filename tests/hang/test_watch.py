@@ -130,7 +130,7 @@ def test_an_environment_that_is_no_number(text: str, monkeypatch) -> None:
 
 
 def test_a_call_that_ended_is_named_as_in_the_report(caplog, monkeypatch) -> None:
-    # Gloo's receives have no number: those from two ranks differ in the peer only.
+    # Gloo's receives have no number: only the peer distinguishes those from two ranks.
     with fake_world(4, 1), caplog.at_level(logging.WARNING, logger="meshverse.hang.watch"):
         meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
         world = World.current()

@@ -64,8 +64,8 @@ def check_by_default() -> bool:
 class RanksDifferError(RuntimeError):
     """Error of ranks that are building different meshes.
 
-    Each rank of the mesh raises it: within seconds if it waits for the members of a group, and
-    otherwise at a later call that creates groups.
+    A rank of the mesh raises it within seconds if it waits for the members of a group, otherwise at
+    a later call that creates groups. A rank that does neither does not raise it.
     """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from
