@@ -139,7 +139,9 @@ class Alarm(NamedTuple):
         return self._key("verdict", _identity(group, record.groups[group]))
 
     def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
-        """Return the records of a group's ranks, and those of groups that missing ranks wait in.
+        """Return the records of a group's ranks, by global rank.
+
+        Also those of the ranks of groups in which its missing ranks wait.
 
         Args:
             group: c10d's name of the group.
