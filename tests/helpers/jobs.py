@@ -46,18 +46,26 @@ class Jobs:
             self.processes.append(process)
         return list(range(first, len(self.processes)))
 
-    def wait(self, timeout: float = SECONDS) -> list[Any]:
-        """Wait until all processes have ended or are stopped, and kill those that are stopped.
+    def wait(self, timeout: float = SECONDS, *, kills_stopped: bool = True) -> list[Any]:
+        """Wait until all processes have ended.
+
+        Args:
+            timeout: seconds in which they must have ended.
+            kills_stopped: whether to kill processes that are stopped when all others have ended.
 
         Returns:
             What each program returned; an exception's text if it raised, or the exit status if it
             did not get that far: minus the signal that ended it.
         """
         deadline = monotonic() + timeout
-        while monotonic() < deadline and not all(map(_is_over, self.processes)):
+        while monotonic() < deadline and any(map(_runs, self.processes)):
             sleep(0.1)
+            if kills_stopped and not any(
+                _runs(one) and not _is_stopped(one) for one in self.processes
+            ):
+                break
         for process in self.processes:
-            if _is_stopped(process):
+            if kills_stopped and _is_stopped(process):
                 process.kill()
                 process.join()
         stuck = [number for number, one in enumerate(self.processes) if one.is_alive()]
@@ -91,8 +99,8 @@ def _is_stopped(process: Any) -> bool:
     return process.is_alive() and "State:\tT" in status.read_text()
 
 
-def _is_over(process: Any) -> bool:
-    return not process.is_alive() or _is_stopped(process)
+def _runs(process: Any) -> bool:
+    return bool(process.is_alive())
 
 
 def _work(program: Program, address: str, arguments: tuple[Any, ...], path: Path) -> None:

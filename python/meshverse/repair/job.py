@@ -241,6 +241,8 @@ class Job:
         return self._membership.own.number
 
     def __repr__(self) -> str:
+        if self._decision is None:
+            return "<Job: a spare>"
         at = "closed" if self._is_closed else f"world {self.world}, step {self.step}"
         return f"<Job: rank {self.rank} of {self.size}, {at}>"
 
@@ -252,8 +254,9 @@ class Job:
         except BaseException:
             self.leave()
             raise
-        if self._is_over:
-            self.close()
+        if self._is_over:  # this spare was not needed
+            self._is_closed = True
+            self._heartbeat.stop()
             raise SystemExit(0)
 
     def repair(self) -> None:
