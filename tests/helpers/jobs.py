@@ -31,10 +31,11 @@ class Jobs:
         self._folder = tempfile.TemporaryDirectory()
         self.processes: list[Any] = []
 
-    @property
-    def address(self) -> str:
-        """Address of the store."""
-        return f"127.0.0.1:{self.store.port}"
+        self.address = f"127.0.0.1:{self.store.port}"
+
+    def end_store(self) -> None:
+        """End the store, as if its host had died."""
+        del self.store
 
     def start(self, program: Program, n_processes: int, *arguments: Any) -> list[int]:
         """Start processes that call `program(address, *arguments)`; return their numbers."""

@@ -280,17 +280,25 @@ class Membership:
         self._signed_for = -1
         self._silent = (-1, 0.0)  # a world with an alarm, and since when it lacks a leader
 
-    def next_world(self, after: int, signature: Signature, check: Callable[[], None]) -> Decision:
+    def next_world(
+        self,
+        after: int,
+        signature: Signature,
+        check: Callable[[], None],
+        become_spare: Callable[[], None],
+    ) -> Decision:
         """Sign for the next world and return the first later one in which this process is a rank.
 
         Args:
             after: number of the world in which this process is a rank now; -1 for none.
             signature: its signature.
             check: function that is called while this process waits; it raises if that is pointless.
+            become_spare: function that is called if the next world has fewer ranks than there are
+                processes, and this one is left over.
 
         Raises:
             JobOverError: the job has finished, or cannot go on.
-            LeftOutError: the current world does not include this process, which was a rank.
+            LeftOutError: the current world does not include this process, which had not signed.
         """
         while True:
             status = self._store.status()
@@ -300,8 +308,11 @@ class Membership:
                 decision = self._store.decision(status.world)
                 if decision is not None and self.own.number in decision.processes:
                     return decision
+                if after >= 0 and self._signed_for < status.world:
+                    raise LeftOutError
                 if after >= 0:
-                    raise LeftOutError(_why_left_out(after, status.world))
+                    after, signature = -1, Signature(self.own.number)
+                    become_spare()
             if self._signed_for <= status.world:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", json.dumps(signature))
@@ -410,7 +421,12 @@ class _Election:
         n_there = len(staying) + len(spares)
         if n_there < wanted and waited < limit:
             return None
-        if self._before is not None and spares:
+        if self._before is None:
+            spares = [number for number in spares if not self._by.signs.why_lost(number)]
+            if len(spares) < n_there and waited < limit:
+                return None
+            n_there = len(spares)
+        elif spares:
             # Spares of other hosts show within two beats that they are alive; see `is_alive`.
             spares = [number for number in spares if self._by.signs.is_alive(number)]
             if len(staying) + len(spares) < min(wanted, n_there) and waited < 3 * BEAT_SECONDS:
@@ -498,13 +514,6 @@ class JobOverError(Exception):
 
 class LeftOutError(Exception):
     """Signal that the current world does not include this process, which was a rank."""
-
-
-def _why_left_out(world: int, current: int) -> str:
-    return (
-        f"this process was a rank of world {world} of the job, and is not in the current one, "
-        f"{current}: the others did not hear of it in time, and went on without it"
-    )
 
 
 def own_address(store: dist.TCPStore) -> str:
