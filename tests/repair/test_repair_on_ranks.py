@@ -36,7 +36,7 @@ Fate = tuple[int, int, str, str]  # rank, step, moment, what
 
 
 class _Fates:
-    """What happens to this process, by the world and the moment in a step.
+    """Fates of this process, by the world and the moment in a step.
 
     Args:
         fates: by number of the world, what happens to its ranks.

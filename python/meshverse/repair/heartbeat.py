@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from .membership import Decision, JobStore, Process, Signs, Status, beat_seconds
 
@@ -162,7 +162,7 @@ class Heartbeat:
             self._store.change_status(status, Status(status.world, why, ""))
 
 
-def end_left_out(world: int, current: int) -> None:
+def end_left_out(world: int, current: int) -> NoReturn:
     """End this process, which the job goes on without."""
     _end_process(
         f"This process was a rank of world {world} of the job. The others did not hear of it in "
@@ -170,7 +170,7 @@ def end_left_out(world: int, current: int) -> None:
     )
 
 
-def _end_process(why: str) -> None:
+def _end_process(why: str) -> NoReturn:
     _log.critical("%s This process ends itself, with status 1. Its threads are here:", why)
     with contextlib.suppress(Exception):  # standard error may not be a file
         faulthandler.dump_traceback()

@@ -160,7 +160,7 @@ def _client(store: str | dist.TCPStore) -> dist.TCPStore:
 
 
 class _User(NamedTuple):
-    """What the user passed to `join`."""
+    """Functions and arguments that the user passed to `join`."""
 
     build: Callable[[], Any]
     load: Callable[..., int] | None
@@ -222,7 +222,7 @@ class Job:
         self._has_state = self._is_torn = False
         self._pending: tuple[Callable[[], object], ...] | None = None
         self._is_closed = False
-        connection: Any = store.clone()
+        connection = compat.clone_store(store)
         self._heartbeat = Heartbeat(
             JobStore(connection, name),
             self._membership.own,
@@ -290,36 +290,38 @@ class Job:
         self._next_world()
 
     def _next_world(self) -> None:
-        while True:
-            signature = Signature(
-                self._number,
-                self.step if self._has_state else -1,
-                is_built=self._state is not None,
-                is_torn=self._is_torn,
-            )
-            self._heartbeat.is_main_waiting = True
+        while (decision := self._decide()) is not None:
             try:
-                decision = self._membership.next_world(
-                    self.world, signature, self._check_store, self._become_spare
-                )
-            except JobOverError as error:
-                over = error
-            except LeftOutError:
-                end_left_out(self.world, self._jobs.status().world)
-            except JobFailedError:
+                self._enter(decision)
+                return
+            except JobFailedError:  # noqa: PERF203
                 raise
             except RuntimeError as error:
-                raise JobFailedError(f"The store of the job cannot be reached: {error}") from error
-            else:
-                try:
-                    self._enter(decision)
-                    return
-                except RuntimeError as error:
-                    self._check_is_loss(error)
-                    _clear_frames(error)
-                continue
+                self._check_is_loss(error)
+                _clear_frames(error)
+
+    def _decide(self) -> Decision | None:
+        """Take part in the decision on the next world; return None if the job is complete."""
+        signature = Signature(
+            self._number,
+            self.step if self._has_state else -1,
+            is_built=self._state is not None,
+            is_torn=self._is_torn,
+        )
+        self._heartbeat.is_main_waiting = True
+        try:
+            return self._membership.next_world(
+                self.world, signature, self._check_store, self._become_spare
+            )
+        except JobOverError as over:
             self._end_at(over)
-            return
+            return None
+        except LeftOutError:
+            end_left_out(self.world, self._jobs.status().world)
+        except JobFailedError:
+            raise
+        except RuntimeError as error:
+            raise JobFailedError(f"The store of the job cannot be reached: {error}") from error
 
     def _become_spare(self) -> None:
         """Drop everything that belongs to this process as a rank, and wait to be one again."""
@@ -528,7 +530,8 @@ class Job:
                 "which would load the last checkpoint."
             )
         self._is_torn = True
-        step = 0 if load is None else load(*(self._state.objects if self._state else ()))
+        assert self._state is not None
+        step: Any = 0 if load is None else load(*self._state.objects)
         if not isinstance(step, int) or step < 0:
             raise ValueError(
                 f"load() returned {step!r}: it must return the number of steps that the checkpoint "
@@ -615,12 +618,13 @@ class Job:
 def _clear_frames(error: BaseException) -> None:
     """Drop the local variables of the functions that an error has ended."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if error.__traceback__ is not None:
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        if one.__traceback__ is not None:
             with contextlib.suppress(RuntimeError):
-                traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+                traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
 
 
 __all__ = ["Job", "JobFailedError", "RankLostError", "join"]

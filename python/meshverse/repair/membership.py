@@ -123,7 +123,7 @@ class JobStore:
         name: name of the job.
     """
 
-    def __init__(self, store: dist.Store, name: str) -> None:
+    def __init__(self, store: Any, name: str) -> None:
         self._store, self._name = store, name
 
     def read(self, key: str) -> str:

@@ -91,12 +91,12 @@ def _complete_slice(
         placements: its placements.
         new_rank: as for `move_state`.
     """
-    choices = [
+    choices: list[Any] = [
         range(size) if isinstance(placement, Replicate) else (slice(None),)
         for size, placement in zip(ranks.shape, placements, strict=True)
     ]
     for index in itertools.product(*choices):
-        part = ranks[index].reshape(ranks[index].shape or (1,))
+        part = ranks[tuple(index)].reshape(ranks[index].shape or (1,))
         now = [new_rank.get(rank) for rank in part.flatten().tolist()]
         if None not in now:
             of_now = torch.tensor(now).view(part.shape)

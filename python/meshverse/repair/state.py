@@ -137,7 +137,8 @@ class State:
         wanted: dict[int, list[str]] = {}
         own = dist.get_rank()
         for key in [*(key for key, _ in self._parameters()), ""]:
-            ranks = sorted(everywhere & of_part.get(key, everywhere) or of_part.get(key, ()))
+            holding = of_part.get(key, everywhere)
+            ranks = sorted(everywhere & holding or (holding if key else ()))
             if not ranks:
                 return None
             wanted.setdefault(ranks[own % len(ranks)], []).append(key)
