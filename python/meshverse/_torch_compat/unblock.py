@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
+import sys
+import weakref
 from collections.abc import Collection, Iterator
 
 from .private_names import c10d
 
 _FDS = "/proc/self/fd"
 
+_of_python: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_is_noting = False
+
 
 def open_sockets() -> set[str]:
-    """Return the sockets of this process, as the kernel names them; Linux only, else none."""
+    """Return the sockets of this process, as the kernel names them; Linux only, else none.
+
+    From the first call on, sockets that Python creates are noted, by an audit hook.
+    """
+    global _is_noting
+    if not _is_noting:
+        _is_noting = True
+        sys.addaudithook(_note_socket)
     return {name for _, name in _sockets()}
 
 
-def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port: int) -> None:
+def _note_socket(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "socket.__new__":
+        with contextlib.suppress(TypeError):  # not of Python's own class
+            _of_python.add(arguments[0])  # type: ignore[arg-type]
+
+
+def _numbers_of_python() -> set[int]:
+    # Not by the garbage collector's list of objects: while this thread has that list, `tuple(...)`
+    # of a generator fails in other threads.
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
+            return {one.fileno() for one in _of_python}
+
+
+def unblock_collectives(keep: Collection[str], kept_port: int) -> None:
     """Have collectives of this process that wait for others raise an error. For other threads.
 
     NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
-    connection of its group is closed. So this closes the connections of this process to the hosts
-    of the job that Python does not own. 2.11-2.15.
+    connection of its group is closed. So this closes all connections of this process but those of
+    Python's own sockets and those named below: also those of other C++ libraries. 2.11-2.15.
 
     Args:
-        hosts: addresses of the hosts of the job.
         keep: sockets to keep, of `open_sockets`.
         kept_port: port of a store, the connections to which are kept.
     """
     for group in list(c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # its backend has no `abort`
             group.abort()
-    of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+    of_python = _numbers_of_python()
     for number, name in _sockets():
         if name in keep or number in of_python:
             continue
@@ -41,9 +65,7 @@ def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port
             # The duplicate keeps the socket open, also if the other thread closes it meanwhile.
             if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            (own, own_port), (peer, peer_port) = one.getsockname()[:2], one.getpeername()[:2]
-            addresses = {peer.removeprefix("::ffff:"), own.removeprefix("::ffff:")}
-            if kept_port not in (own_port, peer_port) and addresses & {*hosts}:
+            if kept_port not in (one.getsockname()[1], one.getpeername()[1]):
                 one.shutdown(socket.SHUT_RDWR)
 
 

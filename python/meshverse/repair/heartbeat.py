@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -61,6 +62,9 @@ class Heartbeat:
         self._store, self._own, self._on_alarm = store, own, on_alarm
         self._signs = Signs(store, own, lost_after)
         self._watched: _Watched | None = None
+        self.is_main_waiting = False  # whether the main thread waits for the next world
+        self.alarm_at: tuple[float, str] | None = None  # when to raise the alarm, and why
+        self.must_end_at: tuple[float, str] | None = None  # when to end this process, and why
         self._n_beats = 0
         self.why_no_store = ""  # the store's error, once it cannot be reached
         self._is_over = threading.Event()
@@ -75,6 +79,10 @@ class Heartbeat:
         ranks = decision.processes
         place = ranks.index(self._own.number)
         self._watched = _Watched(decision.world, ranks[(place + 1) % len(ranks)], len(ranks))
+
+    def unfollow(self) -> None:
+        """Watch all ranks in turn from now on, as a spare does."""
+        self._watched = None
 
     def stop(self, *, has_left: bool = False) -> None:
         """End the thread; the others then find this process lost, unless the job has finished.
@@ -98,6 +106,8 @@ class Heartbeat:
             watched = self._watched
             try:
                 self._beat(watched)
+            except SystemError:
+                continue  # CPython's, while the main thread searches all objects in `revive`
             except RuntimeError as error:  # also c10d's errors of a lost connection
                 self.why_no_store = f"the store of the job cannot be reached: {error}"
                 self._report(watched, self.why_no_store)
@@ -105,6 +115,10 @@ class Heartbeat:
 
     def _beat(self, watched: _Watched | None) -> None:
         self._n_beats += 1
+        limit = self.must_end_at
+        if limit is not None and time.monotonic() > limit[0]:
+            self._store.remove(f"beat/{self._own.number}")
+            _end_process(limit[1])
         self._store.write(f"beat/{self._own.number}", str(self._n_beats))
         status = self._store.status()
         if watched is None:
@@ -112,7 +126,8 @@ class Heartbeat:
             return
         if status.world > watched.world:
             decision = self._store.decision(status.world)
-            if decision is not None and self._own.number not in decision.processes:
+            is_in = decision is None or self._own.number in decision.processes
+            if not (is_in or self.is_main_waiting):
                 end_left_out(watched.world, status.world)
         elif status.over not in ("", "complete"):
             self._report(watched, status.over)
@@ -121,9 +136,16 @@ class Heartbeat:
                 _end_process(f"The job cannot go on: {status.over}")
         elif status.alarm:
             self._report(watched, status.alarm)
-        elif watched.process != self._own.number and (why := self._signs.why_lost(watched.process)):
+        elif why := self._why_alarm(watched):
             self._store.change_status(status, Status(status.world, why, ""))
             self._report(watched, why)
+
+    def _why_alarm(self, watched: _Watched) -> str:
+        limit = self.alarm_at
+        if limit is not None and time.monotonic() > limit[0]:
+            return limit[1]
+        is_alone = watched.process == self._own.number
+        return "" if is_alone else self._signs.why_lost(watched.process)
 
     def _report(self, watched: _Watched | None, reason: str) -> None:
         if watched is not None:
@@ -149,7 +171,9 @@ def end_left_out(world: int, current: int) -> None:
 
 
 def _end_process(why: str) -> None:
-    _log.critical("%s This process ends itself, with status 1.", why)
+    _log.critical("%s This process ends itself, with status 1. Its threads are here:", why)
+    with contextlib.suppress(Exception):  # standard error may not be a file
+        faulthandler.dump_traceback()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

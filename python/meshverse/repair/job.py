@@ -45,6 +45,12 @@ _CONNECT = timedelta(seconds=2)  # for one attempt to connect to the store of a 
 _STORE_TIMEOUT = timedelta(minutes=30)  # of that store, if the user gives no timeout
 
 
+_STUCK_BUILD = (
+    "build() has not returned within built_within= seconds in this spare. Perhaps it waits for "
+    "other ranks: it may not use collectives of the default group, such as dist.barrier()."
+)
+
+
 class RankLostError(RuntimeError):
     """Error of a rank whose job has lost another one."""
 
@@ -70,6 +76,7 @@ def join(
     slow_after: float = 60.0,
     replaced_within: float = 0.0,
     started_within: float = 600.0,
+    built_within: float = 600.0,
     **init: Any,
 ) -> Job:
     """Join a job, and return when this process is a rank of it and has its state.
@@ -107,6 +114,7 @@ def join(
         replaced_within: seconds to wait for new processes, if there are too few spares, before the
             job goes on with fewer ranks, or fails.
         started_within: seconds to wait for the processes of the first world.
+        built_within: seconds within which `build` must return in a spare, or the spare ends itself.
         init: further arguments of `init_process_group`, such as `backend`, `timeout` or
             `device_id`.
 
@@ -137,7 +145,7 @@ def join(
         "started_within": started_within,
     }
     of_user = _User(build, load, copies, init)
-    job = Job(_client(store), sizes, of_user, name, rank, lost_after, seconds_of)
+    job = Job(_client(store), sizes, of_user, name, rank, lost_after, built_within, seconds_of)
     job._begin()
     return job
 
@@ -192,8 +200,10 @@ class Job:
         name: str,
         rank: int | None,
         lost_after: float,
+        built_within: float,
         seconds: dict[str, float],
     ) -> None:
+        self._built_within, self._slow_after = built_within, seconds["slow_after"]
         self.state: Any = None
         self.step = 0
         self.world = -1
@@ -204,7 +214,6 @@ class Job:
             self._jobs, sizes, rank, own_address(store), lost_after=lost_after, **seconds
         )
         self._decision: Decision | None = None
-        self._hosts: set[str] = set()
         self._alarm = threading.Event()
         self._why = ""  # the reason of the alarm
         self._lock = threading.Lock()  # held while a world is left, or its collectives are ended
@@ -212,13 +221,13 @@ class Job:
         self._last: tuple[Decision, State] | None = None  # a state of another number of ranks
         self._has_state = self._is_torn = False
         self._pending: tuple[Callable[[], object], ...] | None = None
-        self._is_waiting = self._is_over = self._is_closed = False
+        self._is_closed = False
         connection: Any = store.clone()
         self._heartbeat = Heartbeat(
             JobStore(connection, name),
             self._membership.own,
             lost_after,
-            seconds["slow_after"],
+            self._slow_after,
             self._end_collectives,
         )
 
@@ -254,10 +263,6 @@ class Job:
         except BaseException:
             self.leave()
             raise
-        if self._is_over:  # this spare was not needed
-            self._is_closed = True
-            self._heartbeat.stop()
-            raise SystemExit(0)
 
     def repair(self) -> None:
         """Go on without the ranks that are lost. Call it in the handler of `LOST`.
@@ -275,6 +280,7 @@ class Job:
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
             JobFailedError: too few processes are left, or the store cannot be reached.
+        SystemExit: the job went on with fewer ranks and has finished, without this process.
         """
         self._check_open()
         error = sys.exc_info()[1]
@@ -291,9 +297,11 @@ class Job:
                 is_built=self._state is not None,
                 is_torn=self._is_torn,
             )
-            self._is_waiting = True  # for the next world
+            self._heartbeat.is_main_waiting = True
             try:
-                decision = self._membership.next_world(self.world, signature, self._check_store)
+                decision = self._membership.next_world(
+                    self.world, signature, self._check_store, self._become_spare
+                )
             except JobOverError as error:
                 over = error
             except LeftOutError:
@@ -313,35 +321,49 @@ class Job:
             self._end_at(over)
             return
 
+    def _become_spare(self) -> None:
+        """Drop everything that belongs to this process as a rank, and wait to be one again."""
+        _log.warning("This process is a spare now: the next world of the job has fewer ranks.")
+        self._heartbeat.unfollow()
+        compat.abort_world()
+        self._decision, self.world, self._pending = None, -1, None
+        self._state = self.state = self._last = None
+        self._has_state = self._is_torn = False
+
     def _end_at(self, over: JobOverError) -> None:
         """End with a job that is over: raise an error unless it is complete, here too."""
         if over.step < 0:
             raise JobFailedError(f"The job cannot go on: {over}")
-        if self._has_state:
-            if over.step == self.step + 1 and self._pending is not None:
-                self._finish_commit()
-            if self.step != over.step:
-                raise JobFailedError(
-                    f"Another rank has closed the job at step {over.step}, and this one is at step "
-                    f"{self.step}."
-                )
-        self._is_over = True
+        if not self._has_state:  # this spare was not needed
+            self._is_closed = True
+            self._heartbeat.stop()
+            raise SystemExit(0)
+        if over.step == self.step + 1 and self._pending is not None:
+            self._finish_commit()
+        if self.step != over.step:
+            raise JobFailedError(
+                f"Another rank has closed the job at step {over.step}, and this one is at step "
+                f"{self.step}."
+            )
 
     def _enter(self, decision: Decision) -> None:
         """Leave the last world, if there is one, and enter another, with the state of the job."""
         begin, before = time.monotonic(), self._decision
         with self._lock:
             self._alarm.clear()
-            self._is_waiting = False
+            self._heartbeat.is_main_waiting = False
             self._decision, self.world = decision, decision.world
-            self._hosts = {*decision.hosts, "127.0.0.1", "::1"}
             self._heartbeat.follow(decision)
-        if dist.is_initialized():
-            compat.abort_all()
-        store = self._store_of_world(decision)
-        dist.init_process_group(
-            store=store, rank=self.rank, world_size=self.size, **self._of_user.init
-        )
+        compat.abort_world()
+        late = f"rank {self.rank} could not connect to the others within {self._slow_after:g} s"
+        self._heartbeat.alarm_at = time.monotonic() + self._slow_after, late
+        try:
+            store = self._store_of_world(decision)
+            dist.init_process_group(
+                store=store, rank=self.rank, world_size=self.size, **self._of_user.init
+            )
+        finally:
+            self._heartbeat.alarm_at = None
         connected = time.monotonic()
         if decision.is_resized and self._state is not None:
             self._last = (before, self._state) if before and self._has_state else None
@@ -386,7 +408,12 @@ class Job:
         assert world is not None
         if self._state is None:
             world.is_provisional = decision.is_built
-            built = self._of_user.build()
+            if world.is_provisional:
+                self._heartbeat.must_end_at = time.monotonic() + self._built_within, _STUCK_BUILD
+            try:
+                built = self._of_user.build()
+            finally:
+                self._heartbeat.must_end_at = None
             objects = built if isinstance(built, (tuple, list)) else (built,)
             copies = None if self._of_user.copies is None else self._of_user.copies()
             self._state, self.state = State(objects, copies), built
@@ -406,9 +433,9 @@ class Job:
                 return
             self._why = reason
             self._alarm.set()
-            if self._is_waiting:
+            if self._heartbeat.is_main_waiting:
                 return
-            compat.unblock_collectives(self._hosts, self._kept_sockets, self._store.port)
+            compat.unblock_collectives(self._kept_sockets, self._store.port)
 
     def _check(self) -> None:
         """Raise RankLostError if an alarm was raised in the current world."""

@@ -84,7 +84,6 @@ class Decision:
         is_resized: whether ranks have other numbers, or there are more or fewer, than before.
         reason: why the world before ended.
         lost: numbers of the processes that were ranks before and are not any more.
-        hosts: addresses of the hosts of the ranks.
     """
 
     world: int
@@ -95,7 +94,6 @@ class Decision:
     is_resized: bool = False
     reason: str = ""
     lost: list[int] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
 
 
 class Status(NamedTuple):
@@ -280,17 +278,25 @@ class Membership:
         self._signed_for = -1
         self._silent = (-1, 0.0)  # a world with an alarm, and since when it lacks a leader
 
-    def next_world(self, after: int, signature: Signature, check: Callable[[], None]) -> Decision:
+    def next_world(
+        self,
+        after: int,
+        signature: Signature,
+        check: Callable[[], None],
+        become_spare: Callable[[], None],
+    ) -> Decision:
         """Sign for the next world and return the first later one in which this process is a rank.
 
         Args:
             after: number of the world in which this process is a rank now; -1 for none.
             signature: its signature.
             check: function that is called while this process waits; it raises if that is pointless.
+            become_spare: function that is called if the next world has fewer ranks than there are
+                processes, and this one is left over.
 
         Raises:
             JobOverError: the job has finished, or cannot go on.
-            LeftOutError: the current world does not include this process, which was a rank.
+            LeftOutError: the current world does not include this process, which had not signed.
         """
         while True:
             status = self._store.status()
@@ -300,8 +306,11 @@ class Membership:
                 decision = self._store.decision(status.world)
                 if decision is not None and self.own.number in decision.processes:
                     return decision
+                if after >= 0 and self._signed_for < status.world:
+                    raise LeftOutError
                 if after >= 0:
-                    raise LeftOutError(_why_left_out(after, status.world))
+                    after, signature = -1, Signature(self.own.number)
+                    become_spare()
             if self._signed_for <= status.world:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", json.dumps(signature))
@@ -410,7 +419,12 @@ class _Election:
         n_there = len(staying) + len(spares)
         if n_there < wanted and waited < limit:
             return None
-        if self._before is not None and spares:
+        if self._before is None:
+            spares = [number for number in spares if not self._by.signs.why_lost(number)]
+            if len(spares) < n_there and waited < limit:
+                return None
+            n_there = len(spares)
+        elif spares:
             # Spares of other hosts show within two beats that they are alive; see `is_alive`.
             spares = [number for number in spares if self._by.signs.is_alive(number)]
             if len(staying) + len(spares) < min(wanted, n_there) and waited < 3 * BEAT_SECONDS:
@@ -446,9 +460,7 @@ class _Election:
         lost = [number for number in before if number not in ranks]
         is_resized = self._before is not None and len(ranks) != len(before)
         is_built = not is_resized and any(one.is_built for one in states)
-        known = [self._store.process(number) for number in ranks]
-        hosts = sorted({one.address for one in known if one is not None})
-        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost, hosts)
+        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost)
 
     def _why_over(self, signed: Mapping[int, Signature]) -> str:
         why = "; ".join(self._why_lost.values()) or self._status.alarm
@@ -498,13 +510,6 @@ class JobOverError(Exception):
 
 class LeftOutError(Exception):
     """Signal that the current world does not include this process, which was a rank."""
-
-
-def _why_left_out(world: int, current: int) -> str:
-    return (
-        f"this process was a rank of world {world} of the job, and is not in the current one, "
-        f"{current}: the others did not hear of it in time, and went on without it"
-    )
 
 
 def own_address(store: dist.TCPStore) -> str:

@@ -17,9 +17,16 @@ from meshverse._torch_compat.fsdp2 import undo_step
 class _Buffer(NamedTuple):
     """A copy of a buffer, and how often the buffer itself had been written to."""
 
+    module: nn.Module
+    name: str
     buffer: torch.Tensor
     version: int
     copy: torch.Tensor
+
+    def has_changed(self) -> bool:
+        """Return whether the buffer was written to, or another tensor took its place."""
+        now = self.module._buffers[self.name]
+        return now is not self.buffer or now._version != self.version
 
 
 class State:
@@ -43,6 +50,19 @@ class State:
                     f"build() returned an object of {type(one).__qualname__}: it must return "
                     "modules, optimizers, and objects with state_dict() and load_state_dict()."
                 )
+        for key, parameter in self._parameters():
+            if parameter.is_meta:
+                name = key.rpartition(" ")[2]
+                raise ValueError(
+                    f"build() returned parameter {name!r} on the meta device, where it cannot get "
+                    "values. Call model.to_empty(device=...) in build()."
+                )
+        # All ranks of each mesh: a mesh cannot tell any more when its world has ended.
+        self.ranks = {
+            id(one.device_mesh): one.device_mesh.mesh
+            for _, one in self._parameters()
+            if isinstance(one, DTensor)
+        }
         self._buffers: list[_Buffer] = []
         self._random: list[torch.Tensor] = []
 
@@ -55,11 +75,16 @@ class State:
         if accelerator is not None:
             self._random.append(accelerator.get_rng_state())
         if not self._buffers:
-            buffers = {id(one): one for each in self._modules for one in each.buffers()}
-            self._buffers = [_noted(buffer) for buffer in buffers.values()]
-        for index, (buffer, version, _) in enumerate(self._buffers):
-            if buffer._version != version:
-                self._buffers[index] = _noted(buffer)
+            owners = {each for module in self._modules for each in module.modules()}
+            self._buffers = [
+                _noted(owner, name)
+                for owner in owners
+                for name, buffer in owner._buffers.items()
+                if buffer is not None
+            ]
+        for index, noted in enumerate(self._buffers):
+            if noted.has_changed():
+                self._buffers[index] = _noted(noted.module, noted.name)
 
     def undo_step(self) -> None:
         """Go back to the beginning of a step whose forward or backward pass was interrupted."""
@@ -69,11 +94,12 @@ class State:
             parameter.grad = None
         if not self._random:
             return  # nothing was noted yet
-        for index, (buffer, version, copy) in enumerate(self._buffers):
-            if buffer._version != version:
+        for index, noted in enumerate(self._buffers):
+            if noted.has_changed():
+                noted.module._buffers[noted.name] = noted.buffer
                 with torch.no_grad():
-                    buffer.copy_(copy)
-                self._buffers[index] = _noted(buffer)
+                    noted.buffer.copy_(noted.copy)
+                self._buffers[index] = _noted(noted.module, noted.name)
         torch.set_rng_state(self._random[0])
         accelerator = _accelerator()
         if accelerator is not None and len(self._random) > 1:
@@ -307,8 +333,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _noted(buffer: torch.Tensor) -> _Buffer:
-    return _Buffer(buffer, buffer._version, buffer.detach().clone())
+def _noted(module: nn.Module, name: str) -> _Buffer:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return _Buffer(module, name, buffer, buffer._version, buffer.detach().clone())
 
 
 def _holders(mesh: Any, placements: Sequence[Any]) -> frozenset[int]:
