@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from functools import partial
@@ -27,6 +28,7 @@ from meshverse import init_device_mesh, repair
 
 _LOST_AFTER = 5.0
 _STEPS = 10
+_LLAMA_STEPS = 24
 
 # What happens to a rank: in which world, in which step, and at which of its moments.
 Fate = tuple[int, int, str, str]  # rank, step, moment, what
@@ -98,6 +100,42 @@ def _build(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def _build_llama(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes, axes = _SHAPES[n_ranks]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    by_columns = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"
+    plan: Any = {name: ColwiseParallel() for name in by_columns.split()}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], plan)
+        fully_shard(layer, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _loss_of_llama(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _loss(model: nn.Module, step: int) -> torch.Tensor:
+    inputs, targets = batch(step)
+    return (model(inputs) - targets).square().mean()
+
+
 def _train(
     address: str,
     n_ranks: int | list[int],
@@ -112,8 +150,8 @@ def _train(
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         own.at_call("build")
-        model, optimizer = _build(dist.get_world_size())
-        if kind == "compiled":
+        model, optimizer = (_build_llama if "llama" in kind else _build)(dist.get_world_size())
+        if "compiled" in kind:
             model.compile(backend="aot_eager")
         return model, optimizer
 
@@ -137,14 +175,14 @@ def _train(
         job.state[1].step()
         own.now(job, "committed")
 
+    steps = _LLAMA_STEPS if "llama" in kind else _STEPS
     options = {"lost_after": _LOST_AFTER, "slow_after": 10, "backend": "gloo", **(options or {})}
     with repair.join(address, ranks=n_ranks, build=build, load=load, **options) as job:
-        while job.step < _STEPS:
+        while job.step < steps:
             try:
                 model, optimizer = job.state
                 own.now(job, "begin")
-                inputs, targets = batch(job.step)
-                loss = (model(inputs) - targets).square().mean()
+                loss = (_loss_of_llama if "llama" in kind else _loss)(model, job.step)
                 own.now(job, "forward")
                 loss.backward()
                 own.now(job, "backward")
@@ -314,3 +352,72 @@ def test_an_error_of_the_program_itself_is_raised_again(jobs: Jobs) -> None:
     assert answers[-1] == "RuntimeError: a bug"
     # The other rank may hear first that this one has left.
     assert answers[0].startswith(("RuntimeError: a bug", "JobFailedError: The job cannot go on: 1"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["llama", "compiled llama"])
+def test_a_transformer_that_loses_three_ranks_equals_one_that_loses_none(kind: str) -> None:
+    """HSDP of 2 x 2 with tensor parallelism of 2, killed at steps 7, 19 and 20."""
+    answers = []
+    fates: dict[int, list[Fate]] = {
+        0: [(3, 7, "forward", "killed")],
+        1: [(0, 19, "backward", "killed")],  # it has the store of its world
+        2: [(6, 20, "commit", "killed")],
+    }
+    for n_spares, given in ((0, {}), (3, fates)):
+        jobs = Jobs()
+        try:
+            jobs.start(_train, 8 + n_spares, 8, given, kind)
+            answers.append(jobs.wait())
+        finally:
+            jobs.close()
+    undisturbed = answers[0][0][0]
+    assert len(undisturbed) == len({*undisturbed.values()}) == _LLAMA_STEPS
+    assert all(losses == undisturbed for losses, _ in answers[0])
+    finished = [answer for answer in answers[1] if isinstance(answer, tuple)]
+    assert sorted(rank for _, rank in finished) == list(range(8))
+    assert all(losses.items() <= undisturbed.items() for losses, _ in finished)
+    assert sum(losses == undisturbed for losses, _ in finished) == 5
+
+
+def _often(address: str, n_repairs: int) -> list[dict[str, int]]:
+    """Rank 3 is killed in each world; what rank 0 has of the system, by world."""
+    held: list[dict[str, int]] = []
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    with repair.join(
+        address, ranks=4, build=lambda: _build(4), lost_after=_LOST_AFTER, backend="gloo"
+    ) as job:
+        while job.step < n_repairs:
+            try:
+                model, optimizer = job.state
+                _loss(model, job.step).backward()
+                job.commit(optimizer.step)
+                optimizer.zero_grad()
+                gc.collect()
+                held.append(
+                    {
+                        "groups": len(dist.distributed_c10d._world.pg_names),
+                        "threads": len(os.listdir("/proc/self/task")),
+                        "descriptors": len(os.listdir("/proc/self/fd")),
+                        "keys": store.num_keys(),
+                        "memory": int(Path("/proc/self/statm").read_text().split()[1]) // 256,
+                    }
+                )
+                if job.rank == 3 and job.world < n_repairs:
+                    _befall("killed")
+            except job.LOST:  # noqa: PERF203
+                job.repair()
+    return held
+
+
+@pytest.mark.sweep
+def test_twenty_repairs_leave_nothing_behind(jobs: Jobs) -> None:
+    jobs.start(_often, 4 + 20, 20)
+    answers = [answer for answer in jobs.wait() if isinstance(answer, list)]
+    held = max(answers, key=len)
+    assert len(held) >= 20
+    # Threads and sockets of a group end a little after it.
+    for name in ("groups", "threads", "descriptors", "keys"):
+        assert min(each[name] for each in held[10:]) <= held[1][name], (name, held)
+    assert min(each["memory"] for each in held[15:]) < held[5]["memory"] + 10, held  # MiB
