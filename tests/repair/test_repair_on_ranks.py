@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -43,7 +44,7 @@ class _Fates:
     """
 
     def __init__(self, fates: dict[int, list[Fate]], address: str) -> None:
-        self._fates, self._address = fates, address
+        self._fates, self._address, self._n_worlds = fates, address, 0
 
     def _store(self) -> dist.TCPStore:
         host, port = self._address.split(":")
@@ -59,10 +60,18 @@ class _Fates:
                         sleep(0.1)
                 _befall(what)
 
-    def at_call(self, moment: str) -> None:
+    def connect(self, initialize: Callable[..., None], **given: Any) -> None:
+        """Create a default group: the moments "connect" and, for survivors, "connect again"."""
+        self._n_worlds += 1
+        moment = "connect" if self._n_worlds == 1 else "connect again"
+        self.at_call(moment, given["rank"])
+        initialize(**given)
+
+    def at_call(self, moment: str, own_rank: int | None = None) -> None:
         """As `now`, in a function that the job calls: the first time that a rank calls it."""
         ranks = [rank for rank, _, when, _ in self._fates.get(0, []) if when == moment]
-        if dist.get_rank() in ranks and self._store().add(f"fate {moment}", 1) == 1:
+        own_rank = dist.get_rank() if own_rank is None else own_rank
+        if own_rank in ranks and self._store().add(f"fate {moment}", 1) == 1:
             _befall("killed")
 
 
@@ -175,6 +184,7 @@ def _train(
         job.state[1].step()
         own.now(job, "committed")
 
+    dist.init_process_group = partial(own.connect, dist.init_process_group)
     steps = _LLAMA_STEPS if "llama" in kind else _STEPS
     options = {"lost_after": _LOST_AFTER, "slow_after": 10, "backend": "gloo", **(options or {})}
     with repair.join(address, ranks=n_ranks, build=build, load=load, **options) as job:
@@ -198,20 +208,17 @@ def _train(
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[int, dict[int, str]]:
-    """The losses of runs that lose nobody, by number of ranks and step."""
-    found: dict[int, dict[int, str]] = {}
-    for n_ranks in (4, 8):
-        jobs = Jobs()
-        try:
-            jobs.start(_train, n_ranks, n_ranks, {})
-            answers = jobs.wait()
-        finally:
-            jobs.close()
-        assert all(answer[0] == answers[0][0] for answer in answers), answers
-        found[n_ranks] = answers[0][0]
-        assert len(found[n_ranks]) == _STEPS
-    return found
+def undisturbed() -> dict[int, str]:
+    """The losses of a run that loses nobody, by step."""
+    jobs = Jobs()
+    try:
+        jobs.start(_train, 4, 4, {})
+        answers = jobs.wait()
+    finally:
+        jobs.close()
+    assert all(answer[0] == answers[0][0] for answer in answers), answers
+    assert len(answers[0][0]) == _STEPS
+    return dict(answers[0][0])
 
 
 def _check(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> list[Any]:
@@ -224,7 +231,7 @@ def _check(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> list[A
     return [answer for answer in answers if not isinstance(answer, tuple)]
 
 
-_MOMENTS = ["build", "load", "begin", "forward", "backward", "commit", "committed"]
+_MOMENTS = ["connect", "build", "load", "begin", "forward", "backward", "commit", "committed"]
 
 
 @pytest.mark.parametrize(
@@ -237,22 +244,31 @@ _MOMENTS = ["build", "load", "begin", "forward", "backward", "commit", "committe
             ("forward", "a ghost"),
             ("backward", "error"),
             ("repair", "killed"),
+            ("connect again", "killed"),
         ],
-        [("forward", "killed"), ("commit", "killed"), ("forward", "a ghost")],
+        [("commit", "killed")],
+        [
+            ("build", "killed"),
+            ("backward", "killed"),
+            ("forward", "stopped"),
+            ("forward", "a ghost"),
+            ("connect again", "killed"),
+        ],
     ),
 )
 def test_a_job_that_loses_a_rank_equals_one_that_does_not(
-    jobs: Jobs, undisturbed: dict[int, dict[int, str]], moment: str, what: str
+    jobs: Jobs, undisturbed: dict[int, str], moment: str, what: str
 ) -> None:
-    step = 0 if moment in ("build", "load") else 3
+    step = 0 if moment in ("connect", "build", "load") else 3
     fates: dict[int, list[Fate]] = {0: [(2, step, moment, what)]}
-    if moment == "repair":  # another rank is lost first
+    is_second = moment in ("repair", "connect again")  # another rank is lost first
+    if is_second:
         fates[0].append((1, step, "forward", "killed"))
     jobs.start(_train, 6, 4, fates)
-    others = _check(jobs.wait(kills_stopped=what == "stopped"), 4, undisturbed[4])
+    others = _check(jobs.wait(kills_stopped=what == "stopped"), 4, undisturbed)
     killed = -signal.SIGKILL  # as a rank is that is stopped, when all others have ended
     expected = {"killed": killed, "stopped": killed, "error": "ValueError: a bug", "a ghost": 1}
-    n_lost = 0 if what == "slow" else 2 if moment == "repair" else 1
+    n_lost = 0 if what == "slow" else 1 + is_second
     assert others.count(expected.get(what)) == n_lost
     assert others.count("SystemExit: 0") == len(others) - n_lost  # spares that were not needed
 
@@ -266,11 +282,11 @@ def test_a_job_that_loses_a_rank_equals_one_that_does_not(
     ],
 )
 def test_several_ranks_at_once(
-    jobs: Jobs, undisturbed: dict[int, dict[int, str]], lost: list[int], tmp_path: Path
+    jobs: Jobs, undisturbed: dict[int, str], lost: list[int], tmp_path: Path
 ) -> None:
     fates: dict[int, list[Fate]] = {0: [(rank, 5, "forward", "killed") for rank in lost]}
     jobs.start(_train, 4 + len(lost), 4, fates, "eager", str(tmp_path))
-    others = _check_all(jobs.wait(), 4, undisturbed[4])
+    others = _check_all(jobs.wait(), 4, undisturbed)
     assert others == [-signal.SIGKILL] * len(lost)
 
 
@@ -285,18 +301,18 @@ def _check_all(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> li
 
 @pytest.mark.long
 def test_a_smaller_world_goes_on_with_the_state_of_the_larger_one(
-    jobs: Jobs, undisturbed: dict[int, dict[int, str]]
+    jobs: Jobs, undisturbed: dict[int, str]
 ) -> None:
     """Three ranks of four are left, and two of them go on: all ranks have the same batches."""
     fates: dict[int, list[Fate]] = {0: [(2, 5, "forward", "killed")]}
     jobs.start(_train, 4, [2, 4], fates)
-    others = _check_all(jobs.wait(), 2, undisturbed[4])
+    others = _check_all(jobs.wait(), 2, undisturbed)
     assert sorted(map(str, others)) == sorted([str(-signal.SIGKILL), "SystemExit: 0"])
 
 
 @pytest.mark.long
 def test_a_larger_world_goes_on_with_the_state_of_the_smaller_one(
-    jobs: Jobs, undisturbed: dict[int, dict[int, str]]
+    jobs: Jobs, undisturbed: dict[int, str]
 ) -> None:
     """Two ranks begin and one waits; at the first loss there are four, with two late ones."""
     fates: dict[int, list[Fate]] = {0: [(1, 5, "forward", "waits"), (1, 5, "forward", "killed")]}
@@ -308,7 +324,7 @@ def test_a_larger_world_goes_on_with_the_state_of_the_smaller_one(
     jobs.start(_train, 2, [2, 4], {}, "eager", "", options)
     sleep(3)
     store.set("goes on", "")
-    others = _check_all(jobs.wait(), 4, undisturbed[4])
+    others = _check_all(jobs.wait(), 4, undisturbed)
     assert others == [-signal.SIGKILL]
 
 
@@ -321,6 +337,22 @@ def test_nothing_is_left_to_wait_for_if_the_store_ends(jobs: Jobs) -> None:
     assert all("store of the job cannot be reached" in str(answer) for answer in answers), answers
 
 
+@pytest.mark.long
+def test_a_spare_that_dies_while_it_waits_is_not_chosen(
+    jobs: Jobs, undisturbed: dict[int, str]
+) -> None:
+    jobs.start(_train, 4, 4, {0: [(0, 5, "forward", "waits"), (1, 5, "forward", "killed")]})
+    jobs.store.wait(["waits"])
+    spares = jobs.start(_train, 3, 4, {})
+    sleep(3)
+    jobs.processes[spares[0]].kill()
+    os.kill(jobs.processes[spares[1]].pid, signal.SIGSTOP)
+    jobs.store.set("goes on", "")
+    others = _check(jobs.wait(), 4, undisturbed)
+    assert others == [-signal.SIGKILL] * 3
+
+
+@pytest.mark.long
 def test_too_few_are_left(jobs: Jobs) -> None:
     jobs.start(_train, 4, 4, {0: [(1, 3, "backward", "killed")]})
     first, *others = sorted(map(str, jobs.wait()))
