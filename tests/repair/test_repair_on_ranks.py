@@ -145,6 +145,29 @@ def _loss(model: nn.Module, step: int) -> torch.Tensor:
     return (model(inputs) - targets).square().mean()
 
 
+def _build_random(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """As `_build`, with a buffer."""
+    model, optimizer = _build(n_ranks)
+    model.register_buffer("count", torch.zeros(()))
+    return model, optimizer
+
+
+def _random_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """A loss with dropout, the same on all ranks, and with a buffer that is replaced."""
+    inputs, targets = batch(step)
+    model.count = model.count + 1
+    outputs = model(nn.functional.dropout(inputs, 0.2))
+    return (outputs - targets).square().mean() * (1 + model.count / 100)
+
+
+_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
+    "eager": (_build, _loss),
+    "compiled": (_build, _loss),
+    "llama": (_build_llama, _loss_of_llama),
+    "random": (_build_random, _random_loss),
+}
+
+
 def _train(
     address: str,
     n_ranks: int | list[int],
@@ -159,7 +182,7 @@ def _train(
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         own.at_call("build")
-        model, optimizer = (_build_llama if "llama" in kind else _build)(dist.get_world_size())
+        model, optimizer = _KINDS[kind.split()[-1]][0](dist.get_world_size())
         if "compiled" in kind:
             model.compile(backend="aot_eager")
         return model, optimizer
@@ -192,7 +215,7 @@ def _train(
             try:
                 model, optimizer = job.state
                 own.now(job, "begin")
-                loss = (_loss_of_llama if "llama" in kind else _loss)(model, job.step)
+                loss = _KINDS[kind.split()[-1]][1](model, job.step)
                 own.now(job, "forward")
                 loss.backward()
                 own.now(job, "backward")
@@ -384,6 +407,21 @@ def test_an_error_of_the_program_itself_is_raised_again(jobs: Jobs) -> None:
     assert answers[-1] == "RuntimeError: a bug"
     # The other rank may hear first that this one has left.
     assert answers[0].startswith(("RuntimeError: a bug", "JobFailedError: The job cannot go on: 1"))
+
+
+@pytest.mark.long
+def test_buffers_and_random_numbers_go_back_to_the_beginning_of_a_step() -> None:
+    answers = []
+    for n_spares, fates in ((0, {}), (1, {0: [(2, 5, "backward", "killed")]})):
+        jobs = Jobs()
+        try:
+            jobs.start(_train, 4 + n_spares, 4, fates, "random")
+            answers.append(jobs.wait())
+        finally:
+            jobs.close()
+    undisturbed = answers[0][0][0]
+    assert len({*undisturbed.values()}) == _STEPS
+    assert _check(answers[1], 4, undisturbed) == [-signal.SIGKILL]
 
 
 @pytest.mark.sweep

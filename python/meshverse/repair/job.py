@@ -97,9 +97,10 @@ def join(
             ranks has changed. A spare calls it alone: there, collectives of its meshes do nothing,
             as the tensors are replaced afterwards, and those of the default group are not allowed.
         load: function that loads the last checkpoint into these objects, which are its arguments,
-            and returns the number of steps that it includes; 0 if there is none. All ranks call it
-            together, at first and whenever a part of the state is lost. By default the job begins
-            with what `build` returned, and cannot go on if a part is lost.
+            and returns the number of steps that it includes. All ranks call it together, at first
+            and whenever a part of the state is lost. If there is no checkpoint yet, it must give
+            these objects their initial values, and return 0. By default the job begins with what
+            `build` returned, and cannot go on if a part is lost.
         copies: function that returns the ranks that have the same plain tensors and values as this
             one: buffers, hyperparameters, schedulers. By default they are those that hold the same
             shards of every DTensor.
@@ -109,8 +110,8 @@ def join(
             those of one host one after another.
         lost_after: seconds without a sign of life after which a process is lost. A process that
             dies is noticed at once by others on its host.
-        slow_after: seconds after which a rank that lives but does not come to `repair()` is lost
-            too, such as one in a data loader that hangs.
+        slow_after: seconds after a loss within which the other ranks must come to `repair()`. One
+            that does not is lost too, such as one that waits for its data loader.
         replaced_within: seconds to wait for new processes, if there are too few spares, before the
             job goes on with fewer ranks, or fails.
         started_within: seconds to wait for the processes of the first world.
@@ -280,7 +281,7 @@ class Job:
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
             JobFailedError: too few processes are left, or the store cannot be reached.
-        SystemExit: the job went on with fewer ranks and has finished, without this process.
+            SystemExit: the job went on with fewer ranks and has finished, without this process.
         """
         self._check_open()
         error = sys.exc_info()[1]

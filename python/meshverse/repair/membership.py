@@ -439,13 +439,16 @@ class _Election:
         return [*staying, *spares][:size]
 
     def _by_wish(self, numbers: list[int]) -> list[int]:
-        """Sort processes by the ranks that they ask for, then by host, then by arrival."""
+        """Sort processes by the ranks that they ask for, if these differ; else within hosts."""
         known = [process for number in numbers if (process := self._store.process(number))]
         hosts = list(dict.fromkeys(process.host for process in known))
 
+        asked = [process.rank for process in known]
+        are_distinct = len({*asked}) == len(asked)
+
         def place(process: Process) -> Any:
-            wish = len(known) if process.rank is None else process.rank
-            return wish, hosts.index(process.host), process.number
+            host = 0 if are_distinct else hosts.index(process.host)
+            return host, process.rank or 0, process.number
 
         return [process.number for process in sorted(known, key=place)]
 

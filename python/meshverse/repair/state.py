@@ -100,10 +100,7 @@ class State:
                 with torch.no_grad():
                     noted.buffer.copy_(noted.copy)
                 self._buffers[index] = _noted(noted.module, noted.name)
-        torch.set_rng_state(self._random[0])
-        accelerator = _accelerator()
-        if accelerator is not None and len(self._random) > 1:
-            accelerator.set_rng_state(self._random[1])
+        _set_random(self._random)
 
     # --- who has copies --------------------------------------------------------------------------
 
@@ -256,17 +253,20 @@ class State:
                 for optimizer in self._optimizers
             ],
             "others": [one.state_dict() for one in self._others],
+            "random": self._random,
         }
 
     def _take_plain(self, plain: dict[str, Any]) -> None:
         for module, buffers in zip(self._modules, plain["buffers"], strict=True):
             for name, buffer in module.named_buffers():
-                _local(buffer).copy_(buffers[name])
+                value = buffers[name]
+                _local(buffer).copy_(value.local if isinstance(value, _Received) else value)
         for optimizer, groups in zip(self._optimizers, plain["groups"], strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
         for one, state in zip(self._others, plain["others"], strict=True):
             one.load_state_dict(state)
+        _set_random(plain["random"])
 
 
 class _Tensor(NamedTuple):
@@ -317,6 +317,10 @@ def _joined(value: Any, rank: int) -> Any:
 
 def _wrapped(value: Any, parameter: torch.Tensor) -> Any:
     """Return an optimizer's value; DTensors are on the mesh of their parameter."""
+    if isinstance(value, dict):
+        return {name: _wrapped(one, parameter) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_wrapped(one, parameter) for one in value)
     if not isinstance(value, _Received):
         return value
     assert isinstance(parameter, DTensor)
@@ -350,6 +354,13 @@ def _holders(mesh: Any, placements: Sequence[Any]) -> frozenset[int]:
         for placement, at in zip(placements, coordinate, strict=True)
     )
     return frozenset(mesh.mesh[index].flatten().tolist())
+
+
+def _set_random(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    accelerator = _accelerator()
+    if accelerator is not None and len(states) > 1:
+        accelerator.set_rng_state(states[1])
 
 
 def _accelerator() -> Any | None:
