@@ -319,10 +319,6 @@ class Membership:
             check()
             time.sleep(pause_seconds(self._sizes[-1]))
 
-    def raise_alarm(self, world: int, reason: str) -> None:
-        """Raise the alarm of a world, if it is the current one and nobody has raised it."""
-        self._store.change_status(Status(world, "", ""), Status(world, reason, ""))
-
     def finish(self, world: int, step: int, n_ranks: int) -> None:
         """Store that the job has finished in a world, and wait until all of its ranks know.
 
@@ -416,6 +412,8 @@ class _Election:
         sizes, wanted, limit = self._by._sizes, len(before), self._by._replaced_within
         if self._before is None:
             wanted, limit = sizes[-1], self._by._started_within
+        # Spares sign for a world soon after the one before it began.
+        limit = max(limit, 1.0 + 2 * pause_seconds(sizes[-1]))
         n_there = len(staying) + len(spares)
         if n_there < wanted and waited < limit:
             return None
