@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers.crew import Crew
 from helpers.turns import wait_until_they_wait
 from meshverse.agreement import Rendezvous
+from meshverse.agreement.deadlock import Wait, note_key, read_wait
 from meshverse.world.run_store import Run, RunStore
 
 _LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
@@ -247,6 +248,21 @@ def test_all_whose_group_is_in_a_deadlock_get_an_error_soon(
         assert answer.startswith("deadlock: rank ")
         assert answer.count("waits to create group of") >= 2
         assert seconds < 15  # half of the time that they would have waited
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(3, "group 'x' with ranks [0, 1, 2] at"), (1_000, "group 'x' with 1000 ranks, among them [")],
+)
+def test_a_note_of_a_large_group_says_that_it_names_some_of_its_ranks(
+    size: int, expected: str
+) -> None:
+    note = Wait(7, "key", "group 'x'", "train.py:3", range(size), size)
+    read = {note_key(7): note.to_text()}.__getitem__
+    known = read_wait(7, read)
+    assert known is not None
+    assert expected in str(known)
+    assert len(known.ranks) <= 64
 
 
 @pytest.mark.long

@@ -42,6 +42,7 @@ class Wait(NamedTuple):
         label: description of the group that its members create, for messages.
         line: file and line of the user's program.
         ranks: global ranks of the members; a sample of them if there are many.
+        size: number of members.
     """
 
     rank: int
@@ -49,9 +50,12 @@ class Wait(NamedTuple):
     label: str
     line: str
     ranks: Sequence[int]
+    size: int
 
     def __str__(self) -> str:
         group = f"{self.label} with ranks [{rank_list(self.ranks)}]"
+        if self.size > len(self.ranks):
+            group = f"{self.label} with {self.size} ranks, among them [{rank_list(self.ranks)}],"
         return f"rank {self.rank} waits to create {group} at {self.line}"
 
     def to_text(self) -> str:

@@ -305,7 +305,8 @@ class _Attempt:
         if not self._is_noted and self._own.may_note():
             self._is_noted = True
             self._store.pause()
-            note = Wait(self._rank, self.key, self._label, program_line(), self._ranks)
+            ranks = self._ranks
+            note = Wait(self._rank, self.key, self._label, program_line(), ranks, len(ranks))
             self._store.write(note_key(self._rank), note.to_text())
         waits = find_deadlock(self.key, self._ranks, self._read) if self.joined_first else []
         if not waits or any(self._read(f"{wait.rendezvous}/outcome") for wait in waits):
