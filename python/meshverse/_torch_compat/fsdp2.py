@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 
 def undo_step(model: nn.Module) -> None:
-    """Have FSDP2 forget a forward or backward pass that raised an error halfway. 2.11-2.15.
+    """Have FSDP2 forget a forward or backward pass that raised an error halfway. 2.13.
 
     Parameters are sharded again, and gradients, prefetched parameters and pending reductions are
     dropped. The sharded parameters themselves do not change during a step.

@@ -245,7 +245,7 @@ def abort_all() -> None:
 def abort_world() -> None:
     """Abort all groups, if there are any, so that `init_process_group` can be called again.
 
-    If that failed, c10d would otherwise use other keys in the store the next time. 2.11-2.15.
+    If that failed, c10d would otherwise use other keys in the store the next time. 2.13.
     """
     if dist.is_initialized():
         abort_all()

@@ -48,7 +48,7 @@ def unblock_collectives(keep: Collection[str], kept_port: int) -> None:
 
     NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
     connection of its group is closed. So this closes all connections of this process but those of
-    Python's own sockets and those named below: also those of other C++ libraries. 2.11-2.15.
+    Python's own sockets and those named below: also those of other C++ libraries. 2.13.
 
     Args:
         keep: sockets to keep, of `open_sockets`.

@@ -13,17 +13,26 @@ import collections
 import contextlib
 import gc
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _FRAMES_OWN = 3  # references to a frame's dictionary of variables, if nobody else has one
 _AT_ONCE = 1_000  # objects whose contents are listed in one step
-_PLAIN = (dict, tuple)  # containers that the collector does not follow, if all is plain data
+_WRAPPED = (
+    "an object of torch.nn.parallel.DistributedDataParallel, which uses it in C++ code: wrap the "
+    "model again"
+)
+_PLAIN = frozenset(
+    (dict, tuple)
+)  # containers that the collector does not follow, if all is plain data
 
 
 class Referrer:
@@ -130,7 +139,7 @@ def find_references(groups: Sequence[Any]) -> References:
     variables: list[_Variables] = []
     if _has_other_references(groups):
         variables = _running()
-        untracked = _untracked(variables, ids=number)
+        untracked = _untracked(variables, number.keys())
     classes = _classes()
     while targets:
         outer: list[Any] = []
@@ -142,6 +151,8 @@ def find_references(groups: Sequence[Any]) -> References:
             if isinstance(owner, (Referrer, types.FrameType)):
                 continue
             index, referrer = number[inside], Referrer(classes.get(id(owner), owner))
+            if _uses_in_cpp(owner):
+                problems.append((index, _WRAPPED))
             if isinstance(owner, _REBUILT) and referrer.can_replace(ids):
                 number[id(owner)] = index
                 outer.append(owner)
@@ -154,15 +165,22 @@ def find_references(groups: Sequence[Any]) -> References:
     # A local variable may hold a rebuilt tuple rather than the group.
     if not variables and _has_other_references([referrer.owner for referrer in rebuilt]):
         variables = _running()
-    problems += _in_cpp(number)
     problems += _in_variables(variables, number)
     return References([*rebuilt, *others], list(dict.fromkeys(problems)))
 
 
 def _classes() -> dict[int, type]:
     """Return all classes by the ids of their dictionaries, which nobody may write to directly."""
-    classes = [one for one in gc.get_objects() if issubclass(type(one), type)]
-    return {id(one): kind for kind in classes for one in gc.get_referents(vars(kind))}
+    found: dict[int, type] = {}
+    seen: set[type] = set()
+    classes: list[type] = [object]
+    while classes:
+        kind = classes.pop()
+        if kind not in seen:
+            seen.add(kind)
+            found |= {id(one): kind for one in gc.get_referents(vars(kind))}
+            classes += type.__subclasses__(kind)
+    return found
 
 
 def _has_other_references(groups: Sequence[Any]) -> bool:
@@ -175,7 +193,7 @@ def _has_other_references(groups: Sequence[Any]) -> bool:
     return any(sys.getrefcount(group) - uncounted > found[id(group)] for group in groups)
 
 
-def _untracked(variables: Sequence[_Variables], ids: Collection[int]) -> list[Any]:
+def _untracked(variables: Sequence[_Variables], ids: AbstractSet[int]) -> list[Any]:
     """Return the containers of groups, and containers of these, that the collector does not find.
 
     Args:
@@ -198,11 +216,29 @@ def _untracked(variables: Sequence[_Variables], ids: Collection[int]) -> list[An
     owners = gc.get_objects()
     owners += [list(each.values.values()) for each in variables]
     for start in range(0, len(owners), _AT_ONCE):
-        inside = gc.get_referents(*owners[start : start + _AT_ONCE])
-        for container in [one for one in inside if type(one) in _PLAIN]:
-            if not gc.is_tracked(container):
+        containers = _untracked_in(owners[start : start + _AT_ONCE])
+        # Few of them contain groups, so first all of these together, without a loop in Python.
+        if _lead_to(containers, ids):
+            for container in containers:
                 contains_groups(container)
     return found
+
+
+def _untracked_in(owners: Sequence[Any]) -> list[Any]:
+    """Return the containers in some objects that the collector does not find, each once."""
+    inside = gc.get_referents(*owners)
+    plain = itertools.compress(inside, map(_PLAIN.__contains__, map(type, inside)))
+    untracked = list(itertools.filterfalse(gc.is_tracked, plain))
+    return list(dict(zip(map(id, untracked), untracked, strict=True)).values())
+
+
+def _lead_to(containers: Sequence[Any], ids: AbstractSet[int]) -> bool:
+    """Return whether objects of these ids are in some containers, or in containers in these."""
+    while containers:
+        if not ids.isdisjoint(map(id, gc.get_referents(*containers))):
+            return True
+        containers = _untracked_in(containers)
+    return False
 
 
 def _in_dict(owner: dict[Any, Any], new: Mapping[int, Any]) -> None:
@@ -235,13 +271,11 @@ def _attributes(owner: Any) -> list[tuple[Any, Callable[[Any], object]]]:
     return found
 
 
-def _in_cpp(number: Mapping[int, int]) -> Iterator[tuple[int, str]]:
-    """Yield the wrapped models whose C++ code uses groups."""
-    for owner in gc.get_objects():
-        if issubclass(type(owner), DistributedDataParallel):
-            index = number.get(id(vars(owner).get("process_group")))
-            if index is not None:
-                yield index, f"{_name(owner)}, which uses it in C++ code: wrap the model again"
+def _uses_in_cpp(owner: Any) -> bool:
+    """Return whether this is a wrapped model whose C++ code uses a group, or its attributes."""
+    if issubclass(type(owner), DistributedDataParallel):
+        return True
+    return type(owner) is dict and isinstance(owner.get("reducer"), dist.Reducer)
 
 
 class _Variables(NamedTuple):
