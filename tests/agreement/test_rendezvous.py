@@ -95,7 +95,9 @@ def test_who_joined_just_now_is_not_said_to_be_absent() -> None:
     other.start()
     while not _world(store, 0).run_store.count("rendezvous/x/0/joined", 0):
         time.sleep(0.01)
-    with pytest.raises(RuntimeError, match=r"2 of 3 members joined; 1 of ranks \[1, 2\] did not\."):
+    with pytest.raises(
+        RuntimeError, match=r"2 of 3 members joined; missing: 1 of ranks \[1, 2\]\."
+    ):
         _join(store, "x", [0, 1, 2], 0, _SHORT)
     other.join(30)
 
@@ -103,14 +105,23 @@ def test_who_joined_just_now_is_not_said_to_be_absent() -> None:
 def test_nobody_joins_alone_after_a_rendezvous_that_was_complete() -> None:
     store, own = dist.HashStore(), dict[int, Rendezvous]()
     _join_all(store, "x", [0, 1], own)
-    with pytest.raises(RuntimeError, match=r"1 of 2 members joined; not seen were ranks \[1\]"):
+    with pytest.raises(RuntimeError, match=r"1 of 2 members joined; missing: ranks \[1\]"):
         _join(store, "x", [0, 1], 0, _SHORT, own[0])
+
+
+@pytest.mark.parametrize("text", [None, "here"])
+def test_of_many_missing_members_some_are_named(text: str | None) -> None:
+    # Without strings, a member that has joined just now looks like one that has not.
+    certain = f"; missing: ranks {[*range(1, 17)]} and 3 others."
+    words = certain if text else f"; possibly missing: ranks {[*range(1, 16)]}."
+    with pytest.raises(RuntimeError, match=re.escape(f"1 of 20 members joined{words}")):
+        _join(dist.HashStore(), "x", [*range(20)], 0, _SHORT, text=text)
 
 
 def test_a_late_member_that_brings_a_text_gets_the_outcome() -> None:
     store = dist.HashStore()
     for rank in (0, 1):
-        with pytest.raises(RuntimeError, match=r"rank 0 waited .* not seen were ranks \[1, 2\]"):
+        with pytest.raises(RuntimeError, match=r"rank 0 waited .* missing: ranks \[1, 2\]"):
             _join(store, "x", [0, 1, 2], rank, _SHORT, text="here")
 
 

@@ -44,6 +44,11 @@ class _UnchangeableList(list[Any]):
         raise TypeError("this cannot be changed")
 
 
+class _UnchangeableDeque(collections.deque[Any]):
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("this cannot be changed")
+
+
 class _Hidden(_Slots):
     @property
     def group(self) -> Any:
@@ -97,6 +102,7 @@ class _Held:
             "counter": (collections.Counter({group: 5, "x": 2}), lambda held: next(iter(held))),
             "dict that cannot be changed": (_Unchangeable(tp=group), lambda held: held["tp"]),
             "list that cannot be changed": (_UnchangeableList([group]), lambda held: held[0]),
+            "deque that cannot be changed": (_UnchangeableDeque([group]), lambda held: held[0]),
             "slot behind a property": (_Hidden(group), lambda held: held.group),
             "default argument": (_default(group), lambda held: held()[0]),
             "default keyword": (_default(group), lambda held: held()[1]),

@@ -111,7 +111,7 @@ _CASES = [
         ),
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
-            "missing:       rank 5 (pp=1, dp=0, tp=1), which has made no call there",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), which has made no call in this group",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
         ),
     ),
@@ -174,7 +174,7 @@ _CASES = [
         (f"Stuck: all_reduce number 4 {_TP}, for", " in raises_and_goes_on."),
         (
             f"Stuck: all_reduce number 4 {_TP}, for",
-            "whose last call there was all_reduce number 3 at hang/stuck_job.py:",
+            "whose last call in this group was all_reduce number 3 at hang/stuck_job.py:",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
         ),
     ),
@@ -270,7 +270,7 @@ def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start)
         lambda: [text for text in map(job.error, range(_SIZE)) if "is no longer stuck" in text]
     )
     assert len(printed) == 1
-    assert "all_reduce number 1 is no longer stuck, " in printed[0]
+    assert "all_reduce number 1 on the default group, ranks 0-7 is no longer stuck, " in printed[0]
     assert printed[0].count("A collective is stuck.") == 1
 
 

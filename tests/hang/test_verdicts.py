@@ -125,7 +125,7 @@ def test_a_group_that_waits_for_a_cause_follows() -> None:
         ("dp", Cause.MISSING),
         ("tp", Cause.FOLLOWS),
     ]
-    assert "the missing ranks wait on axis dp, ranks 0-3" in _verdict(found, 1)
+    assert "the missing ranks wait in axis dp, ranks 0-3" in _verdict(found, 1)
 
 
 def test_a_rank_that_is_missing_in_two_groups_is_reported_where_it_is_missing_first() -> None:

@@ -21,7 +21,9 @@ import meshverse
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
+from helpers.worlds import fake_world
 from meshverse.hang.live import Alarm
+from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World
@@ -127,6 +129,34 @@ def test_an_environment_that_is_no_number(text: str, monkeypatch) -> None:
     assert not _threads()
 
 
+def test_a_call_that_ended_is_named_as_in_the_report(caplog, monkeypatch) -> None:
+    # Gloo's receives have no number: only the peer distinguishes those from two ranks.
+    with fake_world(4, 1), caplog.at_level(logging.WARNING, logger="meshverse.hang.watch"):
+        meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        world = World.current()
+        assert world is not None
+        watched, now = _WatchedWorld(world, 60.0, None), time.time()
+        groups = {"7": GroupSeen("axis pp", [1, 3]), "8": GroupSeen("the default group", range(4))}
+        pending = [
+            Call("7", 0, "recv", False, now - 90, peer=1),
+            Call("8", 0, "recv", False, now - 90, peer=2),
+            Call("9", 5, "all_reduce", False, now - 90),  # its group has ended since
+        ]
+        record = RankRecord(1, now, pending, groups)
+        monkeypatch.setattr(watched, "_record", lambda *, with_lines: record)
+        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, is_stuck: [])
+        watched._report_alone(pending)
+        record.calls = [pending[1]._replace(peer=0)]
+        caplog.clear()
+        watched._log_ended()
+    names = [line.getMessage().partition(" is no longer stuck, 90 s")[0] for line in caplog.records]
+    assert names == [
+        "recv on axis pp, ranks 1, 3 (tp=1)",
+        "recv on the default group, ranks 1, 2",
+        "all_reduce number 5 on 9",
+    ]
+
+
 # --- on ranks -------------------------------------------------------------------------------------
 
 
@@ -209,6 +239,34 @@ def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> No
     ] * 2
     assert "rank 1" in lines[0]
     assert others == []
+
+
+def _receives_from_two_late_ranks() -> list[str]:
+    lines, rank, tensor = _logged(), dist.get_rank(), torch.zeros(1)
+    store, reported = dist.distributed_c10d._get_default_store(), iter((1, 2))
+    watch = meshverse.watch(1, on_stuck=lambda hang: store.set(f"reported {next(reported)}", "x"))
+    if rank == 0:
+        for peer in (1, 2):
+            dist.recv(tensor, src=peer)
+        wait_until(lambda: sum("no longer stuck" in text for text in lines.texts) == 2)
+        store.set("done", "x")
+    else:
+        store.wait([f"reported {rank}"], timedelta(seconds=SECONDS))
+        dist.send(tensor, dst=0)
+        store.wait(["done"], timedelta(seconds=SECONDS))  # in no collective: that would be stuck
+    dist.barrier()
+    assert watch is not None
+    watch.stop()
+    return [line for text in lines.texts for line in text.splitlines()]
+
+
+@pytest.mark.long
+def test_a_receive_right_after_one_that_was_reported_is_reported_too(crew: Crew) -> None:
+    lines, *_ = crew.run(_receives_from_two_late_ranks, world_size=3)
+    kept = [line for line in lines if line.startswith("Stuck:") or "no longer stuck" in line]
+    for peer, (stuck, ended) in enumerate([kept[:2], kept[2:]], start=1):
+        assert stuck.startswith(f"Stuck: recv on the default group, ranks 0, {peer}, for ")
+        assert ended.startswith(f"recv on the default group, ranks 0, {peer} is no longer stuck, ")
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:

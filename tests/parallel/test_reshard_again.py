@@ -29,7 +29,7 @@ def _one_raises_before(n_failures: int) -> None:
     tensor = distribute_tensor(torch.ones(4), first, [Shard(0)]) if rank < 2 else None
     for _ in range(n_failures):
         if rank != 1:  # rank 1 fails by itself, and joins neither
-            words = r"could not create.*not seen were ranks \[1\]"
+            words = r"could not create.*missing: ranks \[1\]"
             with pytest.raises(RuntimeError, match=words):
                 Reshard(source, target, timeout=_SOON)
             with pytest.raises(RuntimeError, match=words):

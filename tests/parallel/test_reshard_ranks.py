@@ -45,7 +45,7 @@ def _does_not_come() -> None:
     if rank != 2:
         _raises(
             RuntimeError,
-            r"ranks 0 to 2 could not create .*list them in ranks=.*not seen were ranks \[2\]",
+            r"ranks 0 to 2 could not create .*list them in ranks=.*missing: ranks \[2\]",
             lambda: Reshard(source, target, timeout=_SOON),
         )
         assert time.monotonic() - began < _WORLDS / 2

@@ -117,13 +117,13 @@ def _without_rank(absent: int) -> str:
 def test_a_rank_that_does_not_come_is_named_to_all(crew: Crew) -> None:
     answers = crew.run(_without_rank, 4, 2)
     assert len(set(answers)) == 1  # also the one that comes late
-    assert "waited 0:00:01: 3 of 4 members joined; not seen were ranks [2]." in answers[0]
+    assert "waited 0:00:01: 3 of 4 members joined; missing: ranks [2]." in answers[0]
 
 
 def test_rank_0_is_named_where_it_does_not_come(crew: Crew) -> None:
     answers = crew.run(_without_rank, 4, 0)
     assert len(set(answers)) == 1
-    assert "3 of 4 members joined; not seen were ranks [0]." in answers[0]
+    assert "3 of 4 members joined; missing: ranks [0]." in answers[0]
 
 
 def _one_fails_first(file: str) -> tuple[str, int]:

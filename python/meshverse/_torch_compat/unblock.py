@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
+import sys
+import weakref
 from collections.abc import Collection, Iterator
 
 from .private_names import c10d
 
 _FDS = "/proc/self/fd"
 
+_of_python: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_is_noting = False
+
 
 def open_sockets() -> set[str]:
-    """Return the sockets of this process, as the kernel names them; Linux only, else none."""
+    """Return the sockets of this process, as the kernel names them; Linux only, else none.
+
+    From the first call on, sockets that Python creates are noted, by an audit hook.
+    """
+    global _is_noting
+    if not _is_noting:
+        _is_noting = True
+        sys.addaudithook(_note_socket)
     return {name for _, name in _sockets()}
+
+
+def _note_socket(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "socket.__new__":
+        with contextlib.suppress(TypeError):  # not of Python's own class
+            _of_python.add(arguments[0])  # type: ignore[arg-type]
+
+
+def _numbers_of_python() -> set[int]:
+    # Not by the garbage collector's list of objects: while this thread has that list, `tuple(...)`
+    # of a generator fails in other threads.
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
+            return {one.fileno() for one in _of_python}
 
 
 def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port: int) -> None:
@@ -33,7 +58,7 @@ def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port
     for group in list(c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # its backend has no `abort`
             group.abort()
-    of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+    of_python = _numbers_of_python()
     for number, name in _sockets():
         if name in keep or number in of_python:
             continue

@@ -5,8 +5,8 @@
 - `mismatch`: the comparison of the calls in which ranks create process groups.
 - `program_line`: the line of the user's program, for messages.
 
-What ranks agree on lasts for one world: the lifetime of one default process group, from
-`init_process_group` to its end.
+Agreements are kept per world, that is, per default process group, from `init_process_group` to its
+end. A revived world continues them.
 
 This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
 ranks and strings.

@@ -7,12 +7,12 @@ waits for rank 0 in group B.
 How a deadlock is found:
 
 1. Each rank that has waited for a second writes a note into the store: its rendezvous and the
-   members of that. (Not if another thread than its main one has ever waited: while such a thread
-   waits, the rank can still join other rendezvous.)
+   members of that. (A rank on which a thread other than the main one has ever joined a rendezvous
+   writes no note: it can join one rendezvous while it waits in another.)
 2. The rank that joined a rendezvous first reads the notes of the members. If the note of a member
    names another rendezvous, it reads the notes of the members of that one, and so on.
-3. A rendezvous that is reached again on one path closes a cycle: each rank in it is a missing
-   member of the rendezvous in which the rank before it waits.
+3. A rendezvous that is reached again on one path closes a cycle: each rank of the cycle is a member
+   of the previous rank's rendezvous, but waits in another one.
 4. The notes were read one after another, so some may be outdated. Therefore the searching rank
    checks the rendezvous of the cycle once more. If none of them has an outcome, no rank of the
    cycle has left its rendezvous since it wrote its note: this is a deadlock.

@@ -64,8 +64,8 @@ def check_by_default() -> bool:
 class RanksDifferError(RuntimeError):
     """Error of ranks that are building different meshes.
 
-    Each rank of the mesh raises it: within seconds if it waits for the members of a group, and
-    otherwise at a later call that creates groups.
+    A rank of the mesh raises it within seconds if it waits for the members of a group, otherwise at
+    a later call that creates groups. A rank that does neither does not raise it.
     """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from
@@ -121,17 +121,22 @@ class ComparedCalls(WorldState):
         self._why_stopped = ""  # the reason, once this rank compares no calls at all
 
     def go_on(self, current: World) -> None:
-        """Go on counting calls, as ranks may have made different numbers of them."""
+        """Keep the counts. Stop comparing the sets of ranks that disagreed.
+
+        Their ranks may have made different numbers of calls.
+        """
         for calls in self._by_ranks.values():
             if calls.mismatch:
                 calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
 
     def keep(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
-        """Keep the counts of some ranks only, which all of these ranks keep too.
+        """Keep the counts of these sets of ranks and drop the others.
+
+        All ranks of a set must pass it.
 
         Args:
-            compared: fingerprints of ranks whose compared calls are kept.
-            n_universes: numbers of universes, by fingerprint of their ranks.
+            compared: fingerprints of the sets of ranks whose compared calls stay counted.
+            n_universes: number of universes of each set of ranks, by its fingerprint.
         """
         kept = {ranks: calls for ranks, calls in self._by_ranks.items() if ranks in compared}
         self._by_ranks = kept

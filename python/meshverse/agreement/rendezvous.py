@@ -106,7 +106,7 @@ class Rendezvous(WorldState):
             number = self._next_attempts.get(name, 0)
             attempt = _Attempt(self, store, world, f"rendezvous/{name}/{number}", label, ranks)
             try:
-                outcome, is_late = attempt.join_and_wait(timeout, check, text)
+                outcome, was_immediate = attempt.join_and_wait(timeout, check, text)
             finally:
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
@@ -115,11 +115,11 @@ class Rendezvous(WorldState):
                 self._next_attempts[name] = number + 1
             if outcome.startswith(_ALL_JOINED):
                 return Joined(number, _unpacked(outcome.removeprefix(_ALL_JOINED)))
-            if text is not None or not is_late:
+            if text is not None or not was_immediate:
                 raise RuntimeError(outcome)
 
     def go_on(self, current: World) -> None:
-        """Go on with the numbers of attempts of the current world."""
+        """Continue with the numbers of attempts of the current world."""
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
         self._complete = its._complete
@@ -131,12 +131,16 @@ class Rendezvous(WorldState):
     def may_note(self) -> bool:
         """Return whether this rank may write a note that it waits; see `deadlock`.
 
-        Only if a rank that waits cannot join another rendezvous in another thread.
+        False once a thread other than the main one has joined a rendezvous: this rank can then join
+        one while it waits in another.
         """
         return self._is_main_thread_only
 
     def remove_from_store(self, store: RunStore, name: str) -> None:
-        """Remove the keys of attempts that this rank joined first. No member waits any more."""
+        """Forget a rendezvous, and remove the keys of attempts that this rank joined first.
+
+        No member may still be waiting in it.
+        """
         self._next_attempts.pop(name, None)
         self._complete.discard(name)
         for key in self._joined_first.pop(name, ()):
@@ -187,13 +191,13 @@ class _Attempt:
         """Join, and wait for the other members.
 
         Returns:
-            The outcome, and whether this rank got it without waiting. If that is a failure, other
-            members failed before this rank joined.
+            The outcome, and whether this rank got it without waiting. If so, and the outcome is a
+            failure, the attempt failed before this rank joined.
         """
         outcome = ""
         try:
-            outcome, is_late = self._join(timeout, check, text)
-            return outcome, is_late
+            outcome, was_immediate = self._join(timeout, check, text)
+            return outcome, was_immediate
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the store failed; `error` is raised
                 outcome = self._decide(self._left(error))
@@ -228,7 +232,8 @@ class _Attempt:
         if text is None:
             return ""
         keys = [f"{self.key}/{rank}" for rank in self._ranks]
-        # Without waiting: a member for which the attempt has failed removes its string.
+        # `read` does not block on a missing key: if the attempt has failed, some members have
+        # removed their strings, and `_decide` then returns that failure.
         texts = [self._store.read(key) for key in keys]
         for key in keys:
             self._store.remove(key)
@@ -246,8 +251,9 @@ class _Attempt:
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         has_warned = False
         while True:
-            # A quarter of the time waited so far, within the two limits: so a rank learns the
-            # outcome little later, relative to its wait. `pause` takes longer with many ranks.
+            # A quarter of the time waited so far, within the two limits: so the extra delay is at
+            # most about a quarter of the wait. In large jobs `pause` sleeps longer, to limit the
+            # load on the store.
             wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
             self._store.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
             if outcome := self._outcome():
@@ -278,7 +284,10 @@ class _Attempt:
                     has_warned = True  # one line for all members
                     _log.warning(
                         "Rank %d has waited %g s to create %s with ranks [%s]: %s",
-                        *(self._rank, _WARNING_SECONDS, self._label, rank_list(self._ranks)),
+                        self._rank,
+                        _WARNING_SECONDS,
+                        self._label,
+                        rank_list(self._ranks),
                         self._missing(),
                     )
 
@@ -328,10 +337,15 @@ class _Attempt:
         elsewhere = [f"{wait}{self._whom(wait)}" for wait in missing.values() if wait]
         n_absent = len(self._ranks) - joined - len(elsewhere)
         found = [f"{joined} of {len(self._ranks)} members joined"]
-        if 0 < n_absent < len(unseen) and len(self._ranks) <= _NAMED:
-            found.append(f"{n_absent} of ranks {unseen} did not")  # some of them have no note yet
+        if n_absent > 0 and not unseen:  # they are not among the ranks that were looked up
+            found.append(f"missing: {n_absent} others")
+        elif n_absent > 0 and len(self._ranks) > _NAMED and not self._has_texts:
+            found.append(f"possibly missing: ranks {unseen}")  # or they have no note yet
+        elif 0 < n_absent < len(unseen):
+            found.append(f"missing: {n_absent} of ranks {unseen}")  # the others have no note yet
         elif n_absent > 0:
-            found.append(f"not seen were {f'ranks {unseen}' if unseen else 'others'}")
+            n_more = n_absent - len(unseen)
+            found.append(f"missing: ranks {unseen}{f' and {n_more} others' if n_more else ''}")
         name, _, number = self.key.rpartition("/")
         before = self._read(f"{name}/{int(number) - 1}/outcome")
         return (

@@ -17,7 +17,7 @@ def add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Runs a TCPStore until it is interrupted. Processes of a job reach it by "
         "meshverse.repair.join('HOST:PORT', ...). Run it on a host that stays when others fail.",
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")  # noqa: S104
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=29400, help="port; 0 for a free one")
     parser.set_defaults(run=_run)
 

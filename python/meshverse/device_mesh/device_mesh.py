@@ -82,8 +82,8 @@ _SLICES_A_FLATTENED_AXIS = (
 class _CheckedCoordinate:
     """Descriptor that computes the coordinate on each read, as this process's rank may change.
 
-    The class gets it only when the first mesh needs it: without a class attribute of the same name,
-    CPython reads an attribute of an object 10 ns faster.
+    Installed on `DeviceMesh` only once a mesh needs it: while the class has no attribute of that
+    name, reading the instance attribute is 10 ns faster.
     """
 
     def __get__(self, mesh: DeviceMesh | None, owner: type) -> Any:
@@ -236,7 +236,7 @@ class DeviceMesh(StockDeviceMesh):
         names = None
         if init_backend:
             names = self._group_names_for(
-                *(description.layout, description.labels, overrides, description.tags), call=call
+                description.layout, description.labels, overrides, description.tags, call=call
             )
         self._take_group_names(names)
         known.meshes.keep(self)
@@ -545,7 +545,7 @@ class DeviceMesh(StockDeviceMesh):
                 overrides=(),
                 call="_get_all_submeshes",
                 init_backend=False,
-                rank=universe.rank if universe.has_own_rank or not World.current() else None,
+                rank=universe.rank if universe.rank_was_passed or not World.current() else None,
             )
             own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
             submesh._take_group_names(own)
@@ -621,7 +621,10 @@ class DeviceMesh(StockDeviceMesh):
         universe.meshes.check_flattened_name(name, axis)
         if known is None or any(map(universe.groups.was_destroyed, known.group_names or ())):
             description = MeshDescription(
-                *(self._device_type, Layout([axis]), (name,), self._preserve_rank_order),
+                self._device_type,
+                Layout([axis]),
+                (name,),
+                self._preserve_rank_order,
                 flattened=compat.FLATTENED_ARE_DISTINCT,
                 tags=(tag,) if tag else (),
             )
@@ -629,7 +632,7 @@ class DeviceMesh(StockDeviceMesh):
             if self._may_have_groups:
                 overrides = () if backend_override == NO_OVERRIDE else (backend_override,)
                 group_names = self._group_names_for(
-                    *(description.layout, (name,), overrides, description.tags), call="flatten"
+                    description.layout, (name,), overrides, description.tags, call="flatten"
                 )
             known = self._in_universe(universe, description, group_names)
             universe.meshes.add_flattened(name, tag, known)
@@ -687,7 +690,10 @@ class DeviceMesh(StockDeviceMesh):
         group_names: Sequence[str] | None = self.group_names
         if group_names is not None:
             new = self._group_names_for(
-                *(description.layout, mesh_dim_names, overrides, tags),
+                description.layout,
+                mesh_dim_names,
+                overrides,
+                tags,
                 call="unflatten",
                 first=index,
             )
@@ -782,7 +788,7 @@ class DeviceMesh(StockDeviceMesh):
         return self._dim_group_names[names.index(mesh_dim)] if mesh_dim in names else None
 
     def bind(self, universe: Universe | None = None) -> DeviceMesh:
-        """Give this mesh, which was loaded or created without process groups, those of a universe.
+        """Attach a universe's process groups to this mesh, which was loaded or created without any.
 
         All other meshes without groups in its universe are bound too. This creates missing groups,
         with the default options of the target universe, so all ranks of the meshes must call it.
@@ -867,7 +873,10 @@ class DeviceMesh(StockDeviceMesh):
             if known is not None:
                 return known
         made = universe.groups.get_or_make(
-            *(layout, names, overrides, tags),
+            layout,
+            names,
+            overrides,
+            tags,
             preserve_rank_order=keeps_order,
             call=call,
             first=first,
@@ -1039,7 +1048,7 @@ class DeviceMesh(StockDeviceMesh):
         if layout.size == universe.size:
             first = 0
         elif universe.position is not None:
-            if universe.world is not None and not universe.has_own_rank:
+            if universe.world is not None and not universe.rank_was_passed:
                 universe.world.check_rank()
             first = layout.base(universe.position)
         else:
@@ -1068,8 +1077,9 @@ class DeviceMesh(StockDeviceMesh):
             raise KeyError(*error.args, hint.strip()) from None
 
     def _get_root_mesh_dim(self) -> int | None:
-        # torch looks the axis up in the mesh's root. In a universe, that is the first root mesh for
-        # all meshes, which lacks the axes of later root meshes: their place is noted.
+        # torch looks the axis up in the mesh's root. All meshes of a universe have the first root
+        # mesh as root. It lacks the axes of later root meshes, so the universe stores their
+        # indices.
         dim = self._universe.meshes.later_dim(self._description)
         return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
@@ -1107,7 +1117,7 @@ class DeviceMesh(StockDeviceMesh):
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
             return True
-        return theirs.has_own_rank and not other.has_groups
+        return theirs.rank_was_passed and not other.has_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world; this assumes the current one.
@@ -1124,11 +1134,12 @@ class DeviceMesh(StockDeviceMesh):
         # world, whose groups no longer exist, and in which this process may have had another rank.
         # Two kinds of meshes may belong to any world: those created without a world, and those
         # without groups whose rank was passed, which torch too uses in several worlds. Under
-        # torch's threaded test backend, each thread is a rank and has its own world.
+        # torch's threaded test backend, each thread is a rank and has its own world, so meshes of
+        # different threads are not equal.
         universe = self._universe
         if universe.world is world or universe.world is None or world is None:
             return True
-        return universe.has_own_rank and not self.has_groups
+        return universe.rank_was_passed and not self.has_groups
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.
@@ -1178,10 +1189,11 @@ class DeviceMesh(StockDeviceMesh):
             self._universe.token is None,  # a decoupled mesh equals no other
         )
 
-    # --- copies and pickles: copying returns the same object, as a universe has each mesh once ----
+    # --- copies and pickles -----------------------------------------------------------------------
 
-    # A mesh of a user's subclass is copied, as in torch, with the attributes that the subclass or
-    # its user set. The room `saved_mesh` registers the function that pickles meshes in `copyreg`.
+    # Copying a plain `DeviceMesh` returns the mesh itself, as a universe has each mesh once. A mesh
+    # of a user's subclass is copied, as in torch, with the attributes that the subclass or its user
+    # set. The room `saved_mesh` registers the function that pickles meshes in `copyreg`.
 
     def __copy__(self) -> Self:
         copied = self._twin()
@@ -1196,7 +1208,10 @@ class DeviceMesh(StockDeviceMesh):
         return copied
 
     def _twin(self) -> Self:
-        """Return a copy without attributes that a subclass adds; of our class, the mesh itself."""
+        """Return a copy without the attributes that a subclass adds.
+
+        A plain `DeviceMesh` is returned itself, unless `decouple_backend_at_save` is set.
+        """
         if self.decouple_backend_at_save:
             load, arguments, *_ = self._reduced()
             return cast("Self", load(*arguments))
@@ -1213,7 +1228,8 @@ class DeviceMesh(StockDeviceMesh):
         reduce: Any = copyreg.dispatch_table[DeviceMesh]
         return reduce(self)
 
-    # pickle calls this for subclasses only; for our class, it finds the function in `copyreg`.
+    # pickle calls this for subclasses only; for a plain `DeviceMesh`, it finds the function in
+    # `copyreg`.
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self).__reduce__ is not object.__reduce__:  # the subclass defines its own
             return self.__reduce__()

@@ -15,12 +15,13 @@ from meshverse.universe.universe import Universe
 
 
 class GroupNames(list[str]):
-    """The c10d names of a mesh's groups, one per axis, if a group must be checked before its use.
+    """List of the c10d names of a mesh's groups, one per axis.
 
-    If all groups are live, the mesh has a plain list instead. When a name is read by its index, the
-    universe creates the group if it is lazy, or raises the error that says why it cannot be used.
-    Iterating and slicing do neither, nor do reads while torch.compile traces, which could not
-    follow them.
+    Used for meshes with a group that is lazy or suspended or has ended; other meshes have a plain
+    list. (If the default group can be reconfigured, all meshes have this one.) When a name is read
+    by its index, the universe creates the group if it is lazy, or raises the error that says why it
+    cannot be used. Iterating and slicing do neither, nor do reads while torch.compile traces, which
+    could not follow them.
 
     Attributes:
         universe: universe of the groups. The code that creates this list sets it.

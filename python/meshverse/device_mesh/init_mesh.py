@@ -76,9 +76,9 @@ def init_device_mesh(
         backend_override: by axis name or index, a backend name, an options object or a pair of
             both. Other axes use the default group's backend.
         preserve_rank_order: whether the ranks of a group keep their order along the axis. False
-            sorts them, as in torch: if `ranks` or `topology` gives another order, DTensor then
-            assigns shards in a different order than checkpoints expect. By default True for such
-            orders.
+            sorts them, as in torch. With a non-ascending order from `ranks` or `topology`,
+            DTensor's shard order then differs from what checkpoints expect; so the default is True
+            for such an order, else False.
         ranks: global ranks of the mesh in row-major order, as many as the shape has; by default 0,
             1, 2, ... A rank outside can call this too: it gets a mesh that it can print and slice.
         timeout: timeout for operations of all groups in this mesh's universe, also of groups
@@ -94,9 +94,9 @@ def init_device_mesh(
         universe: existing universe to create the mesh in, on its ranks and process groups. If
             `ranks` are only some of its ranks, the mesh is in a part of it (`Universe.part`).
         topology: topology of the world, with each rank's node and switch; all ranks must pass an
-            equal one. The mesh lists
-            its ranks in an order that keeps axes with much traffic inside nodes, domains and
-            switches (`Topology.order`); `explain()` shows how many nodes each group spans.
+            equal one. The mesh lists its ranks in an order that keeps axes with much traffic inside
+            nodes, domains and switches (`Topology.order`); `explain()` shows how many nodes each
+            group spans.
         traffic: only with `topology`: by axis name, the traffic of a rank along the axis, relative
             to the other axes. By default, each axis has 10 times the traffic of the one before it.
 
@@ -141,7 +141,8 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     rank_map = _rank_map_for(layout, ranks, universe)
     settings: dict[str, Any] = {}
     timeout, options, lazy = get("timeout"), get("options"), get("lazy")
-    if lazy or not (timeout is options is topology is get("check_consistency") is None):
+    given = (timeout, options, topology, get("check_consistency"))
+    if lazy or any(each is not None for each in given):
         settings = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
         if not lazy:
             settings.pop("lazy", None)
@@ -163,7 +164,8 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     def build() -> DeviceMesh:
         mesh = object.__new__(DeviceMesh)
         mesh._build(
-            *(description, rank_map),
+            description,
+            rank_map,
             overrides=overrides,
             call="init_device_mesh",
             universe=universe,

@@ -31,7 +31,8 @@ class _Logged(WorldState):
     """The warnings that were logged in a world, and the root meshes that it has seen.
 
     Attributes:
-        order: lock that the thread that logs about sorted ranks acquires, and never releases.
+        order: once-flag for the warning about sorted ranks: a lock, which the first thread to warn
+            acquires and keeps.
         equal: whether the warning about equal root meshes was logged.
         first: the universe and the group names of the first root mesh of each kind, by a key that
             equal meshes have in common.

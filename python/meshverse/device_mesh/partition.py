@@ -29,7 +29,7 @@ def init_mesh_partition(
     """Create meshes over disjoint parts of the world, such as an actor and a reference model.
 
     Each part has its own shape, axes and root mesh. All ranks of the parts call this; other ranks
-    can. A rank outside a part gets a mesh of the part that it can hold, print and slice. All
+    can. A rank outside a part also gets that part's mesh, which it can keep, print and slice. All
     arguments are checked before the first group is created.
 
     Args:

@@ -35,7 +35,7 @@ def needs_all_ranks(request: GroupRequest, world: World) -> bool:
 
 
 def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
-    """Return how an axis's groups are created, and with BY_ALL the reason why by all ranks."""
+    """Return how an axis's groups are created, and, for BY_ALL, why all ranks must take part."""
     options = request.options
     if (
         request.axis.size == world.size
@@ -58,7 +58,8 @@ def create_by_all(
         request: request of the axis.
         world: world of the groups.
         origin: what `how` returned: SPLIT or BY_ALL.
-        name: of SPLIT, the name of a group that is revived; by default a new name.
+        name: for SPLIT, the c10d name of the group if it is being revived; else a new name is
+            made.
 
     Returns:
         This rank's group, or None if this rank is outside the rank map.
@@ -110,9 +111,10 @@ def _make_by_all_in_order(
 ) -> compat.ProcessGroup | None:
     if callable(getattr(world.default_group, "new_group", None)):
         raise ValueError(
-            f"The order of the ranks of axis {request.axis_name!r} cannot be kept: torch before "
-            "2.13 sorts the ranks of groups that this default group creates itself. Pass ranks "
-            "that ascend along each axis, or preserve_rank_order=False, or update torch."
+            f"The order of the ranks of axis {request.axis_name!r} cannot be kept: this default "
+            "group has its own `new_group` method, and torch before 2.13 sorts the ranks that it "
+            "passes to it. Pass ranks that ascend along each axis, or preserve_rank_order=False, "
+            "or update torch."
         )
     name = "" if request.position is None else _new_name(request, world)
     mine = None

@@ -55,7 +55,7 @@ class Origin(enum.Enum):
     BY_ALL = enum.auto()  # created by all ranks
     NOT_YET = enum.auto()  # planned: to be created at its first use
     AT_FIRST_USE = enum.auto()  # was planned; this universe used it first, and so created it
-    SHARED = enum.auto()  # created by another universe, or by a part of the same one
+    SHARED = enum.auto()  # created by another universe, such as a part (see `Universe.part`)
     GIVEN = enum.auto()  # created by the user
     OTHER_UNIVERSE = enum.auto()  # of another universe's mesh, combined with a mesh of this one
 
@@ -79,10 +79,9 @@ class Group:
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
-        uses: uses by universes that have not released the group. Its references are
-            those that keep it from ending: of a group that Meshverse created, the uses by universes
-            that own it; of a borrowed group, all uses. With the last reference, the registry ends
-            the group; that destroys it only if it is not borrowed.
+        uses: uses not yet released. The group ends when its last owning use is released (for a
+            borrowed group, its last use). c10d's group is destroyed then only if Meshverse created
+            it.
     """
 
     def __init__(
@@ -233,7 +232,8 @@ class Group:
         self._handles.append(weakref.ref(handle))
         for use in self.uses.alive():
             use.process_groups[self.name] = handle
-            if use.how is Origin.NOT_YET or was_live:  # else no mesh has the group yet
+            # At an eager first creation there is nothing to notify: no mesh has the group yet.
+            if use.how is Origin.NOT_YET or was_live:
                 use.notify(is_live=True)
         compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
@@ -245,7 +245,7 @@ class Group:
             use.notify(is_live=False)
 
     def ended_handles(self) -> list[compat.ProcessGroup]:
-        """Return the c10d groups that this was before, as far as something still holds them."""
+        """Return this group's earlier c10d groups that are still referenced."""
         handles = [known() for known in self._handles]
         return [handle for handle in handles if handle not in (None, self.handle)]
 
@@ -296,7 +296,8 @@ class Group:
         if self.state is State.ENDED or self.borrowed:
             return (
                 f"The {what} was destroyed, by destroy_process_group(group) or with the universe "
-                "that made it. Make the mesh again, with groups that exist."
+                "that made it. Make the mesh again; if you pass existing groups or meshes, pass "
+                "ones that are not destroyed."
             )
         shared = ""
         if sum(sum(use.requests.values()) for use in self.uses.alive()) > 1:

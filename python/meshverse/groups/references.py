@@ -2,9 +2,9 @@
 
 FSDP2's parameter groups, the stages of a pipeline and users' objects hold the process group itself,
 and not its name. Once it has ended and another one was created in its place, they need that one.
-The garbage collector knows which objects refer to it, but for dictionaries and tuples that contain
-nothing but plain data and process groups, and for the local variables of running functions. If an
-old group has references from elsewhere, these are searched too.
+`gc.get_referrers` finds these objects, except untracked dictionaries and tuples (those with only
+plain data and groups) and local variables of running functions. These are searched only if a group
+has more references than the collector explains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Referrer:
     def can_replace(self, ids: Collection[int]) -> bool:
         """Return whether references to the objects of these ids can be replaced."""
         owner = self.owner
-        if isinstance(owner, tuple):  # a new one would lack attributes
+        # A subclass with a `__dict__`, or a struct sequence: a copy would lose its attributes.
+        if isinstance(owner, tuple):
             return not (hasattr(owner, "__dict__") or hasattr(owner, "n_sequence_fields"))
         if isinstance(owner, (*_CONTAINERS, *_REBUILT)):
             return True
@@ -51,7 +52,8 @@ class Referrer:
         """Have the object refer to other objects.
 
         Args:
-            new: a new object for the id of each old one. A tuple is replaced itself: it adds one.
+            new: a new object for the id of each old one. An immutable referrer (tuple, frozenset,
+                bound method) is rebuilt, and its copy is added to `new`.
         """
         # The methods of the base classes: those of a subclass may refuse, or do something else.
         owner = self.owner
@@ -64,7 +66,7 @@ class Referrer:
                 list.__setitem__(owner, index, new.get(id(value), value))
         elif isinstance(owner, collections.deque):
             for index, value in enumerate(owner):
-                owner[index] = new.get(id(value), value)
+                collections.deque.__setitem__(owner, index, new.get(id(value), value))
         elif isinstance(owner, set):
             for value in [value for value in owner if id(value) in new]:
                 set.discard(owner, value)
@@ -149,6 +151,7 @@ def find_references(groups: Sequence[Any]) -> References:
             else:
                 problems.append((index, _name(owner)))
         targets = outer
+    # A local variable may hold a rebuilt tuple rather than the group.
     if not variables and _has_other_references([referrer.owner for referrer in rebuilt]):
         variables = _running()
     problems += _in_cpp(number)
@@ -256,7 +259,8 @@ def _running() -> list[_Variables]:
         frame = frames.pop()
         code = frame.f_code
         is_own = str(frame.f_globals.get("__name__")).startswith("meshverse.")
-        if code.co_flags & inspect.CO_OPTIMIZED and not is_own:  # else they are a dictionary's
+        # Module and class bodies keep their variables in a dictionary, which the collector finds.
+        if code.co_flags & inspect.CO_OPTIMIZED and not is_own:
             where = f"{code.co_name}() at {code.co_filename}:{frame.f_lineno}"
             found.append(_Variables(_local_variables(frame), where))
         if frame.f_back is not None:

@@ -18,9 +18,10 @@ class GroupRegistry(WorldState):
     """The process groups of one world that universes use, found by content or by name.
 
     The content of a group is its scope, its ranks in order, and its options. The scope says which
-    universes share groups: a universe with its parts, or all universes of the world. The content
-    has ranks, not a layout, because ranks mean the same in every universe: so a mesh over ranks 4
-    to 7 finds a group that a mesh over ranks 0 to 7 has created.
+    universes share groups: a universe with its parts (universes over some of its ranks), or all
+    universes of the world. The content has ranks, not a layout, because ranks mean the same in
+    every universe: so a mesh over ranks 4 to 7 finds a group that a mesh over ranks 0 to 7 has
+    created.
 
     A name consists of a digest of ranks and options, and the number of earlier groups with the same
     digest. All members of a group compute the same number, whatever other groups each of them has
@@ -160,9 +161,10 @@ class GroupRegistry(WorldState):
                 group.note_ended()
 
     def go_on(self, current: World) -> None:
-        """Forget the groups of universes that are gone, and how often their names were used.
+        """Drop groups without live uses, and restart their name counters.
 
-        All members of a group that is kept keep it, so all of them name the next one like it alike.
+        A kept group is kept by all its members, so they all compute the same name for the next
+        group with the same digest.
         """
         with self._lock:
             kept = [group for group in self if group.uses.alive()]

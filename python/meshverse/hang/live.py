@@ -39,7 +39,8 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
     }
-    record.calls = [call for call in record.calls if call.group in groups]  # of live ones
+    # Drop calls of groups that no longer exist.
+    record.calls = [call for call in record.calls if call.group in groups]
     name_live(record)
     for thread, frame in frames.items():
         _add_wait(record, frame, waits.get((thread, id(frame), frame.f_lasti), record.time))
@@ -138,7 +139,9 @@ class Alarm(NamedTuple):
         return self._key("verdict", _identity(group, record.groups[group]))
 
     def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
-        """Return the records of ranks of a group, and of groups in which its missing ranks wait.
+        """Return the records of a group's ranks, by global rank.
+
+        Also those of the ranks of groups in which its missing ranks wait.
 
         Args:
             group: c10d's name of the group.
@@ -161,6 +164,7 @@ class Alarm(NamedTuple):
                 for one in mine.calls
                 if one.group == name and one.peer is not None
             }
+            # Partners of this rank's sends and receives first: only _MOST_MISSING records are read.
             missing.sort(key=lambda rank: rank not in peers)
             for rank in missing[:_MOST_MISSING]:
                 if text := self.store.read(self._key("rank", rank)):

@@ -111,7 +111,10 @@ class MeshNames:
                 return
             for keeps_order in (False, True):
                 ranks, identity = ranks_and_identity(
-                    *(groups.layout, self._rank_map, position, groups.salt),
+                    groups.layout,
+                    self._rank_map,
+                    position,
+                    groups.salt,
                     keeps_order=keeps_order,
                 )
                 if name.startswith(f"meshverse-{identity}-"):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from meshverse import _torch_compat as compat
 
 DEFAULT_GROUP = "the default group"
-_KEPT = 4  # calls of each group that are over and kept; all pending calls are kept
+_KEPT = 4  # completed calls kept per group; pending calls are all kept
 _MANY = 64  # from this number of files on, several processes read them
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")

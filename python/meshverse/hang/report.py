@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
-from .records import Call
+from .records import Call, GroupSeen
 from .verdicts import Cause, Missing, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
@@ -104,7 +104,7 @@ class ReportFormatter(NamedTuple):
         call = one.call
         tensors = " ".join(filter(None, (_dtype(call.dtype), shapes_in_words(call.shapes))))
         yield (
-            f"Stuck: {_called(call)} on {self.group(one)}"
+            f"Stuck: {self.call(call, one.seen)}"
             + (f", {tensors}" if tensors else "")
             + f", for {one.seconds:,.0f} s"
         )
@@ -144,7 +144,7 @@ class ReportFormatter(NamedTuple):
         call = missing.elsewhere
         if call is not None:
             other = by_name.get(call.group)
-            on = missing.label if other is None else self.group(other)
+            on = missing.label if other is None else self.group(other.seen)
             line = call.line or missing.doing
             return f"which waits in {_called(call)} on {on}{_at(line)}"
         parts = []
@@ -152,18 +152,23 @@ class ReportFormatter(NamedTuple):
             parts.append(f"which is at {_short(missing.doing)}")
         if missing.last is not None:
             parts.append(
-                f"whose last call there was {_called(missing.last)}{_at(missing.last.line)}"
+                f"whose last call in this group was {_called(missing.last)}{_at(missing.last.line)}"
             )
-        return ", and ".join(parts) or "which has made no call there"
+        return ", and ".join(parts) or "which has made no call in this group"
 
-    def group(self, one: Stuck) -> str:
+    def call(self, call: Call, seen: GroupSeen) -> str:
+        """Return a call and its group in words: "all_reduce number 4 on axis dp, ranks 0, 2"."""
+        return f"{_called(call)} on {self.group(seen)}"
+
+    def group(self, seen: GroupSeen) -> str:
         """Return the label of a group, its ranks, and the coordinates that they share."""
-        ranks = one.seen.ranks or ()
+        ranks = seen.ranks or ()
         shared = dict(self.coordinates(ranks[0])) if ranks else {}
+        # The first 64 ranks and the last are compared, to save time.
         for rank in (ranks[-1], *ranks[1:64]) if ranks else ():
             theirs = self.coordinates(rank)
             shared = {name: index for name, index in shared.items() if theirs.get(name) == index}
-        return f"{one.seen.label}, {_ranks(ranks)}{_coordinates(shared)}"
+        return seen.label + (f", {_ranks(ranks)}{_coordinates(shared)}" if ranks else "")
 
     def ranks(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; for a single rank, with its coordinates."""
@@ -192,10 +197,10 @@ class ReportFormatter(NamedTuple):
             )
         if one.cause is Cause.FOLLOWS:
             names = dict.fromkeys(
-                self.group(by_name[name]) for name in one.waits_on if name in by_name
+                self.group(by_name[name].seen) for name in one.waits_on if name in by_name
             )
             where = "; ".join([*names][:2]) or "a send or receive that is stuck"
-            return f"it follows from another: the missing ranks wait on {where}."
+            return f"caused by another hang: the missing ranks wait in {where}."
         if not one.is_whole:
             return (
                 "all known ranks of this group have made the call. Gloo's dumps do not say which "

@@ -5,14 +5,16 @@ all pending ones. Every rank of the group waits in this call, is past it, or has
 it is *missing*.
 
 A missing rank may wait in another stuck group. This gives a wait-for graph: an edge leads from a
-group to each group that its missing ranks wait in. In this order:
+group to each group that its missing ranks wait in. The cause is the first of these that applies:
 
-1. If the ranks made different calls, the cause is a mismatch.
-2. A group on a cycle is in a deadlock.
-3. A group follows from others if each missing rank waits in another stuck group, send or receive,
-   or is missing in one of these groups too.
-4. If other ranks are missing, they are the cause.
-5. If no rank is missing, the backend or the network is stuck.
+1. *Mismatch*: the ranks made different calls.
+2. *Deadlock*: the group is on a cycle.
+3. *Follows*: each missing rank waits in another stuck group or in a stuck send or receive, or is
+   also missing in a group that this one waits on.
+4. *Missing*: some missing rank has no such explanation.
+5. *Backend*: no rank is missing, so the backend or the network is stuck.
+
+A send or receive without its partner is reported separately.
 """
 
 from __future__ import annotations
@@ -139,8 +141,8 @@ def find_stuck(
 def _with_distinct_names(records: Mapping[int, RankRecord]) -> Mapping[int, RankRecord]:
     """Return the records with new names for groups that have the same name but different ranks.
 
-    c10d names a group by how many groups the process has, so ranks may give different groups the
-    same name.
+    c10d names a group by a counter of the groups that the process has created, so ranks may give
+    different groups the same name.
     """
     first: dict[str, Sequence[int]] = {}
     distinct = {}
@@ -309,7 +311,8 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
         elif stuck.cycle:
             stuck.cause = Cause.DEADLOCK
         elif stuck.missing:
-            # A rank that waits nowhere may also be missing in the groups that this one waits on.
+            # A missing rank that waits nowhere may also be missing in a group that `stuck` waits
+            # on: then that group's verdict names it.
             missing_there = {each.rank for other in stuck.waits_on for each in found[other].missing}
             is_explained = all(
                 missing.rank in in_pairs
@@ -323,8 +326,8 @@ def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
 def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
     """Return the groups that are on a cycle, or on a path between two cycles.
 
-    It removes groups that wait on no remaining group, until there are none. Then it does the same
-    in the reversed graph, with groups that no remaining group waits on.
+    Repeatedly removes groups that wait on no remaining group. Then it does the same in the reversed
+    graph, with groups that no remaining group waits on.
     """
     left = {name: set(stuck.waits_on) for name, stuck in found.items()}
     for _ in range(2):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse.world.run_store import RunStore
@@ -26,7 +26,7 @@ from meshverse.world.world import World, on_new_world
 
 from .live import Alarm, FrameKey, record_here, waits_in_frames
 from .named_groups import live_coordinates
-from .records import Call, RankRecord
+from .records import Call, GroupSeen, RankRecord
 from .report import ReportFormatter
 from .verdicts import Cause, find_stuck
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_WATCH"
+# The watch's name among the users of the store. It is never removed, as keys may be left.
+_STORE_USER = "watch"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
 _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
@@ -204,8 +206,8 @@ def _leave_to_parent() -> None:
 
 
 def _go_on() -> None:
-    # A forked process is watched as its parent was once it has a world of its own: then it is a
-    # rank, unlike a data loader's worker.
+    # Once a forked process has its own world, it is a rank (unlike a data loader's worker), so it
+    # gets the same watch as its parent had.
     if _of_parent:
         parents = _of_parent.pop()
         watch(parents.seconds, on_stuck=parents.on_stuck)
@@ -216,6 +218,20 @@ _of_parent: list[Watch] = []  # in a forked process, its parent's watch
 atexit.register(_stop)
 os.register_at_fork(after_in_child=_leave_to_parent)
 on_new_world.append(_go_on)
+
+
+class _Reported(NamedTuple):
+    """A call of this rank that was reported as stuck.
+
+    Attributes:
+        what: the call and its group, in words.
+        since: time of the call, in seconds since the epoch.
+        is_reporter: whether this rank is the reporter.
+    """
+
+    what: str
+    since: float
+    is_reporter: bool
 
 
 class _WatchedWorld:
@@ -230,8 +246,7 @@ class _WatchedWorld:
         self._unchanged: dict[str, tuple[object, float]] = {}  # status of each group, since when
         self._settled: dict[str, object] = {}  # status of groups when no collective was pending
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
-        # Reported calls: when each was called, and whether this rank is the reporter.
-        self._reported: dict[tuple[str, int, str], tuple[float, bool]] = {}
+        self._reported: dict[tuple[object, ...], _Reported] = {}  # pending ones, by identity
         self._own_keys: list[tuple[float, str]] = []  # keys in the store, and since when
         self._awaited: dict[str, float] = {}  # keys of verdicts of other ranks, and until when
         self._last_raised = float("-inf")
@@ -253,7 +268,7 @@ class _WatchedWorld:
             now = time.monotonic()
             if stuck and now - self._last_raised > self._seconds:
                 self._last_raised = now
-                self.world.run.add_user(_VARIABLE)
+                self.world.run.add_user(_STORE_USER)
                 alarm.raise_it(self.world.rank)
             if alarm.is_raised():
                 self._next_alarm += 1
@@ -302,21 +317,23 @@ class _WatchedWorld:
 
     def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:
         record = self._record(with_lines=True)
-        self.world.run.add_user(_VARIABLE)
+        self.world.run.add_user(_STORE_USER)
         self._remove_old_keys(alarm.store)
         now = time.monotonic()
         self._own_keys += [(now, key) for key in alarm.answer(record)]
         # After this time, the other ranks have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
-        # Calls that are stuck for the same reason began a little later: half the limit counts.
+        # Other calls stuck for the same reason may have begun a little later than the one that
+        # raised the alarm: calls older than half the limit are included.
         waiting = [call for call in record.pending() if self._has_waited(call)]
         mine = {call.group: call for call in reversed(waiting)}
         reporters: dict[str, bool] = {}
         for group, call in mine.items():
             if _identity(call) not in self._reported:
                 reporters[group] = alarm.claim(group, record)
-                self._reported[_identity(call)] = call.since, reporters[group]
+                what = _in_words(call, record)
+                self._reported[_identity(call)] = _Reported(what, call.since, reporters[group])
         for group, is_reporter in reporters.items():
             if is_reporter:
                 self._own_keys.append((now, alarm.verdict_key(group, record)))
@@ -385,7 +402,7 @@ class _WatchedWorld:
         found = find_stuck({self.world.rank: record}, self._is_stuck)
         formatter = ReportFormatter(live_coordinates, is_live=True)
         for call in new:
-            self._reported[_identity(call)] = call.since, True
+            self._reported[_identity(call)] = _Reported(_in_words(call, record), call.since, True)
         text = formatter.text(found)
         _log.error(
             "A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
@@ -405,16 +422,16 @@ class _WatchedWorld:
     def _log_ended(self) -> None:
         """Log which of the calls that were reported as stuck are no longer pending."""
         pending = {_identity(call) for call in self._record(with_lines=False).pending()}
-        for identity, (since, is_reporter) in list(self._reported.items()):
+        for identity, reported in list(self._reported.items()):
             if identity in pending:
                 continue
             del self._reported[identity]
-            if is_reporter:
-                group, number, operation = identity
+            if reported.is_reporter:
                 _log.warning(
-                    "%s number %d is no longer stuck, %.0f s after it was called: it completed, or "
-                    "its process group ended. (%s)",
-                    *(operation, number, time.time() - since, group),
+                    "%s is no longer stuck, %.0f s after it was called: it completed, or its "
+                    "process group ended.",
+                    reported.what,
+                    time.time() - reported.since,
                 )
 
 
@@ -422,5 +439,15 @@ def _number_of_alarms(store: RunStore) -> int:
     return next(number for number in itertools.count() if not Alarm(store, number).is_raised())
 
 
-def _identity(call: Call) -> tuple[str, int, str]:
-    return call.group, call.number, call.operation
+def _identity(call: Call) -> tuple[object, ...]:
+    return call.group, call.number, call.operation, call.peer
+
+
+def _in_words(call: Call, record: RankRecord) -> str:
+    """Return a call of this rank and its group, as the report names them."""
+    seen = record.groups.get(call.group)
+    if seen is None:  # it has ended meanwhile
+        seen = GroupSeen(call.group, None)
+    if call.peer is not None and seen.ranks is not None and call.peer < len(seen.ranks):
+        seen = seen._replace(ranks=sorted((record.rank, seen.ranks[call.peer])))
+    return ReportFormatter(live_coordinates).call(call, seen)

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class Heartbeat:
     """A thread that gives this process's signs of life, and watches the process of the next rank.
 
     The ranks form a ring, so each lost rank that follows a live one is found by that one. An alarm
-    is for all: then each rank learns in `repair()` which of the others are lost.
+    is for all: then each rank learns in `repair()` which of the others are lost. A spare
+    watches all ranks in turn, as all of them may be lost at once.
 
     Each beat takes three operations of the store. The pause between beats grows with the number of
     ranks, so that all ranks together make a bounded number of operations a second.
@@ -39,8 +41,10 @@ class Heartbeat:
         store: the job's store, with a connection of its own.
         own: this process.
         lost_after: seconds without a sign of life after which a process is lost.
-        on_alarm: function that is called in the thread, once per world, with the number of the
-            world and the reason why it must end.
+        slow_after: seconds after which this process ends itself if the job is over and its main
+            thread does not notice.
+        on_alarm: function that is called in the thread, at each beat while there is an alarm, with
+            the number of the world and the reason why it must end.
     """
 
     def __init__(
@@ -48,12 +52,17 @@ class Heartbeat:
         store: JobStore,
         own: Process,
         lost_after: float,
+        slow_after: float,
         on_alarm: Callable[[int, str], object],
     ) -> None:
+        self._slow_after = slow_after
+        self._over_since: float | None = None  # when this thread saw that the job cannot go on
+        self._ranks: tuple[int, list[int]] = (-1, [])  # a spare's copy of the current world's
         self._store, self._own, self._on_alarm = store, own, on_alarm
         self._signs = Signs(store, own, lost_after)
         self._watched: _Watched | None = None
-        self._alarmed = -1  # the last world whose alarm was reported
+        self.is_main_waiting = False  # whether the main thread waits for the next world
+        self.must_end_at: tuple[float, str] | None = None  # when to end this process, and why
         self._n_beats = 0
         self.why_no_store = ""  # the store's error, once it cannot be reached
         self._is_over = threading.Event()
@@ -68,6 +77,10 @@ class Heartbeat:
         ranks = decision.processes
         place = ranks.index(self._own.number)
         self._watched = _Watched(decision.world, ranks[(place + 1) % len(ranks)], len(ranks))
+
+    def unfollow(self) -> None:
+        """Watch all ranks in turn from now on, as a spare does."""
+        self._watched = None
 
     def stop(self, *, has_left: bool = False) -> None:
         """End the thread; the others then find this process lost, unless the job has finished.
@@ -91,6 +104,8 @@ class Heartbeat:
             watched = self._watched
             try:
                 self._beat(watched)
+            except SystemError:
+                continue  # CPython's, while the main thread searches all objects in `revive`
             except RuntimeError as error:  # also c10d's errors of a lost connection
                 self.why_no_store = f"the store of the job cannot be reached: {error}"
                 self._report(watched, self.why_no_store)
@@ -98,37 +113,56 @@ class Heartbeat:
 
     def _beat(self, watched: _Watched | None) -> None:
         self._n_beats += 1
+        limit = self.must_end_at
+        if limit is not None and time.monotonic() > limit[0]:
+            self._store.remove(f"beat/{self._own.number}")
+            _end_process(limit[1])
         self._store.write(f"beat/{self._own.number}", str(self._n_beats))
         status = self._store.status()
         if watched is None:
+            self._watch_as_spare(status)
             return
         if status.world > watched.world:
             decision = self._store.decision(status.world)
-            if decision is not None and self._own.number not in decision.processes:
+            is_in = decision is None or self._own.number in decision.processes
+            if not (is_in or self.is_main_waiting):
                 end_left_out(watched.world, status.world)
         elif status.over not in ("", "complete"):
             self._report(watched, status.over)
+            self._over_since = self._over_since or time.monotonic()
+            if time.monotonic() - self._over_since > self._slow_after:
+                _end_process(f"The job cannot go on: {status.over}")
         elif status.alarm:
             self._report(watched, status.alarm)
-        elif watched.process != self._own.number:
-            if why := self._signs.why_lost(watched.process):
-                self._store.change_status(status, Status(status.world, why, ""))
-                self._report(watched, why)
+        elif watched.process != self._own.number and (why := self._signs.why_lost(watched.process)):
+            self._store.change_status(status, Status(status.world, why, ""))
+            self._report(watched, why)
 
     def _report(self, watched: _Watched | None, reason: str) -> None:
-        if watched is not None and self._alarmed < watched.world:
-            self._alarmed = watched.world
+        if watched is not None:
             self._on_alarm(watched.world, reason)
+
+    def _watch_as_spare(self, status: Status) -> None:
+        if status.world < 0 or status.alarm or status.over:
+            return
+        if self._ranks[0] != status.world:
+            decision = self._store.decision(status.world)
+            self._ranks = status.world, [] if decision is None else decision.processes
+        ranks = self._ranks[1]
+        if ranks and (why := self._signs.why_lost(ranks[self._n_beats % len(ranks)])):
+            self._store.change_status(status, Status(status.world, why, ""))
 
 
 def end_left_out(world: int, current: int) -> None:
     """End this process, which the job goes on without."""
-    _log.critical(
-        "This process was a rank of world %d of the job. The others did not hear of it in time and "
-        "went on without it, in world %d. It ends itself, with status 1.",
-        world,
-        current,
+    _end_process(
+        f"This process was a rank of world {world} of the job. The others did not hear of it in "
+        f"time and went on without it, in world {current}."
     )
+
+
+def _end_process(why: str) -> None:
+    _log.critical("%s This process ends itself, with status 1.", why)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -31,12 +31,24 @@ from .membership import (
     Signature,
     beat_seconds,
     own_address,
+    pause_seconds,
 )
+from .resize import move_state
 from .state import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.02
+_CONNECT = timedelta(seconds=2)  # for one attempt to connect to the store of a world
+_STORE_TIMEOUT = timedelta(minutes=30)  # of that store, if the user gives no timeout
+
+
+_STUCK_BUILD = (
+    "build() has not returned within built_within= seconds in this spare. Perhaps it waits for "
+    "other ranks: it may not use collectives of the default group, such as dist.barrier()."
+)
 
 
 class RankLostError(RuntimeError):
@@ -55,15 +67,19 @@ def join(
     store: str | dist.TCPStore,
     *,
     ranks: int | Collection[int],
+    build: Callable[[], Any],
+    load: Callable[..., int] | None = None,
+    copies: Callable[[], Collection[int]] | None = None,
     name: str = "job",
     rank: int | None = None,
     lost_after: float = 10.0,
     slow_after: float = 60.0,
     replaced_within: float = 0.0,
     started_within: float = 600.0,
+    built_within: float = 600.0,
     **init: Any,
 ) -> Job:
-    """Join a job, and return when this process is a rank of it.
+    """Join a job, and return when this process is a rank of it and has its state.
 
     The first processes that join become the ranks of the job. The others are spares: they wait here
     until they take the place of a lost rank.
@@ -75,6 +91,18 @@ def join(
         store: address of the store, "host:port", or a client of it.
         ranks: number of ranks; or all numbers that are acceptable, such as `[4, 8]`: the job runs
             with as many as it has processes for.
+        build: function that creates the meshes, models and optimizers, and returns those objects
+            that hold the state of the job: modules, optimizers, and objects with `state_dict` and
+            `load_state_dict`. It is called on all ranks at first, and again when the number of
+            ranks has changed. A spare calls it alone: there, collectives of its meshes do nothing,
+            as the tensors are replaced afterwards, and those of the default group are not allowed.
+        load: function that loads the last checkpoint into these objects, which are its arguments,
+            and returns the number of steps that it includes; 0 if there is none. All ranks call it
+            together, at first and whenever a part of the state is lost. By default the job begins
+            with what `build` returned, and cannot go on if a part is lost.
+        copies: function that returns the ranks that have the same plain tensors and values as this
+            one: buffers, hyperparameters, schedulers. By default they are those that hold the same
+            shards of every DTensor.
         name: name of the job among those that use the store.
         rank: rank that this process asks for at first; by default the environment's `RANK` if
             `WORLD_SIZE` is the number of ranks. Without one, ranks follow the order of arrival,
@@ -86,12 +114,14 @@ def join(
         replaced_within: seconds to wait for new processes, if there are too few spares, before the
             job goes on with fewer ranks, or fails.
         started_within: seconds to wait for the processes of the first world.
+        built_within: seconds within which `build` must return in a spare, or the spare ends itself.
         init: further arguments of `init_process_group`, such as `backend`, `timeout` or
             `device_id`.
 
     Raises:
         JobFailedError: the job cannot go on, as it has too few processes.
         SystemExit: the job has finished, and did not need this spare. The status is 0.
+        TypeError: an object that `build` returned has no state.
         ValueError: an argument cannot be used.
     """
     sizes = [ranks] if isinstance(ranks, int) else sorted(ranks)
@@ -105,21 +135,17 @@ def join(
         raise ValueError(f"join() chooses {sorted(wrong)} of init_process_group itself.")
     if dist.is_initialized():
         raise ValueError("join() creates the default process group, and there is one already.")
+    # torchrun's store is not used: each world has a store of its own, which begins empty.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if rank is None and os.environ.get("WORLD_SIZE") == str(sizes[-1]):
         rank = int(os.environ.get("RANK", "0"))
-    job = Job(
-        _client(store),
-        sizes,
-        name=name,
-        rank=rank,
-        lost_after=lost_after,
-        init=init,
-        seconds={
-            "slow_after": slow_after,
-            "replaced_within": replaced_within,
-            "started_within": started_within,
-        },
-    )
+    seconds_of = {
+        "slow_after": slow_after,
+        "replaced_within": replaced_within,
+        "started_within": started_within,
+    }
+    of_user = _User(build, load, copies, init)
+    job = Job(_client(store), sizes, of_user, name, rank, lost_after, built_within, seconds_of)
     job._begin()
     return job
 
@@ -133,26 +159,33 @@ def _client(store: str | dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
 
 
+class _User(NamedTuple):
+    """What the user passed to `join`."""
+
+    build: Callable[[], Any]
+    load: Callable[..., int] | None
+    copies: Callable[[], Collection[int]] | None
+    init: dict[str, Any]
+
+
 class Job:
     """A job that goes on when ranks are lost. `join` creates it.
 
     Attributes:
         LOST: exceptions that a lost rank causes on the others. They include those of the program
             itself: `repair()` raises the exception again if no rank is lost.
+        state: what `build` returned last. It changes if the number of ranks does.
         step: number of steps that are whole: that all ranks have finished.
-        is_new: whether this process has to build its meshes and models: at first, and after the
-            number of ranks has changed.
-        world: number of the current world, which counts the repairs.
+        world: number of the current world: how often the job was repaired.
 
     Example:
-        >>> with repair.join("head:29400", ranks=8) as job:  # doctest: +SKIP
+        >>> with repair.join("head:29400", ranks=8, build=build) as job:  # doctest: +SKIP
         ...     while job.step < steps:
         ...         try:
-        ...             if job.is_new:
-        ...                 model, optimizer = build()
-        ...             job.restore(model, optimizer, otherwise=load)
-        ...             backward(model, job.step)
+        ...             model, optimizer = job.state
+        ...             model(batch(job.step)).mean().backward()
         ...             job.commit(optimizer.step)
+        ...             optimizer.zero_grad()
         ...         except job.LOST:
         ...             job.repair()
     """
@@ -163,18 +196,19 @@ class Job:
         self,
         store: dist.TCPStore,
         sizes: Collection[int],
-        *,
+        of_user: _User,
         name: str,
         rank: int | None,
         lost_after: float,
-        init: dict[str, Any],
+        built_within: float,
         seconds: dict[str, float],
     ) -> None:
+        self._built_within = built_within
+        self.state: Any = None
         self.step = 0
-        self.is_new = True
         self.world = -1
         self._kept_sockets = compat.open_sockets()
-        self._store, self._init, self._lost_after = store, init, lost_after
+        self._store, self._of_user, self._lost_after = store, of_user, lost_after
         self._jobs = JobStore(store, name)
         self._membership = Membership(
             self._jobs, sizes, rank, own_address(store), lost_after=lost_after, **seconds
@@ -184,14 +218,18 @@ class Job:
         self._alarm = threading.Event()
         self._why = ""  # the reason of the alarm
         self._lock = threading.Lock()  # held while a world is left, or its collectives are ended
-        self._state: State | None = None
+        self._state: State | None = None  # that of `state`; None until it is built
+        self._last: tuple[Decision, State] | None = None  # a state of another number of ranks
         self._has_state = self._is_torn = False
-        self._is_restored = False
         self._pending: tuple[Callable[[], object], ...] | None = None
-        self._is_closed = False
+        self._is_over = self._is_closed = False
         connection: Any = store.clone()
         self._heartbeat = Heartbeat(
-            JobStore(connection, name), self._membership.own, lost_after, self._end_collectives
+            JobStore(connection, name),
+            self._membership.own,
+            lost_after,
+            seconds["slow_after"],
+            self._end_collectives,
         )
 
     # --- questions -------------------------------------------------------------------------------
@@ -200,7 +238,7 @@ class Job:
     def rank(self) -> int:
         """Rank of this process in the current world."""
         assert self._decision is not None
-        return self._decision.processes.index(self._membership.own.number)
+        return self._decision.processes.index(self._number)
 
     @property
     def size(self) -> int:
@@ -208,7 +246,13 @@ class Job:
         assert self._decision is not None
         return len(self._decision.processes)
 
+    @property
+    def _number(self) -> int:
+        return self._membership.own.number
+
     def __repr__(self) -> str:
+        if self._decision is None:
+            return "<Job: a spare>"
         at = "closed" if self._is_closed else f"world {self.world}, step {self.step}"
         return f"<Job: rank {self.rank} of {self.size}, {at}>"
 
@@ -218,8 +262,12 @@ class Job:
         try:
             self._next_world()
         except BaseException:
-            self._heartbeat.stop(has_left=True)
+            self.leave()
             raise
+        if self._is_over:  # this spare was not needed
+            self._is_closed = True
+            self._heartbeat.stop()
+            raise SystemExit(0)
 
     def repair(self) -> None:
         """Go on without the ranks that are lost. Call it in the handler of `LOST`.
@@ -227,8 +275,12 @@ class Job:
         All ranks that are left, and spares in the places of the lost ones, enter a new world. If
         each lost rank is replaced, their meshes are revived (see `meshverse.revive`): models,
         optimizers and compiled graphs stay. A step that was half done is undone, or finished if
-        another rank has finished it. Otherwise `is_new` is true: build everything again, for
-        the `size` of now. Then call `restore`.
+        another rank has finished it. New ranks get their shards from ranks that hold the same ones:
+        replicas of HSDP, copies in a tensor-parallel group. If nobody has some shard any more, all
+        ranks call `load`.
+
+        If the number of ranks changes, all ranks build everything again, and shards come from
+        whichever ranks held them.
 
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
@@ -243,62 +295,90 @@ class Job:
 
     def _next_world(self) -> None:
         while True:
-            over = ""
             signature = Signature(
-                self._membership.own.number,
+                self._number,
                 self.step if self._has_state else -1,
-                self._is_torn,
+                is_built=self._state is not None,
+                is_torn=self._is_torn,
             )
+            self._heartbeat.is_main_waiting = True
             try:
-                decision = self._membership.next_world(self.world, signature, self._check_store)
+                decision = self._membership.next_world(
+                    self.world, signature, self._check_store, self._become_spare
+                )
             except JobOverError as error:
-                over = str(error)
+                over = error
             except LeftOutError:
                 end_left_out(self.world, self._jobs.status().world)
+            except JobFailedError:
+                raise
             except RuntimeError as error:
                 raise JobFailedError(f"The store of the job cannot be reached: {error}") from error
-            if over:
-                self._raise_over(over)
-            try:
-                self._enter(decision)
-                return
-            except RuntimeError as error:
-                self._check_is_loss(error)
-                _clear_frames(error)
+            else:
+                try:
+                    self._enter(decision)
+                    return
+                except RuntimeError as error:
+                    self._check_is_loss(error)
+                    _clear_frames(error)
+                continue
+            self._end_at(over)
+            return
+
+    def _become_spare(self) -> None:
+        """Drop everything that belongs to this process as a rank, and wait to be one again."""
+        _log.warning("This process is a spare now: the next world of the job has fewer ranks.")
+        self._heartbeat.unfollow()
+        if dist.is_initialized():
+            compat.abort_all()
+        self._decision, self.world, self._pending = None, -1, None
+        self._state = self.state = self._last = None
+        self._has_state = self._is_torn = False
+
+    def _end_at(self, over: JobOverError) -> None:
+        """End with a job that is over: raise an error unless it is complete, here too."""
+        if over.step < 0:
+            raise JobFailedError(f"The job cannot go on: {over}")
+        if self._has_state:
+            if over.step == self.step + 1 and self._pending is not None:
+                self._finish_commit()
+            if self.step != over.step:
+                raise JobFailedError(
+                    f"Another rank has closed the job at step {over.step}, and this one is at step "
+                    f"{self.step}."
+                )
+        self._is_over = True
 
     def _enter(self, decision: Decision) -> None:
-        """Leave the last world, if there is one, and enter another."""
-        begin = time.monotonic()
+        """Leave the last world, if there is one, and enter another, with the state of the job."""
+        begin, before = time.monotonic(), self._decision
         with self._lock:
             self._alarm.clear()
+            self._heartbeat.is_main_waiting = False
             self._decision, self.world = decision, decision.world
             self._hosts = {*decision.hosts, "127.0.0.1", "::1"}
-            self._is_restored = False
             self._heartbeat.follow(decision)
         if dist.is_initialized():
             compat.abort_all()
         store = self._store_of_world(decision)
-        dist.init_process_group(store=store, rank=self.rank, world_size=self.size, **self._init)
-        world = World.current()
-        assert world is not None
-        if decision.is_resized:
-            self.is_new, self._has_state = True, False
-        world.is_provisional = self.is_new and decision.step >= 0 and not decision.is_resized
-        if not self.is_new:
-            revive_with_new_ranks(self._check)
-        if self._pending is not None and decision.step > self.step >= 0:
-            self._finish_commit()
-        self._pending = None
+        dist.init_process_group(
+            store=store, rank=self.rank, world_size=self.size, **self._of_user.init
+        )
+        connected = time.monotonic()
+        if decision.is_resized and self._state is not None:
+            self._last = (before, self._state) if before and self._has_state else None
+            self._state, self._has_state = None, False
+        self._build(decision)
+        built = time.monotonic()
+        self._restore(decision)
         if self.rank == 0:
+            now = time.monotonic()
             _log.log(
                 logging.WARNING if decision.world else logging.INFO,
-                "world %d of the job: %d ranks, new ones %s, at step %d, after %.2f s. %s",
-                decision.world,
-                self.size,
-                f"[{rank_list(decision.new_ranks)}]",
-                decision.step,
-                time.monotonic() - begin,
-                decision.reason,
+                "World %d of the job: %d ranks, new ones [%s], at step %d. Seconds: %.2f to "
+                "connect, %.2f for meshes and models, %.2f for their state. %s",
+                *(decision.world, self.size, rank_list(decision.new_ranks), self.step),
+                *(connected - begin, built - connected, now - built, decision.reason),
             )
 
     def _store_of_world(self, decision: Decision) -> dist.TCPStore:
@@ -311,19 +391,50 @@ class Job:
             return store
         while not (address := self._jobs.read(key)):
             self._check()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause_seconds(self.size))
         host, port = address.split(" ")
-        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        while True:
+            self._check()  # the host may be lost meanwhile
+            with contextlib.suppress(dist.DistError):
+                store = dist.TCPStore(
+                    host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
+                )
+                store.set_timeout(self._of_user.init.get("timeout") or _STORE_TIMEOUT)
+                return store
+
+    def _build(self, decision: Decision) -> None:
+        """Build meshes and models, or revive those of the last world."""
+        world = World.current()
+        assert world is not None
+        if self._state is None:
+            world.is_provisional = decision.is_built
+            if world.is_provisional:
+                self._heartbeat.must_end_at = time.monotonic() + self._built_within, _STUCK_BUILD
+            try:
+                built = self._of_user.build()
+            finally:
+                self._heartbeat.must_end_at = None
+            objects = built if isinstance(built, (tuple, list)) else (built,)
+            copies = None if self._of_user.copies is None else self._of_user.copies()
+            self._state, self.state = State(objects, copies), built
+        if decision.is_built:
+            revive_with_new_ranks(self._check)
 
     # --- alarms ----------------------------------------------------------------------------------
 
     def _end_collectives(self, world: int, reason: str) -> None:
-        """End the collectives of a world in which an alarm was raised. In the heartbeat's thread."""
+        """End the collectives of a world in which an alarm was raised.
+
+        The heartbeat calls this until this process has left the world: the main thread may begin
+        another collective before it sees the alarm.
+        """
         with self._lock:
             if world != self.world:
                 return
             self._why = reason
             self._alarm.set()
+            if self._heartbeat.is_main_waiting:
+                return
             compat.unblock_collectives(self._hosts, self._kept_sockets, self._store.port)
 
     def _check(self) -> None:
@@ -348,7 +459,7 @@ class Job:
         """Raise an error again, unless an alarm is raised within the time that this may take."""
         deadline = time.monotonic() + self._lost_after + 4 * beat_seconds(self.size)
         while not self._is_alarmed() and time.monotonic() < deadline:
-            self._alarm.wait(beat_seconds(self.size) / 10)
+            self._alarm.wait(pause_seconds(self.size))
         if not self._is_alarmed():
             if error is not None:
                 _log.error("No rank of the job is lost: the error is the program's own.")
@@ -356,65 +467,38 @@ class Job:
             raise RuntimeError("repair() was called, and no rank of the job is lost.")
         self._check_store()
 
-    def _raise_over(self, why: str) -> NoReturn:
-        if why == "complete":
-            self._is_closed = True
-            self._heartbeat.stop()
-            raise SystemExit(0)
-        raise JobFailedError(f"The job cannot go on: {why}")
+    # --- the state -------------------------------------------------------------------------------
 
-    # --- steps -----------------------------------------------------------------------------------
-
-    def restore(
-        self,
-        *state: Any,
-        otherwise: Callable[[], int] | None = None,
-        copies: Any = None,
-    ) -> None:
-        """Restore the state of the job after it began or was repaired; else do nothing.
-
-        Ranks that were there before go back to the last whole step. A rank that is new fetches its
-        shards from ranks that hold the same ones, by the placements of each DTensor: replicas of
-        HSDP, copies in a tensor-parallel group. If nobody holds one of them, or nobody has a state
-        yet, all ranks call `otherwise`.
-
-        Args:
-            state: modules and optimizers, and other objects with `state_dict` and
-                `load_state_dict`, the same on all ranks of a pipeline stage.
-            otherwise: function that loads the last checkpoint into these objects, or initializes
-                them, and returns the number of steps that it includes. All ranks call it together.
-                By default the objects stay as they are, at step 0, which is an error after step 0.
-            copies: mesh of the ranks that have the same plain tensors and values as this one:
-                buffers, hyperparameters, schedulers. By default those that hold the same shards of
-                every DTensor.
-
-        Raises:
-            RankLostError: a rank was lost meanwhile.
-            RuntimeError: the state is lost, and there is no `otherwise`.
-        """
-        self._check_open()
-        if self._is_restored:
-            return
-        self._check()
-        assert self._decision is not None
-        decision = self._decision
-        world = World.current()
-        self.is_new = False
-        if world is not None and world.is_provisional:
-            revive_with_new_ranks(self._check)
-        ranks = None if copies is None else copies.mesh.flatten().tolist()
-        if self._state is None or not self._state.is_of(state):
-            self._state = State(state, ranks)
+    def _restore(self, decision: Decision) -> None:
+        """Have the state of the job at one step on all ranks."""
+        state = self._state
+        assert state is not None
+        if self._pending is not None and decision.step == self.step + 1 and self._has_state:
+            self._finish_commit()
+        self._pending = None
         if self._has_state:
-            self._state.undo_step()
-        if decision.step < 0 or decision.is_resized or not self._fetch(self._state, decision):
-            self._load(otherwise, decision)
-        else:
+            state.undo_step()
+        if self._is_copied(state, decision):
             self.step = decision.step
-        self._has_state, self._is_torn = True, False
-        self._state.note()
-        self._is_restored = True
+        else:
+            self._load(decision)
+        self._has_state, self._is_torn, self._last = True, False, None
+        state.note()
         self._check()
+
+    def _is_copied(self, state: State, decision: Decision) -> bool:
+        """Copy the state from other ranks, as far as this one lacks it; return whether all had."""
+        if decision.step < 0:
+            return False
+        if not decision.is_resized:
+            return self._fetch(state, decision)
+        was, old = self._last or (None, None)
+        if old is not None:
+            old.undo_step()
+        numbers: list[Any] = [None] * self.size
+        dist.all_gather_object(numbers, None if was is None else was.processes.index(self._number))
+        new_rank = {number: rank for rank, number in enumerate(numbers) if number is not None}
+        return move_state(old, state, new_rank)
 
     def _fetch(self, state: State, decision: Decision) -> bool:
         """Give new ranks copies of their state; return whether all parts were found."""
@@ -435,41 +519,44 @@ class Job:
                     state.receive(keys, source)
         return True
 
-    def _load(self, otherwise: Callable[[], int] | None, decision: Decision) -> None:
-        if otherwise is None and decision.world > 0:
-            raise RuntimeError(
-                f"Nobody holds the state of ranks [{rank_list(decision.new_ranks)}] any more, and "
-                "restore() has no otherwise=, which would load the last checkpoint."
+    def _load(self, decision: Decision) -> None:
+        load = self._of_user.load
+        if load is None and decision.step >= 0:
+            raise JobFailedError(
+                f"The job cannot go on: nobody holds all shards of ranks "
+                f"[{rank_list(decision.new_ranks)}] any more, and join() was not given load=, "
+                "which would load the last checkpoint."
             )
         self._is_torn = True
-        step = 0 if otherwise is None else otherwise()
+        step = 0 if load is None else load(*(self._state.objects if self._state else ()))
         if not isinstance(step, int) or step < 0:
             raise ValueError(
-                f"otherwise() returned {step!r}: it must return the number of steps that the "
-                "checkpoint includes, 0 for none."
+                f"load() returned {step!r}: it must return the number of steps that the checkpoint "
+                "includes, 0 for none."
             )
         steps: list[Any] = [None] * self.size
         dist.all_gather_object(steps, step)
         if len({*steps}) > 1:
             raise ValueError(
-                f"otherwise() returned different steps on ranks 0 to {self.size - 1}: {steps}. All "
+                f"load() returned different steps on ranks 0 to {self.size - 1}: {steps}. All "
                 "ranks must load the same checkpoint."
             )
         self.step = step
 
     def commit(self, *steps: Callable[[], object]) -> None:
-        """Finish a step: wait until all ranks have come here, then call functions that change state.
+        """Finish a step: wait until all ranks have come here, then change the state.
 
-        Either all ranks call them or none does, whenever a rank is lost: those that cannot tell any
-        more learn it in `repair()`, which then calls them. This waits for all ranks once a step.
+        Either all ranks change it or none does, whenever a rank is lost: those that cannot tell any
+        more learn it in `repair()`, which then does it. This waits for all ranks once a step.
 
         Args:
             steps: functions without arguments that change the state and need no other rank, such
                 as `optimizer.step` and `scheduler.step`.
+
+        Raises:
+            RankLostError: a rank is lost.
         """
         self._check_open()
-        if not self._is_restored:
-            raise RuntimeError("commit() comes after restore(), which this world has not had.")
         self._check()
         self._pending = steps
         dist.barrier()
@@ -488,30 +575,14 @@ class Job:
     # --- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the job, on all ranks: spares that wait end. Destroys the default process group.
+        """Finish the job, on all ranks at the same step: spares that wait end.
 
-        Raises:
-            JobFailedError: the job cannot go on.
+        A rank that is lost now does not matter any more. Destroys the default process group.
         """
         if self._is_closed:
             return
-        while True:
-            try:
-                self._check()
-                dist.barrier()
-                break
-            except RuntimeError:
-                if self._jobs.status().over == "complete":
-                    break
-                try:
-                    self.repair()
-                except SystemExit:
-                    break
-                if self.is_new or self._state is None:
-                    raise
-                self.restore(*self._state.objects)
-        self._membership.finish(self.world)
         self._is_closed = True
+        self._membership.finish(self.world, self.step, self.size)
         self._heartbeat.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -522,7 +593,7 @@ class Job:
             self._is_closed = True
             self._heartbeat.stop(has_left=True)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -60,11 +60,13 @@ class Signature(NamedTuple):
     Attributes:
         process: number of the process.
         step: number of steps that its state includes; -1 if it has no state.
+        is_built: whether it has built its meshes and models.
         is_torn: whether its state is incomplete, as it was changed halfway.
     """
 
     process: int
     step: int = -1
+    is_built: bool = False
     is_torn: bool = False
 
 
@@ -78,6 +80,7 @@ class Decision:
         new_ranks: ranks whose process has no state yet.
         step: number of steps that the state of the other ranks includes, once a rank that was
             waiting in `commit` has finished it; -1 if the state must be loaded.
+        is_built: whether some rank has built the meshes and models that this world uses.
         is_resized: whether ranks have other numbers, or there are more or fewer, than before.
         reason: why the world before ended.
         lost: numbers of the processes that were ranks before and are not any more.
@@ -88,6 +91,7 @@ class Decision:
     processes: list[int]
     new_ranks: list[int] = field(default_factory=list)
     step: int = -1
+    is_built: bool = False
     is_resized: bool = False
     reason: str = ""
     lost: list[int] = field(default_factory=list)
@@ -101,11 +105,13 @@ class Status(NamedTuple):
         world: number of the current world; -1 before the first.
         alarm: why the current world must end; "" if it goes on.
         over: "complete" if the job has finished, or why it cannot go on; "" while it runs.
+        step: number of steps of the job that has finished; else -1.
     """
 
     world: int
     alarm: str
     over: str
+    step: int = -1
 
 
 FIRST = Status(-1, "the job begins", "")
@@ -139,9 +145,9 @@ class JobStore:
         """Append a line to a value."""
         self._store.append(self._key(key), f"{line}\n")
 
-    def count(self, key: str) -> int:
-        """Add one to a number; return the sum."""
-        return int(self._store.add(self._key(key), 1))
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to a number, which is 0 at first; return the sum."""
+        return int(self._store.add(self._key(key), amount))
 
     def remove(self, key: str) -> None:
         """Remove a key, if it exists."""
@@ -196,7 +202,7 @@ class Signs:
         beat = self._store.read(f"beat/{number}")
         if not beat:
             return f"{process} has left"
-        last, since, has_changed = self._beats.get(number, ("", 0.0, False))
+        last, since, _ = self._beats.get(number, ("", 0.0, False))
         now = time.monotonic()
         if beat != last:
             self._beats[number] = (beat, now, bool(last))
@@ -272,50 +278,77 @@ class Membership:
         self._slow_after, self._replaced_within = slow_after, replaced_within
         self._started_within = started_within
         self._signed_for = -1
+        self._silent = (-1, 0.0)  # a world with an alarm, and since when it lacks a leader
 
-    def next_world(self, after: int, signature: Signature, check: Callable[[], None]) -> Decision:
+    def next_world(
+        self,
+        after: int,
+        signature: Signature,
+        check: Callable[[], None],
+        become_spare: Callable[[], None],
+    ) -> Decision:
         """Sign for the next world and return the first later one in which this process is a rank.
 
         Args:
             after: number of the world in which this process is a rank now; -1 for none.
             signature: its signature.
             check: function that is called while this process waits; it raises if that is pointless.
+            become_spare: function that is called if the next world has fewer ranks than there are
+                processes, and this one is left over.
 
         Raises:
             JobOverError: the job has finished, or cannot go on.
-            LeftOutError: the current world does not include this process, which was a rank.
+            LeftOutError: the current world does not include this process, which had not signed.
         """
         while True:
             status = self._store.status()
             if status.over:
-                raise JobOverError(status.over)
+                raise JobOverError(status.over, status.step)
             if status.world > after:
                 decision = self._store.decision(status.world)
                 if decision is not None and self.own.number in decision.processes:
                     return decision
+                if after >= 0 and self._signed_for < status.world:
+                    raise LeftOutError
                 if after >= 0:
-                    raise LeftOutError(_why_left_out(after, status.world))
+                    after, signature = -1, Signature(self.own.number)
+                    become_spare()
             if self._signed_for <= status.world:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", json.dumps(signature))
-            # Only ranks of the current world decide on the next, or all if there is none.
-            if status.alarm and status.world == after:
+            if status.alarm and (status.world == after or self._are_ranks_silent(status)):
                 self._lead(status)
             check()
-            n_ranks = self._sizes[-1]
-            time.sleep(_POLL_SECONDS + 3 * n_ranks / _OPERATIONS_A_SECOND * _random.random())
+            time.sleep(pause_seconds(self._sizes[-1]))
 
     def raise_alarm(self, world: int, reason: str) -> None:
         """Raise the alarm of a world, if it is the current one and nobody has raised it."""
         self._store.change_status(Status(world, "", ""), Status(world, reason, ""))
 
-    def finish(self, world: int) -> None:
-        """Store that the job has finished in a world."""
-        while True:
-            status = self._store.status()
-            new = status._replace(over="complete")
-            if status.over or status.world != world or self._store.change_status(status, new):
-                return
+    def finish(self, world: int, step: int, n_ranks: int) -> None:
+        """Store that the job has finished in a world, and wait until all of its ranks know.
+
+        A rank that does not come within `lost_after` seconds is not waited for.
+        """
+        deadline = time.monotonic() + self.signs.lost_after
+        with contextlib.suppress(dist.DistError):  # the store has ended already
+            while not (status := self._store.status()).over and status.world == world:
+                self._store.change_status(status, status._replace(over="complete", step=step))
+            n_closed = self._store.count("closed")
+            while n_closed < n_ranks and time.monotonic() < deadline:
+                time.sleep(pause_seconds(n_ranks))
+                n_closed = self._store.count("closed", 0)
+
+    def _are_ranks_silent(self, status: Status) -> bool:
+        """Return whether no rank leads to the next world, so that a spare has to."""
+        leader = self._store.read(f"leader/{status.world + 1}")
+        if leader:
+            return True  # `_lead` takes over if it is lost
+        world, since = self._silent
+        if world != status.world:
+            self._silent = status.world, time.monotonic()
+            return False
+        return time.monotonic() - since > self.signs.lost_after
 
     # --- the leader ------------------------------------------------------------------------------
 
@@ -388,7 +421,12 @@ class _Election:
         n_there = len(staying) + len(spares)
         if n_there < wanted and waited < limit:
             return None
-        if self._before is not None and spares:
+        if self._before is None:
+            spares = [number for number in spares if not self._by.signs.why_lost(number)]
+            if len(spares) < n_there and waited < limit:
+                return None
+            n_there = len(spares)
+        elif spares:
             # Spares of other hosts show within two beats that they are alive; see `is_alive`.
             spares = [number for number in spares if self._by.signs.is_alive(number)]
             if len(staying) + len(spares) < min(wanted, n_there) and waited < 3 * BEAT_SECONDS:
@@ -423,16 +461,17 @@ class _Election:
         reason = "; ".join(self._why_lost.values()) or self._status.alarm
         lost = [number for number in before if number not in ranks]
         is_resized = self._before is not None and len(ranks) != len(before)
+        is_built = not is_resized and any(one.is_built for one in states)
         known = [self._store.process(number) for number in ranks]
         hosts = sorted({one.address for one in known if one is not None})
-        return Decision(world, ranks, new, step, is_resized, reason, lost, hosts)
+        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost, hosts)
 
     def _why_over(self, signed: Mapping[int, Signature]) -> str:
         why = "; ".join(self._why_lost.values()) or self._status.alarm
         sizes = " or ".join(map(str, self._by._sizes))
         return (
-            f"{len(signed)} processes are left, and the job needs {sizes} ranks ({why}). Start more "
-            "processes, as spares, or allow fewer ranks with ranks=[...]."
+            f"{len(signed)} processes are left, and the job needs {sizes} ranks ({why}). Start "
+            "more processes, as spares, or allow fewer ranks with ranks=[...]."
         )
 
     def _clean_up(self, world: int) -> None:
@@ -455,19 +494,26 @@ def beat_seconds(n_ranks: int) -> float:
     return max(BEAT_SECONDS, 3 * n_ranks / _OPERATIONS_A_SECOND)
 
 
+def pause_seconds(n_ranks: int) -> float:
+    """Return a pause before a process that waits asks the store again."""
+    return max(_POLL_SECONDS, 2 * n_ranks / _OPERATIONS_A_SECOND * _random.uniform(0.5, 1.5))
+
+
 class JobOverError(Exception):
-    """Signal that the job has finished, or cannot go on; the argument is the status's `over`."""
+    """Signal that the job has finished, or cannot go on.
+
+    Args:
+        over: as in `Status`.
+        step: as in `Status`.
+    """
+
+    def __init__(self, over: str, step: int) -> None:
+        super().__init__(over)
+        self.step = step
 
 
 class LeftOutError(Exception):
     """Signal that the current world does not include this process, which was a rank."""
-
-
-def _why_left_out(world: int, current: int) -> str:
-    return (
-        f"this process was a rank of world {world} of the job, and is not in the current one, "
-        f"{current}: the others did not hear of it in time, and went on without it"
-    )
 
 
 def own_address(store: dist.TCPStore) -> str:

@@ -17,9 +17,16 @@ from meshverse._torch_compat.fsdp2 import undo_step
 class _Buffer(NamedTuple):
     """A copy of a buffer, and how often the buffer itself had been written to."""
 
+    module: nn.Module
+    name: str
     buffer: torch.Tensor
     version: int
     copy: torch.Tensor
+
+    def has_changed(self) -> bool:
+        """Return whether the buffer was written to, or another tensor took its place."""
+        now = self.module._buffers[self.name]
+        return now is not self.buffer or now._version != self.version
 
 
 class State:
@@ -40,15 +47,11 @@ class State:
         for one in self._others:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
-                    f"restore() got an object of {type(one).__qualname__}: pass modules, "
-                    "optimizers, and objects with state_dict() and load_state_dict()."
+                    f"build() returned an object of {type(one).__qualname__}: it must return "
+                    "modules, optimizers, and objects with state_dict() and load_state_dict()."
                 )
         self._buffers: list[_Buffer] = []
         self._random: list[torch.Tensor] = []
-
-    def is_of(self, objects: Sequence[Any]) -> bool:
-        """Return whether this is the state of these objects."""
-        return [*map(id, objects)] == [*map(id, self.objects)]
 
     # --- the beginning of a step -----------------------------------------------------------------
 
@@ -59,11 +62,16 @@ class State:
         if accelerator is not None:
             self._random.append(accelerator.get_rng_state())
         if not self._buffers:
-            buffers = {id(one): one for each in self._modules for one in each.buffers()}
-            self._buffers = [_noted(buffer) for buffer in buffers.values()]
-        for index, (buffer, version, _) in enumerate(self._buffers):
-            if buffer._version != version:
-                self._buffers[index] = _noted(buffer)
+            owners = {each for module in self._modules for each in module.modules()}
+            self._buffers = [
+                _noted(owner, name)
+                for owner in owners
+                for name, buffer in owner._buffers.items()
+                if buffer is not None
+            ]
+        for index, noted in enumerate(self._buffers):
+            if noted.has_changed():
+                self._buffers[index] = _noted(noted.module, noted.name)
 
     def undo_step(self) -> None:
         """Go back to the beginning of a step whose forward or backward pass was interrupted."""
@@ -73,11 +81,12 @@ class State:
             parameter.grad = None
         if not self._random:
             return  # nothing was noted yet
-        for index, (buffer, version, copy) in enumerate(self._buffers):
-            if buffer._version != version:
+        for index, noted in enumerate(self._buffers):
+            if noted.has_changed():
+                noted.module._buffers[noted.name] = noted.buffer
                 with torch.no_grad():
-                    buffer.copy_(copy)
-                self._buffers[index] = _noted(buffer)
+                    noted.buffer.copy_(noted.copy)
+                self._buffers[index] = _noted(noted.module, noted.name)
         torch.set_rng_state(self._random[0])
         accelerator = _accelerator()
         if accelerator is not None and len(self._random) > 1:
@@ -108,9 +117,9 @@ class State:
             everywhere = frozenset(self._copies) & frozenset(having)
         elif everywhere is None:
             raise ValueError(
-                "restore() cannot tell which ranks have the same state: it has no DTensor. Pass "
-                "copies=, a mesh of the ranks that hold the same tensors as this one, such as "
-                "mesh['dp']."
+                "repair() cannot tell which ranks have the same state: it has no DTensor. Pass "
+                "join() copies=, a function that returns the ranks that hold the same tensors as "
+                "this one, such as those of mesh['dp']."
             )
         wanted: dict[int, list[str]] = {}
         own = dist.get_rank()
@@ -158,6 +167,56 @@ class State:
                     }
                 else:
                     self._take_plain(parts[key])
+
+    # --- other meshes ----------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, DTensor]:
+        """Return the DTensors of the state by name: parameters, and what optimizers keep."""
+        found = {
+            key: parameter
+            for key, parameter in self._parameters()
+            if key.startswith("module") and isinstance(parameter, DTensor)
+        }
+        for key, values in self._of_optimizers():
+            for name, value in values.items():
+                if isinstance(value, DTensor):
+                    found[f"{key} {name}"] = value
+        return found
+
+    def plain_parts(self) -> dict[str, Any]:
+        """Return the state without its DTensors, of which it contains the names."""
+        plain = {
+            key: parameter.detach()
+            for key, parameter in self._parameters()
+            if key.startswith("module") and not isinstance(parameter, DTensor)
+        }
+        kept = {
+            key: {name: None if isinstance(one, DTensor) else one for name, one in values.items()}
+            for key, values in self._of_optimizers()
+        }
+        return {"parameters": plain, "optimizers": kept, "plain": self._plain()}
+
+    def take_plain_parts(self, parts: dict[str, Any]) -> dict[str, DTensor]:
+        """Take what `plain_parts` returned elsewhere; return the DTensors that are to be filled."""
+        known = dict(self._parameters())
+        for key, value in parts["parameters"].items():
+            known[key].copy_(value)
+        for key, values in parts["optimizers"].items():
+            parameter, (_, index, _) = known[key], key.split(" ")
+            self._optimizers[int(index)].state[parameter] = {
+                name: torch.zeros_like(parameter) if value is None else value
+                for name, value in values.items()
+            }
+        self._take_plain(parts["plain"])
+        return self.tensors()
+
+    def _of_optimizers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for key, parameter in self._parameters():
+            if key.startswith("optimizer"):
+                _, index, _ = key.split(" ")
+                yield key, dict(self._optimizers[int(index)].state.get(parameter, {}))
+
+    # --- parts -----------------------------------------------------------------------------------
 
     def _parts(self, keys: Sequence[str]) -> dict[str, Any]:
         known = dict(self._parameters())
@@ -261,8 +320,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _noted(buffer: torch.Tensor) -> _Buffer:
-    return _Buffer(buffer, buffer._version, buffer.detach().clone())
+def _noted(module: nn.Module, name: str) -> _Buffer:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return _Buffer(module, name, buffer, buffer._version, buffer.detach().clone())
 
 
 def _holders(mesh: Any, placements: Sequence[Any]) -> frozenset[int]:

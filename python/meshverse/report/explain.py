@@ -149,8 +149,8 @@ class Explanation:
             numbers = [number + 1 for number in numbers]
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
-            "Reused: served by an existing group. Saved: additional groups that torch would have "
-            "created: one for each request, except where it also uses the default group."
+            "Reused: served by an existing group. Saved: groups that torch would have created in "
+            "addition. torch creates one per request, unless it uses the default group too."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         if self.n_duplicates:

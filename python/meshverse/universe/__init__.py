@@ -4,7 +4,8 @@
 - `groups`: `UniverseGroups`, its process groups, with the requests for each.
 - `plain_groups`: process groups of lists of ranks, without a mesh.
 - `registry`: the universes of a world, and the one that a saved mesh belongs to.
-- `meshes`: `UniverseMeshes`, the meshes of a universe, and the root of each under its tags.
+- `meshes`: `UniverseMeshes`, the meshes of a universe, and a root mesh for each set of isolation
+  tags.
 - `revival`: `revive`, with which the universes of a world that ended go on in the next one.
 - `warm_up`: connects groups before the first step.
 - `suspension`: frees the device memory of groups for a while.

@@ -45,6 +45,8 @@ _FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # listed, but not shared with 
 class UniverseGroups:
     """The process groups of one universe, each with the requests of its axes.
 
+    A *use* (`GroupUse`) is this universe's entry for a group.
+
     Args:
         rank_map: position -> global rank.
         position: this rank's position; None if this rank is not in the rank map.
@@ -224,9 +226,10 @@ class UniverseGroups:
     def known_names(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
     ) -> list[str] | None:
-        """Return the names of the groups of some axes with default options, if all are live.
+        """Return the names of some axes' groups with default options, and count a request for each.
 
-        Return None if one is not live, or if this call must first be compared between ranks.
+        Return None, and count nothing, if a group is not live, or if this call must first be
+        compared between ranks.
 
         Args:
             layout: layout of a mesh.
@@ -352,8 +355,9 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupUse]:
-        # `counts`: whether torch would create groups for this call, so that `explain()` counts each
-        # request. For a slice under a tag, torch creates none: only a group's first request counts.
+        # `counts`: whether each request of this call is counted for `explain()`, as where torch
+        # would create groups. A slice under a tag is counted only if it is the group's first
+        # request.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)
@@ -431,7 +435,7 @@ class UniverseGroups:
         world = self._world
         origin, reason = how(request, world)
         use = GroupUse(
-            *(request, self.process_groups, None, None, origin, self._reference), reason=reason
+            request, self.process_groups, None, None, origin, self._reference, reason=reason
         )
         if origin is Origin.DEFAULT_GROUP:
             use.borrowed = True
@@ -477,7 +481,8 @@ class UniverseGroups:
                 ranks,
                 f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
             )
-        if self.number is None:  # perhaps nobody will destroy this universe
+        # The caller may never get this universe, so `destroy()` would not remove its keys.
+        if self.number is None:
             self._remove_from_store()
 
     def before_use(self, name: str) -> None:
@@ -497,7 +502,8 @@ class UniverseGroups:
             raise RuntimeError(
                 f"The process group {self._of_axes(name)} was destroyed, by "
                 "destroy_process_group(group) or with another universe that created it. Make the "
-                "mesh again, on groups that exist."
+                "mesh again; if you pass existing groups or meshes, pass ones that are not "
+                "destroyed."
             )
         if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
             use.created = True
@@ -557,7 +563,10 @@ class UniverseGroups:
         self._world.run.add_user(self)
         try:
             self._calls.compare(
-                *(store, ranks, self._describe(call, requests), self._keys_written),
+                store,
+                ranks,
+                self._describe(call, requests),
+                self._keys_written,
                 warns=first_rank == self._world.rank,
             )
         except BaseException as error:
@@ -617,7 +626,12 @@ class UniverseGroups:
         self.check_usable()
         request = self._builder.with_options(axis, axis_name, GroupOptions.given(group))
         use = GroupUse(
-            *(request, self.process_groups, None, None, Origin.GIVEN, self._reference),
+            request,
+            self.process_groups,
+            None,
+            None,
+            Origin.GIVEN,
+            self._reference,
             borrowed=True,
         )
         use.count_request(axis_name)
@@ -638,7 +652,11 @@ class UniverseGroups:
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
                 use = GroupUse(
-                    *(theirs.request, self.process_groups, None, None, Origin.OTHER_UNIVERSE),
+                    theirs.request,
+                    self.process_groups,
+                    None,
+                    None,
+                    Origin.OTHER_UNIVERSE,
                     self._reference,
                     borrowed=True,
                 )
@@ -648,7 +666,9 @@ class UniverseGroups:
     # --- end ------------------------------------------------------------------------------------
 
     def free(self, *, abort: bool) -> None:
-        """Release all groups, the newest first; those that no other universe uses end.
+        """Release all groups, the newest first. Those that another universe shares stay.
+
+        A universe that only borrows a group, after a concatenation, does not keep it from ending.
 
         If a group cannot be freed, the others are freed, and another call tries that group again.
 
@@ -699,8 +719,12 @@ class UniverseGroups:
         if ranks[0] == self._world.rank:
             _log.debug(
                 "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
-                *(use.request.axis_name, rank_list(ranks), use.request.options.in_words()),
-                *(how_it_came(use), program_line(), self._why_new(use.group, ranks)),
+                use.request.axis_name,
+                rank_list(ranks),
+                use.request.options.in_words(),
+                how_it_came(use),
+                program_line(),
+                self._why_new(use.group, ranks),
             )
 
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:

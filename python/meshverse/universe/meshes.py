@@ -49,14 +49,15 @@ class UniverseMeshes:
         self.root: DeviceMesh | None = None
         self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
         self._may_keep_coordinates = keeps_coordinates
-        self._lock = threading.RLock()  # held to choose a root, and to change the last three
+        # Held to choose a root, and to change `_later_axes`, `_other_roots` and `_flattened`.
+        self._lock = threading.RLock()
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
-        # Axes of the root meshes after the first, by name: the index of each axis in the first of
-        # these meshes that has it.
+        # Axis name -> axis layout -> its index in the mesh. For root meshes created after the
+        # universe's first; if several have the axis, the oldest one counts.
         self._later_axes: dict[str, dict[AxisLayout, int]] = {}
-        # Roots other than the first, by the tags of the root's axes, and all parts of the tags of
-        # the meshes under it.
+        # Other roots. Key: the tag of each root axis, and the set of single tags in the tags of the
+        # meshes under it ("a; and b" has a and b).
         self._other_roots: dict[tuple[tuple[str, ...], frozenset[str]], DeviceMesh] = {}
         self._flattened: dict[tuple[str, str], DeviceMesh] = {}  # by name and tag
 
@@ -167,7 +168,7 @@ class UniverseMeshes:
         return tuple(known.get(axis, merged) for axis in axes)
 
     def check_names(self, description: MeshDescription) -> None:
-        """Check the axis names of a root mesh before it is created, other than the first one.
+        """Check the axis names of a second or later root mesh before it is created.
 
         Raises:
             ValueError: an axis has the name of a flattened mesh with another layout.
@@ -179,16 +180,16 @@ class UniverseMeshes:
                     check_names_at_root(name, axis, flattened, "a flattened mesh", self.root)
 
     def note_names(self, description: MeshDescription) -> None:
-        """Reserve the axis names of a root mesh other than the first."""
+        """Reserve the axis names of a second or later root mesh."""
         names = description.axis_names or ()
         with self._lock:
             for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
                 self._later_axes.setdefault(name, {}).setdefault(axis, index)
 
     def later_dim(self, description: MeshDescription) -> int | None:
-        """Return the index that the axis of a 1-D mesh has in a root mesh other than the first.
+        """Return the index of a 1-D mesh's axis in a second or later root mesh.
 
-        None if no such root mesh has this axis, or if the first one has it.
+        None if no such root mesh has this axis, or if the first root mesh has it.
         """
         names, root = description.axis_names or (), self.root
         if len(names) != 1 or root is None:
@@ -201,7 +202,7 @@ class UniverseMeshes:
         """Check the name of a flattened axis.
 
         Raises:
-            ValueError: a root mesh other than the first has another axis of this name.
+            ValueError: a second or later root mesh has another axis of this name.
         """
         for later in list(self._later_axes.get(name, ())):
             check_names_at_root(name, axis, later, "an axis of another root mesh", self.root)

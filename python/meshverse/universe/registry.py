@@ -18,9 +18,10 @@ class WorldUniverses(WorldState):
     """The universes of one world.
 
     Attributes:
-        kept: universes that created process groups, oldest first: strong references until the
-            universe or the world ends. So all ranks find the same universes, whenever each collects
-            garbage.
+        kept: universes that created process groups, in the order in which they first did; those
+            that were revived come first, in the order in which they were constructed. Strong
+            references until the universe or the world ends, so that all ranks find the same
+            universes, whenever each collects garbage.
         n_ended: how many universes were destroyed or aborted.
         alive: weak references to the universes that took their rank from the default group.
     """
@@ -78,7 +79,7 @@ def note_universe(universe: Universe) -> int:
         return 0
     universe.world.has_universes = True
     universes = universe.world.state(WorldUniverses)
-    if not universe.has_own_rank:
+    if not universe.rank_was_passed:
         universes.alive.add(universe)
     return universes.n_ended
 
@@ -89,7 +90,7 @@ def live_universes() -> list[Universe]:
 
 
 def universes_here() -> list[Universe]:
-    """Return the live universes of this world that created process groups, oldest first."""
+    """Return the live universes of this world that created groups; see `WorldUniverses.kept`."""
     world = World.current()
     return [] if world is None else list(world.state(WorldUniverses).kept)
 

@@ -126,7 +126,7 @@ def _revive(
 ) -> tuple[Universe, ...]:
     n_frozen = gc.get_freeze_count()
     if n_frozen:
-        gc.unfreeze()  # what is frozen is not found either
+        gc.unfreeze()  # the search for references does not see frozen objects
     try:
         gc.collect()  # a universe that only garbage refers to would be revived on some ranks
         universes = [one for one in live_universes() if world is not None and one.world is world]
@@ -167,9 +167,9 @@ def _warn_of_others(ended: Sequence[tuple[Group, Sequence[weakref.ref[Any]]]]) -
         # The first default group of a process stays alive in torch.
         if not group.borrowed and any(handle() is not None for handle in handles):
             _log.warning(
-                "revive(): something that Python's garbage collector does not show still refers to "
-                "the ended %s, such as an array of objects or an extension. That reference cannot "
-                "be used.",
+                "revive(): the ended %s is still referenced by something that Python's garbage "
+                "collector does not show, such as a NumPy array of objects or an extension. That "
+                "reference cannot be used: there, get the group from mesh.get_group(axis) again.",
                 group.in_words(),
             )
 
@@ -192,14 +192,17 @@ def _plan(universes: Sequence[Universe]) -> _Plan:
 
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
-    """Return the universes that all of their ranks number alike, in one order on all ranks."""
-    # The others made no groups that all of their ranks know.
+    """Return the universes that have a number, in the same order on all ranks."""
+    # The others made no call that created groups for all their ranks.
     numbered = [one for one in universes if one.groups.number is not None]
     return sorted(numbered, key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
 
 
 def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
-    """Keep what is counted for live universes, which all of their ranks have."""
+    """Carry over the call counts and universe numbers of live universes only.
+
+    All ranks of these universes have them, so the counts stay equal on all ranks.
+    """
     numbers: dict[str, int] = {}
     for universe in _numbered(universes):
         ranks = universe.groups.ranks
@@ -337,7 +340,7 @@ def _key(universe: Universe) -> tuple[str, str]:
 
 
 def _n_needed(universe: Universe) -> int:
-    """Return how many ranks must revive a universe: 0 if this one need not."""
+    """Return how many ranks must revive a universe; 0 if this rank need not."""
     assert universe.world is not None
     if any(use.how is Origin.SPLIT for use in universe.groups):
         return universe.world.size
@@ -349,7 +352,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
-    """Create the groups again, those that all ranks create first. All ranks use one order.
+    """Create the groups again; groups that all ranks create together come first.
+
+    All ranks use the same order.
 
     Args:
         plan: everything that this rank revives.

@@ -67,7 +67,7 @@ class Universe:
         rank_map: position -> global rank.
         size: number of ranks.
         rank: this process's global rank.
-        has_own_rank: whether `rank` was passed, not taken from the default process group.
+        rank_was_passed: whether `rank` was passed, not taken from the default process group.
         position: this rank's position in the rank map; None if it is not in it.
         world: lifetime of the default process group in which the universe was created; None if
             there was no such group, or if `decoupled`.
@@ -80,9 +80,9 @@ class Universe:
         generation: how many universes of this world had ended when this one was created.
         is_over: whether it was destroyed or aborted.
         serial: number of this universe, from 0, among those over these ranks that created process
-            groups in this world; the same on all of the ranks. Until a call for all of
-            them has created groups, it is the one that a loaded universe was saved with, or else a
-            negative number that each process chooses by itself, so ranks may disagree.
+            groups in this world; the same on all of these ranks. Before a call over all ranks has
+            created groups: the serial that was saved with a loaded universe, else a negative
+            number chosen per process, which may differ between ranks.
 
     Raises:
         ValueError: ranks repeat, are negative or are not in the topology; or the timeout is not
@@ -113,7 +113,7 @@ class Universe:
         if topology is not None:
             topology.check_has(self.rank_map)
         self.topology: Topology | None = topology
-        self.has_own_rank = rank is not None
+        self.rank_was_passed = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
         self.rank = rank
@@ -133,7 +133,7 @@ class Universe:
         self.process_groups = self.groups.process_groups
         self.ready_groups: Container[str] = () if may_change else self.process_groups
         # The rank is negative if it is unknown.
-        is_fixed = self.has_own_rank or self.world is None or not may_change
+        is_fixed = self.rank_was_passed or self.world is None or not may_change
         keeps_coordinates = rank >= 0 and is_fixed
         self.meshes = UniverseMeshes(
             keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
@@ -205,7 +205,12 @@ class Universe:
         views = self._views()
         parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
         return explain(
-            *(self.rank_map, self.rank, self.groups, communicator_bytes, views, node_size),
+            self.rank_map,
+            self.rank,
+            self.groups,
+            communicator_bytes,
+            views,
+            node_size,
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
@@ -260,7 +265,8 @@ class Universe:
             >>> pair = universe.group([0, 4], timeout=timedelta(minutes=2))  # doctest: +SKIP
         """
         return group_of(
-            *(self, ranks),
+            self,
+            ranks,
             name=name,
             backend=backend,
             options=options,
@@ -301,7 +307,8 @@ class Universe:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
         """
         return group_of_mine(
-            *(self, lists),
+            self,
+            lists,
             name=name,
             backend=backend,
             options=options,
@@ -353,10 +360,12 @@ class Universe:
         All its ranks must call this, after all of them have stopped using and creating groups: with
         gloo, after a barrier. The ranks of a part can also destroy the part alone.
 
-        The default group, groups that the user created, and groups that another universe uses too
-        stay. The meshes can still be held, printed, sliced and compared; use of their groups raises
-        RuntimeError. If a group cannot be freed, the others are freed and the error is raised;
-        the next call tries that group again. Once all are freed, further calls do nothing.
+        The default group, groups that the user created, and groups that another universe shares
+        stay. (Groups that another universe only borrows, because one of its meshes was concatenated
+        with one of this universe, end.) The meshes can still be held, printed, sliced and compared;
+        use of their groups raises RuntimeError. If a group cannot be freed, the others are freed
+        and the error is raised; the next call tries that group again. Once all are freed, further
+        calls do nothing.
         """
         self._end("destroyed")
 
@@ -411,9 +420,9 @@ class Universe:
     def bind(self, target: Universe) -> None:
         """Give process groups to the meshes of this universe that have none.
 
-        These meshes then belong to the target. Each of their axes gets the target's group with
-        default options, which is created if the target has none. So all ranks of the meshes must
-        call this, after loading the same meshes.
+        These meshes then belong to the target, or to its part over these ranks. Each of their axes
+        gets the group there with default options, which is created if there is none. So all ranks
+        of the meshes must call this, after loading the same meshes.
 
         Args:
             target: universe that has these ranks, in any order and with or without others; it may

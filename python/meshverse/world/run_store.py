@@ -37,9 +37,9 @@ class Run:
 
     Every rank counts the runs that it has taken part in. A rank's count can be too low: in an
     earlier run, it may have crashed before it counted. So the store has the highest count of all
-    ranks; each rank raises it to its own if that is higher, and uses the result. One case is left:
-    a rank whose count is too low is the first of its run. torchrun's count of restarts, if there is
-    one, makes its count high enough.
+    ranks; each rank raises it to its own if that is higher, and uses the result. This fails only if
+    the first rank to ask in a run has too low a count: it then uses a lower number than the others.
+    With torchrun, the restart count prevents that.
 
     Attributes:
         rank: this process's global rank.

@@ -26,7 +26,11 @@ class WorldState:
         """Drop all references to process groups. Called when the world has ended."""
 
     def go_on(self, current: World) -> None:
-        """Go on in a revived world, in place of the state of the world that it replaces."""
+        """Continue in this world after it was revived.
+
+        `current` is the short-lived world that it replaces; take from it what ranks have agreed on
+        since.
+        """
 
     def leave_to_parent(self) -> None:
         """Drop the parent's process groups without ending them. Called in a forked process."""
@@ -82,16 +86,17 @@ class World:
         self._device_types_set_up: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
-        # At last: another thread may end the default group at any time.
+        # Must come last: another thread may end the default group at any time.
         self._finalizer = weakref.finalize(compat.world_lifetime(), _end, self)
         self._finalizer.atexit = False
 
     def revive(self, current: World) -> None:
-        """Go on with the current default group, in place of the world that was seen in it.
+        """Continue with the current default group, replacing the `World` object created for it.
 
         Args:
-            current: that world, of the same rank and size. Nothing may use it afterwards. What it
-                has agreed on in the store goes on; all else is this world's.
+            current: that object, of the same rank and size. Nothing may use it afterwards. What
+                ranks have counted together in it is kept (runs, rendezvous, names of groups);
+                everything else comes from this world.
         """
         default_group = current.default_group
         self._use(default_group)
@@ -109,7 +114,7 @@ class World:
 
     @property
     def ended_default_group(self) -> compat.ProcessGroup | None:
-        """The default group of the world's last life, if something still refers to it."""
+        """The default group that this world had when it ended, if something still refers to it."""
         return self._default_group() if self.is_over else None
 
     @staticmethod

@@ -1,0 +1,315 @@
+"""Jobs that lose ranks, with real processes: killed, stopped, slow, or ended by an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from helpers.jobs import Jobs
+from helpers.tiers import in_tiers
+from helpers.training import batch, make_model
+from meshverse import init_device_mesh, repair
+
+_LOST_AFTER = 5.0
+_STEPS = 10
+
+# What happens to a rank: in which world, in which step, and at which of its moments.
+Fate = tuple[int, int, str, str]  # rank, step, moment, what
+
+
+class _Fates:
+    """What happens to this process, by the world and the moment in a step.
+
+    Args:
+        fates: by number of the world, what happens to its ranks.
+        address: address of the store.
+    """
+
+    def __init__(self, fates: dict[int, list[Fate]], address: str) -> None:
+        self._fates, self._address = fates, address
+
+    def _store(self) -> dist.TCPStore:
+        host, port = self._address.split(":")
+        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+
+    def now(self, job: repair.Job, moment: str) -> None:
+        for rank, step, when, what in self._fates.get(job.world, []):
+            if (rank, step, when) == (job.rank, job.step, moment):
+                if what == "waits":
+                    self._store().set("waits", "")
+                    self._store().wait(["goes on"])
+                _befall(what)
+
+    def at_call(self, moment: str) -> None:
+        """As `now`, in a function that the job calls: the first time that a rank calls it."""
+        ranks = [rank for rank, _, when, _ in self._fates.get(0, []) if when == moment]
+        if dist.is_initialized() and dist.get_rank() in ranks:
+            if self._store().add(f"fate {moment}", 1) == 1:
+                _befall("killed")
+
+
+def _befall(what: str) -> None:
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "slow":
+        os.system(f"(sleep {_LOST_AFTER / 2}; kill -CONT {os.getpid()}) &")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "a ghost":  # it continues when the others have gone on
+        os.system(f"(sleep {3 * _LOST_AFTER}; kill -CONT {os.getpid()}) &")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "error":
+        raise ValueError("a bug")
+
+
+_SHAPES = {
+    2: ((1, 1, 2), ("replicate", "shard", "tp")),
+    4: ((2, 1, 2), ("replicate", "shard", "tp")),
+    8: ((2, 2, 2), ("replicate", "shard", "tp")),
+}
+
+
+def _build(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sizes, axes = _SHAPES[n_ranks]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    model = make_model()
+    for block in model:
+        plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _train(
+    address: str,
+    n_ranks: int | list[int],
+    fates: dict[int, list[Fate]],
+    kind: str = "eager",
+    folder: str = "",
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Train; return the losses that this process has seen by step, and its rank."""
+    losses: dict[int, str] = {}
+    own = _Fates(fates, address)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        own.at_call("build")
+        model, optimizer = _build(dist.get_world_size())
+        if kind == "compiled":
+            model.compile(backend="aot_eager")
+        return model, optimizer
+
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        own.at_call("load")
+        file = f"{folder}/{dist.get_rank()}"
+        if not os.path.exists(file):
+            return 0
+        saved = torch.load(file, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return int(saved["step"])
+
+    def save(job: repair.Job) -> None:
+        model, optimizer = job.state
+        parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**parts, "step": job.step}, f"{folder}/{job.rank}")
+
+    def step(job: repair.Job) -> None:
+        own.now(job, "commit")
+        job.state[1].step()
+        own.now(job, "committed")
+
+    options = {"lost_after": _LOST_AFTER, "slow_after": 10, "backend": "gloo", **(options or {})}
+    with repair.join(address, ranks=n_ranks, build=build, load=load, **options) as job:
+        while job.step < _STEPS:
+            try:
+                model, optimizer = job.state
+                own.now(job, "begin")
+                inputs, targets = batch(job.step)
+                loss = (model(inputs) - targets).square().mean()
+                own.now(job, "forward")
+                loss.backward()
+                own.now(job, "backward")
+                job.commit(partial(step, job))
+                optimizer.zero_grad()
+                losses[job.step] = loss.item().hex()
+                if job.step == 2 and folder:
+                    save(job)
+            except job.LOST:  # noqa: PERF203
+                own.now(job, "repair")
+                job.repair()
+    return losses, job.rank
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, dict[int, str]]:
+    """The losses of runs that lose nobody, by number of ranks and step."""
+    found: dict[int, dict[int, str]] = {}
+    for n_ranks in (4, 8):
+        jobs = Jobs()
+        try:
+            jobs.start(_train, n_ranks, n_ranks, {})
+            answers = jobs.wait()
+        finally:
+            jobs.close()
+        assert all(answer[0] == answers[0][0] for answer in answers), answers
+        found[n_ranks] = answers[0][0]
+        assert len(found[n_ranks]) == _STEPS
+    return found
+
+
+def _check(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> list[Any]:
+    """Check that the job has finished with all ranks, and that all losses are the expected ones."""
+    finished = [answer for answer in answers if isinstance(answer, tuple)]
+    assert sorted(rank for _, rank in finished) == list(range(n_ranks)), answers
+    for losses, _ in finished:
+        assert losses.items() <= expected.items(), (answers, expected)
+    assert any(losses == expected for losses, _ in finished), answers
+    return [answer for answer in answers if not isinstance(answer, tuple)]
+
+
+_MOMENTS = ["build", "load", "begin", "forward", "backward", "commit", "committed"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "what"),
+    in_tiers(
+        [
+            *((moment, "killed") for moment in _MOMENTS),
+            *((moment, "stopped") for moment in ("forward", "commit")),
+            ("forward", "slow"),
+            ("forward", "a ghost"),
+            ("backward", "error"),
+            ("repair", "killed"),
+        ],
+        [("forward", "killed"), ("commit", "killed"), ("forward", "a ghost")],
+    ),
+)
+def test_a_job_that_loses_a_rank_equals_one_that_does_not(
+    jobs: Jobs, undisturbed: dict[int, dict[int, str]], moment: str, what: str
+) -> None:
+    step = 0 if moment in ("build", "load") else 3
+    fates: dict[int, list[Fate]] = {0: [(2, step, moment, what)]}
+    if moment == "repair":  # another rank is lost first
+        fates[0].append((1, step, "forward", "killed"))
+    jobs.start(_train, 6, 4, fates)
+    others = _check(jobs.wait(kills_stopped=what == "stopped"), 4, undisturbed[4])
+    killed = -signal.SIGKILL  # as a rank is that is stopped, when all others have ended
+    expected = {"killed": killed, "stopped": killed, "error": "ValueError: a bug", "a ghost": 1}
+    n_lost = 0 if what == "slow" else 2 if moment == "repair" else 1
+    assert others.count(expected.get(what)) == n_lost
+    assert others.count("SystemExit: 0") == len(others) - n_lost  # spares that were not needed
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param([2, 3], id="a whole replica"),
+        pytest.param([0, 2], id="all copies of a shard", marks=pytest.mark.long),
+        pytest.param([0, 1, 2, 3], id="all ranks", marks=pytest.mark.long),
+    ],
+)
+def test_several_ranks_at_once(
+    jobs: Jobs, undisturbed: dict[int, dict[int, str]], lost: list[int], tmp_path: Path
+) -> None:
+    fates: dict[int, list[Fate]] = {0: [(rank, 5, "forward", "killed") for rank in lost]}
+    jobs.start(_train, 4 + len(lost), 4, fates, "eager", str(tmp_path))
+    others = _check_all(jobs.wait(), 4, undisturbed[4])
+    assert others == [-signal.SIGKILL] * len(lost)
+
+
+def _check_all(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> list[Any]:
+    """As `_check`, if no process needs to have seen all steps."""
+    finished = [answer for answer in answers if isinstance(answer, tuple)]
+    assert sorted(rank for _, rank in finished) == list(range(n_ranks)), answers
+    assert all(losses.items() <= expected.items() for losses, _ in finished), (answers, expected)
+    assert all(max(losses) == _STEPS for losses, _ in finished), answers
+    return [answer for answer in answers if not isinstance(answer, tuple)]
+
+
+@pytest.mark.long
+def test_a_smaller_world_goes_on_with_the_state_of_the_larger_one(
+    jobs: Jobs, undisturbed: dict[int, dict[int, str]]
+) -> None:
+    """Three ranks of four are left, and two of them go on: all ranks have the same batches."""
+    fates: dict[int, list[Fate]] = {0: [(2, 5, "forward", "killed")]}
+    jobs.start(_train, 4, [2, 4], fates)
+    others = _check_all(jobs.wait(), 2, undisturbed[4])
+    assert sorted(map(str, others)) == sorted([str(-signal.SIGKILL), "SystemExit: 0"])
+
+
+@pytest.mark.long
+def test_a_larger_world_goes_on_with_the_state_of_the_smaller_one(
+    jobs: Jobs, undisturbed: dict[int, dict[int, str]]
+) -> None:
+    """Two ranks begin and one waits; at the first loss there are four, with two late ones."""
+    fates: dict[int, list[Fate]] = {0: [(1, 5, "forward", "waits"), (1, 5, "forward", "killed")]}
+    options = {"started_within": 4}
+    jobs.start(_train, 3, [2, 4], fates, "eager", "", options)
+    host, port = jobs.address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store.wait(["waits"])
+    jobs.start(_train, 2, [2, 4], {}, "eager", "", options)
+    sleep(3)
+    store.set("goes on", "")
+    others = _check_all(jobs.wait(), 4, undisturbed[4])
+    assert others == [-signal.SIGKILL]
+
+
+def test_nothing_is_left_to_wait_for_if_the_store_ends(jobs: Jobs) -> None:
+    jobs.start(_train, 3, 2, {0: [(0, 5, "forward", "waits")]})
+    jobs.store.wait(["waits"])
+    jobs.end_store()
+    answers = jobs.wait(60)
+    assert all("JobFailedError: The" in str(answer) for answer in answers), answers
+    assert all("store of the job cannot be reached" in str(answer) for answer in answers), answers
+
+
+def test_too_few_are_left(jobs: Jobs) -> None:
+    jobs.start(_train, 4, 4, {0: [(1, 3, "backward", "killed")]})
+    first, *others = sorted(map(str, jobs.wait()))
+    assert first == str(-signal.SIGKILL)
+    assert len(others) == 3
+    for error in others:
+        assert error.startswith(
+            "JobFailedError: The job cannot go on: 3 processes are left, and the job needs 4 ranks"
+        )
+        assert "has died" in error
+
+
+def _with_a_bug(address: str) -> None:
+    def build() -> list[nn.Module]:
+        return [nn.Linear(2, 2)]
+
+    with repair.join(
+        address, ranks=2, build=build, lost_after=1, backend="gloo", copies=lambda: [0, 1]
+    ) as job:
+        try:
+            raise RuntimeError("a bug")
+        except job.LOST:
+            job.repair()
+
+
+def test_an_error_of_the_program_itself_is_raised_again(jobs: Jobs) -> None:
+    jobs.start(_with_a_bug, 2)
+    answers = sorted(map(str, jobs.wait()))
+    assert answers[-1] == "RuntimeError: a bug"
+    # The other rank may hear first that this one has left.
+    assert answers[0].startswith(("RuntimeError: a bug", "JobFailedError: The job cannot go on: 1"))
