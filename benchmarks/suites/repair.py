@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -29,17 +28,17 @@ __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 TITLE = "A job that has lost a rank"
 METHOD = (
     "losses: 8 gloo processes (HSDP 2 x 2, TP 2) and a spare on one machine, one thread each; a "
-    "Llama model of 4 layers with AdamW; wall clock from SIGKILL, between a forward and a backward "
-    "pass, until all ranks have finished that step; each part ends when the last rank has done it. "
-    "Stock is `torchrun --max-restarts`; in process: all ranks that are left end their groups and "
-    "build everything again with a spare, with torch only; both load a checkpoint of the last step, "
-    "which was saved at no cost. Before times count, the losses of all steps are compared with an "
-    "undisturbed run's, bit by bit. Store: ranks of a large job played by a few threads and "
-    "processes"
+    "Llama model of 4 layers with AdamW; wall clock from SIGKILL, between a forward and a "
+    "backward pass, until all ranks have finished that step; each part ends when the last rank "
+    "has done it. Stock is `torchrun --max-restarts`; in process: all ranks that are left end "
+    "their groups and build everything again with a spare, with torch only. Both load a "
+    "checkpoint of the step before, for which nobody waited; torch's collectives have a timeout "
+    "of 10 s. Before times count, the losses of all steps are compared with an undisturbed run's, "
+    "bit by bit. Store: ranks of a large job are played by a few threads and processes"
 )
 SCALE = "ranks"
 _IN_PROCESS, _UNDISTURBED = "in process", "undisturbed"
-_LIMIT_S = 420
+_LIMIT_S = 600
 _LOSSES = {2: 5, 5: 2, 8: 0}  # the rank that is lost, by the number of the step
 _STEPS = 10
 
@@ -94,19 +93,14 @@ def _measure_losses(run: Run, outcome: Outcome) -> None:
         one.figure = "losses" if one.operation.endswith(_TOTAL) else ""
 
 
-def _compare(
-    found: dict[int, dict[str, str]], expected: dict[int, dict[str, str]], who: str
-) -> None:
-    """Compare losses with those of an undisturbed run, by rank and step."""
-    seen = set()
-    for rank, losses in found.items():
-        for step, loss in losses.items():
-            assert loss == expected[rank][step], (
-                f"{who}: rank {rank} has a loss of {loss} in step {step}, not {expected[rank][step]}"
-            )
-        seen |= losses.keys()
-    assert found.keys() == expected.keys(), f"{who}: ranks {sorted(found)} have losses"
-    assert len(seen) >= _STEPS - min(_LOSSES), f"{who}: only steps {sorted(seen)} have losses"
+_Losses = set[tuple[int, int, str]]
+"""Rank, step and loss, of each rank and step."""
+
+
+def _compare(found: _Losses, expected: _Losses, who: str) -> None:
+    """Compare losses with those of an undisturbed run."""
+    assert len(expected) == RANKS * _STEPS
+    assert found == expected, f"{who}: losses {sorted(found ^ expected)} are of one run only"
 
 
 def _add(outcome: Outcome, kind: str, side: str, ends: dict[str, float]) -> None:
@@ -139,11 +133,11 @@ class _Played(NamedTuple):
     """A run of the job.
 
     Attributes:
-        losses: of each rank, by step.
+        losses: those of all ranks, also from before a restart.
         repairs: of each lost rank, when the last rank came to each event; nanoseconds after it.
     """
 
-    losses: dict[int, dict[str, str]]
+    losses: _Losses
     repairs: list[dict[str, float]]
 
 
@@ -153,8 +147,9 @@ def _play(side: str, losses: dict[int, int], compiled: bool) -> _Played:
         plan = Plan(str(folder), _STEPS, losses, compiled)
         _launch(side, plan)
         found = {
-            int(path.stem.partition("-")[2]): json.loads(path.read_text())
-            for path in folder.glob("losses-*.json")
+            (rank, int(step), loss)
+            for rank in range(RANKS)
+            for step, loss in map(str.split, (folder / f"losses-{rank}").read_text().splitlines())
         }
         return _Played(found, _repairs(folder, len(losses)))
     finally:

@@ -1,7 +1,7 @@
-"""Runs of the job on real processes that replace a lost rank without a restart, and one undisturbed.
+"""Runs of the job on processes that replace a lost rank without a restart, and one undisturbed.
 
 `python -m suites.repair_jobs WAY PLAN` runs one. Ranks and spares are forks of a process that has
-torch loaded. In place of each rank that was lost, a new spare is started as soon as the job goes on.
+torch loaded. For each rank that was lost, a new spare is started once the job goes on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+import torch._dynamo  # as a spare that waits can have loaded everything
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as stock_mesh
 
@@ -25,7 +27,7 @@ import meshverse
 from meshverse import repair
 from meshverse.repair import job as repair_job
 from meshverse.repair.membership import Membership
-from suites.repair_model import RANKS, Plan, build, note
+from suites.repair_model import RANKS, Plan, build, load, note, save
 from suites.repair_torchrun import train
 
 __all__ = ["WAYS"]
@@ -79,7 +81,7 @@ class Launcher:
         while n_done < RANKS:
             for number, code in self.ended():
                 if code == 0:
-                    n_done += 1
+                    n_done += number in ranks  # not a spare
                 elif number not in ranks or code > 0:
                     raise RuntimeError(f"process {number} ended with status {code}")
                 else:
@@ -117,7 +119,6 @@ def _before_step(store: dist.TCPStore, plan: Plan, step: int) -> None:
 
 def _after_step(store: dist.TCPStore, plan: Plan, step: int, rank: int) -> None:
     """Ask for the next spare, if the step had to be repeated."""
-    note(plan, "finished", step)
     if rank == 0 and step in plan.losses:
         store.set(f"goes on/{sorted(plan.losses).index(step) + 1}", "")
 
@@ -134,32 +135,37 @@ def _ours(number: int, store: dist.TCPStore, plan: Plan) -> None:
     _note_after(plan, Membership, "next_world", "decided")
     _note_after(plan, dist, "init_process_group", "default group")
     _note_after(plan, repair_job, "revive_with_new_ranks", "revived")
-    losses: dict[int, float] = {}
-    world = -1
+    built: Any = None
+
+    def build_here() -> tuple[Any, Any]:
+        nonlocal built
+        built = build(meshverse.init_device_mesh, plan.compiled)
+        note(plan, "built")
+        return built.model, built.optimizer
+
     _is_ready(store, number)
-    address = f"{_HOST}:{store.port}"
-    rank = number if number < RANKS else None
-    with repair.join(address, ranks=RANKS, rank=rank, backend="gloo", timeout=_TIMEOUT) as job:
+    with repair.join(
+        f"{_HOST}:{store.port}",
+        ranks=RANKS,
+        build=build_here,
+        rank=number if number < RANKS else None,
+        backend="gloo",
+        timeout=_TIMEOUT,
+    ) as job:
+        note(plan, "state")
         while job.step < plan.steps:
             try:
-                if job.is_new:
-                    built = build(meshverse.init_device_mesh, plan.compiled)
-                    note(plan, "built")
-                job.restore(built.model, built.optimizer)
-                if job.world > world:
-                    world = job.world
-                    note(plan, "state")
                 step, rank = job.step, job.rank
                 _before_step(store, plan, step)
-                loss = built.forward_backward(step, lambda: plan.maybe_die(step, rank))
+                loss = built.forward_backward(step, partial(plan.maybe_die, step, rank))
                 job.commit(built.optimizer.step)
                 built.optimizer.zero_grad()
-                losses[step] = loss
+                plan.keep(rank, step, loss)
                 _after_step(store, plan, step, rank)
-            except job.LOST:
+            except job.LOST:  # noqa: PERF203 - as in a user's program
                 note(plan, "noticed")
                 job.repair()
-        plan.keep(job.rank, losses)
+                note(plan, "state")
 
 
 def _note_after(plan: Plan, owner: Any, name: str, event: str) -> None:
@@ -182,7 +188,6 @@ def _in_process(number: int, store: dist.TCPStore, plan: Plan) -> None:
 
     The launcher, which sees at once who has died, says which processes are the ranks of a world.
     """
-    losses: dict[int, float] = {}
     world = 0
     _is_ready(store, number)
     while True:
@@ -192,7 +197,7 @@ def _in_process(number: int, store: dist.TCPStore, plan: Plan) -> None:
             note(plan, "decided")
             rank = ranks.index(number)
             try:
-                _train_world(store, plan, world, rank, losses)
+                _train_world(store, plan, world, rank)
                 break
             except RuntimeError:
                 note(plan, "noticed")
@@ -201,7 +206,6 @@ def _in_process(number: int, store: dist.TCPStore, plan: Plan) -> None:
             gc.collect()
             note(plan, "ended")
         world += 1
-    plan.keep(rank, losses)
     dist.destroy_process_group()
 
 
@@ -212,11 +216,7 @@ def _wait_for_all(store: dist.TCPStore, world: int) -> None:
     store.wait([f"all/{world}"])
 
 
-def _train_world(
-    store: dist.TCPStore, plan: Plan, world: int, rank: int, losses: dict[int, float]
-) -> None:
-    from suites.repair_model import load, save
-
+def _train_world(store: dist.TCPStore, plan: Plan, world: int, rank: int) -> None:
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"groups/{world}", store),
@@ -237,10 +237,10 @@ def _train_world(
             save(plan, built, rank, step)
             dist.barrier()
         _before_step(store, plan, step)
-        loss = built.forward_backward(step, lambda step=step: plan.maybe_die(step, rank))
+        loss = built.forward_backward(step, partial(plan.maybe_die, step, rank))
         built.optimizer.step()
         built.optimizer.zero_grad()
-        losses[step] = loss
+        plan.keep(rank, step, loss)
         _after_step(store, plan, step, rank)
 
 

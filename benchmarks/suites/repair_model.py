@@ -65,10 +65,11 @@ class Plan(NamedTuple):
             note(self, "killed", step)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def keep(self, rank: int, losses: dict[int, float]) -> None:
-        """Keep the losses of a rank, by step, with all of their bits."""
-        found = {step: loss.hex() for step, loss in losses.items()}
-        Path(self.folder, f"losses-{rank}.json").write_text(json.dumps(found))
+    def keep(self, rank: int, step: int, loss: float) -> None:
+        """Keep the loss of a step that this rank has finished, with all of its bits."""
+        note(self, "finished", step)
+        with Path(self.folder, f"losses-{rank}").open("a") as file:
+            file.write(f"{step} {loss.hex()}\n")
 
     def _killed(self, step: int) -> Path:
         return Path(self.folder, f"killed-{step}")

@@ -8,6 +8,7 @@ _STARTED = time.monotonic_ns()
 
 import os  # noqa: E402 - after the clock
 import sys  # noqa: E402
+from functools import partial  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -34,17 +35,15 @@ def train(plan: Plan, rank: int) -> None:
     note(plan, "built")
     first = load(plan, built, rank)
     note(plan, "state")
-    losses = {}
     for step in range(first, plan.steps):
         if plan.is_next(step):  # as if there were a checkpoint of each step, at no cost
             dist.barrier()  # nobody has been killed in this step yet
             save(plan, built, rank, step)
             dist.barrier()
-        losses[step] = built.forward_backward(step, lambda step=step: plan.maybe_die(step, rank))
+        loss = built.forward_backward(step, partial(plan.maybe_die, step, rank))
         built.optimizer.step()
         built.optimizer.zero_grad()
-        note(plan, "finished", step)
-    plan.keep(rank, losses)
+        plan.keep(rank, step, loss)
 
 
 if __name__ == "__main__":
