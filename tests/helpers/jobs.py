@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import pickle
 import tempfile
 import traceback
@@ -112,7 +111,7 @@ def _work(program: Program, address: str, arguments: tuple[Any, ...], path: Path
             answer = program(address, *arguments)
         except SystemExit as error:
             answer = f"SystemExit: {error.code}"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the test compares it
             answer = f"{type(error).__name__}: {error}"
             stack.write(traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()

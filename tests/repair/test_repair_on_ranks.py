@@ -51,16 +51,17 @@ class _Fates:
         for rank, step, when, what in self._fates.get(job.world, []):
             if (rank, step, when) == (job.rank, job.step, moment):
                 if what == "waits":
-                    self._store().set("waits", "")
-                    self._store().wait(["goes on"])
+                    store = self._store()
+                    store.set("waits", "")
+                    while not store.check(["goes on"]):
+                        sleep(0.1)
                 _befall(what)
 
     def at_call(self, moment: str) -> None:
         """As `now`, in a function that the job calls: the first time that a rank calls it."""
         ranks = [rank for rank, _, when, _ in self._fates.get(0, []) if when == moment]
-        if dist.is_initialized() and dist.get_rank() in ranks:
-            if self._store().add(f"fate {moment}", 1) == 1:
-                _befall("killed")
+        if dist.get_rank() in ranks and self._store().add(f"fate {moment}", 1) == 1:
+            _befall("killed")
 
 
 def _befall(what: str) -> None:

@@ -40,6 +40,7 @@ from .flight_recorder import (
 )
 from .groups import (
     abort_all,
+    abort_world,
     can_be_reconfigured,
     canonical_backend,
     check_backend,
@@ -121,6 +122,7 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
+    "abort_world",
     "backend_in_words",
     "base_of",
     "can_be_reconfigured",

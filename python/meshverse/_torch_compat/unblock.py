@@ -43,15 +43,14 @@ def _numbers_of_python() -> set[int]:
             return {one.fileno() for one in _of_python}
 
 
-def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port: int) -> None:
+def unblock_collectives(keep: Collection[str], kept_port: int) -> None:
     """Have collectives of this process that wait for others raise an error. For other threads.
 
     NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
-    connection of its group is closed. So this closes the connections of this process to the hosts
-    of the job that Python does not own. 2.11-2.15.
+    connection of its group is closed. So this closes all connections of this process but those of
+    Python's own sockets and those named below: also those of other C++ libraries. 2.11-2.15.
 
     Args:
-        hosts: addresses of the hosts of the job.
         keep: sockets to keep, of `open_sockets`.
         kept_port: port of a store, the connections to which are kept.
     """
@@ -66,9 +65,7 @@ def unblock_collectives(hosts: Collection[str], keep: Collection[str], kept_port
             # The duplicate keeps the socket open, also if the other thread closes it meanwhile.
             if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            (own, own_port), (peer, peer_port) = one.getsockname()[:2], one.getpeername()[:2]
-            addresses = {peer.removeprefix("::ffff:"), own.removeprefix("::ffff:")}
-            if kept_port not in (own_port, peer_port) and addresses & {*hosts}:
+            if kept_port not in (one.getsockname()[1], one.getpeername()[1]):
                 one.shutdown(socket.SHUT_RDWR)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -62,6 +63,7 @@ class Heartbeat:
         self._signs = Signs(store, own, lost_after)
         self._watched: _Watched | None = None
         self.is_main_waiting = False  # whether the main thread waits for the next world
+        self.alarm_at: tuple[float, str] | None = None  # when to raise the alarm, and why
         self.must_end_at: tuple[float, str] | None = None  # when to end this process, and why
         self._n_beats = 0
         self.why_no_store = ""  # the store's error, once it cannot be reached
@@ -134,9 +136,16 @@ class Heartbeat:
                 _end_process(f"The job cannot go on: {status.over}")
         elif status.alarm:
             self._report(watched, status.alarm)
-        elif watched.process != self._own.number and (why := self._signs.why_lost(watched.process)):
+        elif why := self._why_alarm(watched):
             self._store.change_status(status, Status(status.world, why, ""))
             self._report(watched, why)
+
+    def _why_alarm(self, watched: _Watched) -> str:
+        limit = self.alarm_at
+        if limit is not None and time.monotonic() > limit[0]:
+            return limit[1]
+        is_alone = watched.process == self._own.number
+        return "" if is_alone else self._signs.why_lost(watched.process)
 
     def _report(self, watched: _Watched | None, reason: str) -> None:
         if watched is not None:
@@ -162,7 +171,9 @@ def end_left_out(world: int, current: int) -> None:
 
 
 def _end_process(why: str) -> None:
-    _log.critical("%s This process ends itself, with status 1.", why)
+    _log.critical("%s This process ends itself, with status 1. Its threads are here:", why)
+    with contextlib.suppress(Exception):  # standard error may not be a file
+        faulthandler.dump_traceback()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -203,7 +203,7 @@ class Job:
         built_within: float,
         seconds: dict[str, float],
     ) -> None:
-        self._built_within = built_within
+        self._built_within, self._slow_after = built_within, seconds["slow_after"]
         self.state: Any = None
         self.step = 0
         self.world = -1
@@ -214,7 +214,6 @@ class Job:
             self._jobs, sizes, rank, own_address(store), lost_after=lost_after, **seconds
         )
         self._decision: Decision | None = None
-        self._hosts: set[str] = set()
         self._alarm = threading.Event()
         self._why = ""  # the reason of the alarm
         self._lock = threading.Lock()  # held while a world is left, or its collectives are ended
@@ -222,13 +221,13 @@ class Job:
         self._last: tuple[Decision, State] | None = None  # a state of another number of ranks
         self._has_state = self._is_torn = False
         self._pending: tuple[Callable[[], object], ...] | None = None
-        self._is_over = self._is_closed = False
+        self._is_closed = False
         connection: Any = store.clone()
         self._heartbeat = Heartbeat(
             JobStore(connection, name),
             self._membership.own,
             lost_after,
-            seconds["slow_after"],
+            self._slow_after,
             self._end_collectives,
         )
 
@@ -264,10 +263,6 @@ class Job:
         except BaseException:
             self.leave()
             raise
-        if self._is_over:  # this spare was not needed
-            self._is_closed = True
-            self._heartbeat.stop()
-            raise SystemExit(0)
 
     def repair(self) -> None:
         """Go on without the ranks that are lost. Call it in the handler of `LOST`.
@@ -285,6 +280,7 @@ class Job:
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
             JobFailedError: too few processes are left, or the store cannot be reached.
+        SystemExit: the job went on with fewer ranks and has finished, without this process.
         """
         self._check_open()
         error = sys.exc_info()[1]
@@ -329,8 +325,7 @@ class Job:
         """Drop everything that belongs to this process as a rank, and wait to be one again."""
         _log.warning("This process is a spare now: the next world of the job has fewer ranks.")
         self._heartbeat.unfollow()
-        if dist.is_initialized():
-            compat.abort_all()
+        compat.abort_world()
         self._decision, self.world, self._pending = None, -1, None
         self._state = self.state = self._last = None
         self._has_state = self._is_torn = False
@@ -339,15 +334,17 @@ class Job:
         """End with a job that is over: raise an error unless it is complete, here too."""
         if over.step < 0:
             raise JobFailedError(f"The job cannot go on: {over}")
-        if self._has_state:
-            if over.step == self.step + 1 and self._pending is not None:
-                self._finish_commit()
-            if self.step != over.step:
-                raise JobFailedError(
-                    f"Another rank has closed the job at step {over.step}, and this one is at step "
-                    f"{self.step}."
-                )
-        self._is_over = True
+        if not self._has_state:  # this spare was not needed
+            self._is_closed = True
+            self._heartbeat.stop()
+            raise SystemExit(0)
+        if over.step == self.step + 1 and self._pending is not None:
+            self._finish_commit()
+        if self.step != over.step:
+            raise JobFailedError(
+                f"Another rank has closed the job at step {over.step}, and this one is at step "
+                f"{self.step}."
+            )
 
     def _enter(self, decision: Decision) -> None:
         """Leave the last world, if there is one, and enter another, with the state of the job."""
@@ -356,14 +353,17 @@ class Job:
             self._alarm.clear()
             self._heartbeat.is_main_waiting = False
             self._decision, self.world = decision, decision.world
-            self._hosts = {*decision.hosts, "127.0.0.1", "::1"}
             self._heartbeat.follow(decision)
-        if dist.is_initialized():
-            compat.abort_all()
-        store = self._store_of_world(decision)
-        dist.init_process_group(
-            store=store, rank=self.rank, world_size=self.size, **self._of_user.init
-        )
+        compat.abort_world()
+        late = f"rank {self.rank} could not connect to the others within {self._slow_after:g} s"
+        self._heartbeat.alarm_at = time.monotonic() + self._slow_after, late
+        try:
+            store = self._store_of_world(decision)
+            dist.init_process_group(
+                store=store, rank=self.rank, world_size=self.size, **self._of_user.init
+            )
+        finally:
+            self._heartbeat.alarm_at = None
         connected = time.monotonic()
         if decision.is_resized and self._state is not None:
             self._last = (before, self._state) if before and self._has_state else None
@@ -435,7 +435,7 @@ class Job:
             self._alarm.set()
             if self._heartbeat.is_main_waiting:
                 return
-            compat.unblock_collectives(self._hosts, self._kept_sockets, self._store.port)
+            compat.unblock_collectives(self._kept_sockets, self._store.port)
 
     def _check(self) -> None:
         """Raise RankLostError if an alarm was raised in the current world."""

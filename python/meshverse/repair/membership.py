@@ -84,7 +84,6 @@ class Decision:
         is_resized: whether ranks have other numbers, or there are more or fewer, than before.
         reason: why the world before ended.
         lost: numbers of the processes that were ranks before and are not any more.
-        hosts: addresses of the hosts of the ranks.
     """
 
     world: int
@@ -95,7 +94,6 @@ class Decision:
     is_resized: bool = False
     reason: str = ""
     lost: list[int] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
 
 
 class Status(NamedTuple):
@@ -462,9 +460,7 @@ class _Election:
         lost = [number for number in before if number not in ranks]
         is_resized = self._before is not None and len(ranks) != len(before)
         is_built = not is_resized and any(one.is_built for one in states)
-        known = [self._store.process(number) for number in ranks]
-        hosts = sorted({one.address for one in known if one is not None})
-        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost, hosts)
+        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost)
 
     def _why_over(self, signed: Mapping[int, Signature]) -> str:
         why = "; ".join(self._why_lost.values()) or self._status.alarm

@@ -31,7 +31,8 @@ def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bo
         Whether the state was copied. It was not if nobody holds some shard any more, or if ranks
         held different parameters, as the stages of a pipeline do.
     """
-    sources = None if old is None else _sources(old, new_rank)
+    with torch.no_grad():
+        sources = None if old is None else _sources(old, new_rank)
     names = None if old is None else sorted(old.tensors())
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (old is not None, sources is not None, names))
@@ -60,14 +61,15 @@ def _sources(old: State, new_rank: Mapping[int, int]) -> dict[str, DTensor] | No
     for name, tensor in old.tensors().items():
         place = tensor.device_mesh, tensor.placements
         if place not in meshes:
-            meshes[place] = _complete_slice(*place, new_rank)
+            ranks = old.ranks[id(tensor.device_mesh)]
+            meshes[place] = _complete_slice(ranks, tensor.placements, new_rank)
         if meshes[place] is None:
             return None
         mesh = meshes[place]
         if mesh.get_coordinate() is not None:
             kept = [one for one in tensor.placements if not isinstance(one, Replicate)]
             sources[name] = DTensor.from_local(
-                tensor.detach().to_local(),
+                tensor.to_local(),
                 mesh,
                 kept or [Replicate()],
                 run_check=False,
@@ -78,13 +80,17 @@ def _sources(old: State, new_rank: Mapping[int, int]) -> dict[str, DTensor] | No
 
 
 def _complete_slice(
-    mesh: Any, placements: Sequence[Any], new_rank: Mapping[int, int]
+    ranks: torch.Tensor, placements: Sequence[Any], new_rank: Mapping[int, int]
 ) -> DeviceMesh | None:
     """Return a mesh of ranks that together hold a DTensor and are all there; None if there is none.
 
     It has the axes along which the tensor is not replicated, and the ranks' numbers of now.
+
+    Args:
+        ranks: old ranks of the DTensor's mesh.
+        placements: its placements.
+        new_rank: as for `move_state`.
     """
-    ranks = mesh.mesh
     choices = [
         range(size) if isinstance(placement, Replicate) else (slice(None),)
         for size, placement in zip(ranks.shape, placements, strict=True)

@@ -50,6 +50,19 @@ class State:
                     f"build() returned an object of {type(one).__qualname__}: it must return "
                     "modules, optimizers, and objects with state_dict() and load_state_dict()."
                 )
+        for key, parameter in self._parameters():
+            if parameter.is_meta:
+                name = key.rpartition(" ")[2]
+                raise ValueError(
+                    f"build() returned parameter {name!r} on the meta device, where it cannot get "
+                    "values. Call model.to_empty(device=...) in build()."
+                )
+        # All ranks of each mesh: a mesh cannot tell any more when its world has ended.
+        self.ranks = {
+            id(one.device_mesh): one.device_mesh.mesh
+            for _, one in self._parameters()
+            if isinstance(one, DTensor)
+        }
         self._buffers: list[_Buffer] = []
         self._random: list[torch.Tensor] = []
 
