@@ -91,7 +91,7 @@ def _fill(jobs: JobStore, size: int) -> Decision:
         host = hosts[number // _PER_HOST]
         jobs.write(f"beat/{number}", "1")
         jobs.write(f"process/{number}", json.dumps(Process(number, 1, host, host, None)))
-    decision = Decision(0, list(range(size)), step=0, hosts=hosts)
+    decision = Decision(0, list(range(size)), step=0)
     jobs.write("world/0", json.dumps(vars(decision)))
     jobs.write("status", json.dumps(Status(0, "", "")))
     return decision
