@@ -1,4 +1,4 @@
-"""What a job needs to go on when it has lost a rank: seconds on real processes, and store load.
+"""Recovery of a job that has lost a rank: seconds on real processes, and load of the store.
 
 Three ways are compared. In each, a rank of 8 kills itself in the middle of a step. What counts is
 the time from there until every rank has finished this step. Stock torch restarts all processes, by

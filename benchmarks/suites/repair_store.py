@@ -1,4 +1,4 @@
-"""What heartbeats and a repair ask of the store of a job, and how much a store can answer.
+"""Costs: what heartbeats and a repair ask of the store of a job, and how much a store can answer.
 
 A few processes of a large job are played by the code that real ones run. What the others would have
 written is in the store before. One process's operations are then taken times all ranks.
