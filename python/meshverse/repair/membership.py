@@ -425,7 +425,8 @@ class _Election:
         elif spares:
             # Spares of other hosts show within two beats that they are alive; see `is_alive`.
             spares = [number for number in spares if self._by.signs.is_alive(number)]
-            if len(staying) + len(spares) < min(wanted, n_there) and waited < 3 * BEAT_SECONDS:
+            longest = 3 * beat_seconds(sizes[-1])
+            if len(staying) + len(spares) < min(wanted, n_there) and waited < longest:
                 return None
             n_there = len(staying) + len(spares)
         size = max((size for size in sizes if size <= n_there), default=0)
@@ -483,7 +484,7 @@ class _Election:
                 self._store.remove(f"process/{number}")
 
 
-BEAT_SECONDS = 0.5  # between two signs of life of a process; longer in jobs of thousands
+BEAT_SECONDS = 0.25  # between two signs of life of a process; longer in jobs of thousands
 
 
 def beat_seconds(n_ranks: int) -> float:
