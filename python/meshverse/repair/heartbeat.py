@@ -67,7 +67,8 @@ class Heartbeat:
         self.must_end_at: tuple[float, str] | None = None  # when to end this process, and why
         self._n_beats = 0
         self.why_no_store = ""  # the store's error, once it cannot be reached
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._wakes = threading.Event()  # ends the pause between two beats
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="meshverse-heartbeat", daemon=True)
         self._thread.start()
@@ -79,6 +80,11 @@ class Heartbeat:
         ranks = decision.processes
         place = ranks.index(self._own.number)
         self._watched = _Watched(decision.world, ranks[(place + 1) % len(ranks)], len(ranks))
+
+    def wake(self) -> None:
+        """Look now, as a collective has failed, and not after a pause. Not in large jobs."""
+        if self._watched is not None and beat_seconds(self._watched.n_ranks) == beat_seconds(1):
+            self._wakes.set()
 
     def unfollow(self) -> None:
         """Watch all ranks in turn from now on, as a spare does."""
@@ -93,7 +99,8 @@ class Heartbeat:
         atexit.unregister(self.stop)
         if os.getpid() != self._process_id:  # a fork has no such thread
             return
-        self._is_over.set()
+        self._is_over = True
+        self._wakes.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LONGEST_STOP_SECONDS)
         if has_left and not self.why_no_store:
@@ -102,7 +109,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         watched = self._watched
-        while not self._is_over.wait(beat_seconds(watched.n_ranks if watched else 1)):
+        while True:
+            self._wakes.wait(beat_seconds(watched.n_ranks if watched else 1))
+            self._wakes.clear()
+            if self._is_over:
+                return
             watched = self._watched
             try:
                 self._beat(watched)

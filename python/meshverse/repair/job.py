@@ -460,6 +460,7 @@ class Job:
 
     def _check_is_loss(self, error: BaseException | None) -> None:
         """Raise an error again, unless an alarm is raised within the time that this may take."""
+        self._heartbeat.wake()
         deadline = time.monotonic() + self._lost_after + 4 * beat_seconds(self.size)
         while not self._is_alarmed() and time.monotonic() < deadline:
             self._alarm.wait(pause_seconds(self.size))
@@ -469,6 +470,8 @@ class Job:
                 raise error
             raise RuntimeError("repair() was called, and no rank of the job is lost.")
         self._check_store()
+        if not self._alarm.is_set():  # end this rank's collectives, so that others notice too
+            self._end_collectives(self.world, "a rank was lost")
 
     # --- the state -------------------------------------------------------------------------------
 

@@ -407,8 +407,8 @@ class _Election:
                 if not why:
                     return None
                 self._why_lost[number] = why
-        staying = [number for number in before if number in signed]
-        spares = [number for number in signed if number not in before]
+        staying, were_there = [number for number in before if number in signed], {*before}
+        spares = [number for number in signed if number not in were_there]
         sizes, wanted, limit = self._by._sizes, len(before), self._by._replaced_within
         if self._before is None:
             wanted, limit = sizes[-1], self._by._started_within
@@ -453,13 +453,14 @@ class _Election:
 
     def _decision(self, world: int, ranks: list[int], signed: Mapping[int, Signature]) -> Decision:
         before = [] if self._before is None else self._before.processes
-        states = [signed[number] for number in ranks if number in before]
+        were_there, are_there = {*before}, {*ranks}
+        states = [signed[number] for number in ranks if number in were_there]
         step = max((one.step for one in states), default=-1)
         if any(one.is_torn for one in states):
             step = -1
         new = [rank for rank, number in enumerate(ranks) if signed[number].step < 0]
         reason = "; ".join(self._why_lost.values()) or self._status.alarm
-        lost = [number for number in before if number not in ranks]
+        lost = [number for number in before if number not in are_there]
         is_resized = self._before is not None and len(ranks) != len(before)
         is_built = not is_resized and any(one.is_built for one in states)
         return Decision(world, ranks, new, step, is_built, is_resized, reason, lost)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from meshverse._torch_compat.fsdp2 import undo_step
 
+_ALL = "all"  # in place of the keys of all parts
+
 
 class _Buffer(NamedTuple):
     """A copy of a buffer, and how often the buffer itself had been written to."""
@@ -139,7 +141,12 @@ class State:
             if not ranks:
                 return None
             wanted.setdefault(ranks[own % len(ranks)], []).append(key)
+        if len(wanted) == 1:  # all ranks get this message, so it should be short
+            return {source: [_ALL] for source in wanted}
         return wanted
+
+    def _expanded(self, keys: Sequence[str]) -> Sequence[str]:
+        return [*(key for key, _ in self._parameters()), ""] if keys == [_ALL] else keys
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, module in enumerate(self._modules):
@@ -154,6 +161,7 @@ class State:
 
     def send(self, keys: Sequence[str], rank: int) -> None:
         """Send parts of the state to another rank, which calls `receive`."""
+        keys = self._expanded(keys)
         tensors: list[torch.Tensor] = []
         dist.send_object_list([_split(self._parts(keys), tensors)], rank)
         for tensor in tensors:
@@ -161,6 +169,7 @@ class State:
 
     def receive(self, keys: Sequence[str], rank: int) -> None:
         """Receive parts of the state from another rank, which calls `send`."""
+        keys = self._expanded(keys)
         found: list[Any] = [None]
         dist.recv_object_list(found, rank)
         parts = _joined(found[0], rank)
