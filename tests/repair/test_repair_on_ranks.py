@@ -272,7 +272,6 @@ _MOMENTS = ["connect", "build", "load", "begin", "forward", "backward", "commit"
         [("commit", "killed")],
         [
             ("build", "killed"),
-            ("backward", "killed"),
             ("forward", "stopped"),
             ("forward", "a ghost"),
             ("connect again", "killed"),
@@ -301,7 +300,7 @@ def test_a_job_that_loses_a_rank_equals_one_that_does_not(
     [
         pytest.param([2, 3], id="a whole replica"),
         pytest.param([0, 2], id="all copies of a shard", marks=pytest.mark.long),
-        pytest.param([0, 1, 2, 3], id="all ranks", marks=pytest.mark.long),
+        pytest.param([0, 1, 2, 3], id="all ranks", marks=pytest.mark.sweep),
     ],
 )
 def test_several_ranks_at_once(
