@@ -36,6 +36,10 @@ _PADDING = 3  # in the first rank's part of the vocabulary
 # are gone through forward and backward.
 _TERMS, _STEPS_OF_SUMS = _TOKENS[0] * _TOKENS[1], 4 * 12 * 2
 BOUND = rounding(torch.float32, terms=_TERMS, steps=_STEPS_OF_SUMS)  # about 1e-3
+
+# From transformers 5.24 on, its own plan splits its embedding only; before, it had none.
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+GPT_OSS_SPLITS_NO_LAYERS = _VERSION >= (5, 24)
 _PRECISE_BOUND = rounding(torch.float64, terms=_TERMS, steps=_STEPS_OF_SUMS)  # about 2e-12
 
 # By the names that config classes give to sizes; those that a class does not have are not set.

@@ -113,6 +113,9 @@ def compared(crew: Crew) -> Callable[[str], Compared]:
 
 def check(family: str, ranks: Compared) -> None:
     for outcome in (each for pair in ranks for each in pair):
+        if family == "gpt_oss" and hf_families.GPT_OSS_SPLITS_NO_LAYERS and outcome.refusal:
+            assert "splits none of its 2 layers" in outcome.refusal  # with tensor parallelism
+            continue
         if _IS_OLD and family not in _NOT_OLD:
             assert outcome.refusal
         else:
