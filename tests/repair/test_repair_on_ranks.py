@@ -387,6 +387,25 @@ def test_too_few_are_left(jobs: Jobs) -> None:
         assert "has died" in error
 
 
+def _without_load(address: str) -> None:
+    """Both ranks are killed after a step; the spares have no checkpoint."""
+    with repair.join(
+        address, ranks=2, build=lambda: _build(2), lost_after=_LOST_AFTER, backend="gloo"
+    ) as job:
+        model, optimizer = job.state
+        _loss(model, job.step).backward()
+        job.commit(optimizer.step)
+        _befall("killed")
+
+
+@pytest.mark.long
+def test_a_job_without_checkpoints_does_not_begin_again(jobs: Jobs) -> None:
+    jobs.start(_without_load, 4)
+    answers = sorted(map(str, jobs.wait()))
+    assert answers[:2] == [str(-signal.SIGKILL)] * 2
+    assert all("nobody holds all shards of ranks [0, 1]" in answer for answer in answers[2:])
+
+
 def _with_a_bug(address: str) -> None:
     def build() -> list[nn.Module]:
         return [nn.Linear(2, 2)]

@@ -32,7 +32,7 @@ def _undo_state(state: Any) -> None:
     context.is_last_backward = True
     context.post_optim_event = None
     _undo_communication(state._comm_ctx)
-    groups = getattr(state, "_fsdp_param_groups", None)  # before 2.12, at most one
+    groups = getattr(state, "_fsdp_param_groups", None)  # older: at most one
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     for group in groups:

@@ -215,6 +215,7 @@ class Job:
             self._jobs, sizes, rank, own_address(store), lost_after=lost_after, **seconds
         )
         self._decision: Decision | None = None
+        self._rank = -1
         self._alarm = threading.Event()
         self._why = ""  # the reason of the alarm
         self._lock = threading.Lock()  # held while a world is left, or its collectives are ended
@@ -237,8 +238,7 @@ class Job:
     @property
     def rank(self) -> int:
         """Rank of this process in the current world."""
-        assert self._decision is not None
-        return self._decision.processes.index(self._number)
+        return self._rank
 
     @property
     def size(self) -> int:
@@ -356,6 +356,7 @@ class Job:
             self._alarm.clear()
             self._heartbeat.is_main_waiting = False
             self._decision, self.world = decision, decision.world
+            self._rank = decision.processes.index(self._number)
             self._heartbeat.follow(decision)
         compat.abort_world()
         late = f"rank {self.rank} could not connect to the others within {self._slow_after:g} s"
@@ -490,6 +491,8 @@ class Job:
             self._load(decision)
         self._has_state, self._is_torn, self._last = True, False, None
         state.note()
+        if self.rank == 0:
+            self._jobs.write("begun", "yes")
         self._check()
 
     def _is_copied(self, state: State, decision: Decision) -> bool:
@@ -527,7 +530,7 @@ class Job:
 
     def _load(self, decision: Decision) -> None:
         load = self._of_user.load
-        if load is None and decision.step >= 0:
+        if load is None and self._jobs.read("begun"):  # all ranks read it before rank 0 goes on
             raise JobFailedError(
                 f"The job cannot go on: nobody holds all shards of ranks "
                 f"[{rank_list(decision.new_ranks)}] any more, and join() was not given load=, "

@@ -81,7 +81,7 @@ class Decision:
         step: number of steps that the state of the other ranks includes, once a rank that was
             waiting in `commit` has finished it; -1 if the state must be loaded.
         is_built: whether some rank has built the meshes and models that this world uses.
-        is_resized: whether ranks have other numbers, or there are more or fewer, than before.
+        is_resized: whether there are more or fewer ranks than before.
         reason: why the world before ended.
         lost: numbers of the processes that were ranks before and are not any more.
     """
