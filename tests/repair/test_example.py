@@ -106,11 +106,11 @@ def test_torchrun_restarts_the_workers_of_one_node_only(jobs: Jobs, tmp_path: Pa
         time.sleep(0.02)
     assert [_worker(logs[0], rank) for rank in range(2)] == before
     ends = _ended(agents)
-    errors = [printed_by(rank, folder, "stderr") for folder in logs for rank in range(2)]
+    errors = {str(log): log.read_text() for log in tmp_path.glob("logs/*/*/*/*/stderr.log")}
     assert [status for status, _, _ in ends] == [0, 0], (ends, errors)
     assert _losses(printed()) == expected
     attempts = [sorted(one.name for one in folder.glob("*/attempt_*")) for folder in logs]
-    assert attempts == [["attempt_0"], ["attempt_0", "attempt_1"]]
+    assert attempts == [["attempt_0"], ["attempt_0", "attempt_1"]], (ends, errors)
 
 
 def _worker(logs: Path, rank: int) -> int:

@@ -35,6 +35,11 @@ _LLAMA_STEPS = 24
 Fate = tuple[int, int, str, str]  # rank, step, moment, what
 
 
+def _parts(address: str) -> tuple[str, int]:
+    host, port = address.split(":")
+    return host, int(port)
+
+
 class _Fates:
     """Fates of this process, by the world and the moment in a step.
 
@@ -47,8 +52,7 @@ class _Fates:
         self._fates, self._address, self._n_worlds = fates, address, 0
 
     def _store(self) -> dist.TCPStore:
-        host, port = self._address.split(":")
-        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        return dist.TCPStore(*_parts(self._address), is_master=False, wait_for_workers=False)
 
     def now(self, job: repair.Job, moment: str) -> None:
         for rank, step, when, what in self._fates.get(job.world, []):
@@ -340,12 +344,10 @@ def test_a_larger_world_goes_on_with_the_state_of_the_smaller_one(
     fates: dict[int, list[Fate]] = {0: [(1, 5, "forward", "waits"), (1, 5, "forward", "killed")]}
     options = {"started_within": 4}
     jobs.start(_train, 3, [2, 4], fates, "eager", "", options)
-    host, port = jobs.address.split(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    store.wait(["waits"])
+    jobs.store.wait(["waits"])
     jobs.start(_train, 2, [2, 4], {}, "eager", "", options)
     sleep(3)
-    store.set("goes on", "")
+    jobs.store.set("goes on", "")
     others = _check_all(jobs.wait(), 4, undisturbed)
     assert others == [-signal.SIGKILL]
 
@@ -404,6 +406,52 @@ def test_a_job_without_checkpoints_does_not_begin_again(jobs: Jobs) -> None:
     answers = sorted(map(str, jobs.wait()))
     assert answers[:2] == [str(-signal.SIGKILL)] * 2
     assert all("nobody holds all shards of ranks [0, 1]" in answer for answer in answers[2:])
+
+
+def _killed_at_the_end(address: str) -> str:
+    """Rank 1 is killed while rank 0 waits for it in `close()`."""
+    with repair.join(
+        address, ranks=2, build=lambda: _build(2), lost_after=1, backend="gloo"
+    ) as job:
+        job.commit(job.state[1].step)
+        if job.rank == 1:
+            sleep(0.5)
+            _befall("killed")
+    return "closed"
+
+
+def test_a_job_that_is_complete_stays_complete(jobs: Jobs) -> None:
+    """torchrun starts a killed worker again, which then finds that it is not needed."""
+    jobs.start(_killed_at_the_end, 2)
+    assert sorted(map(str, jobs.wait())) == [str(-signal.SIGKILL), "closed"]
+    jobs.start(_killed_at_the_end, 1)
+    assert jobs.wait(60)[-1] == "SystemExit: 0"
+
+
+def _suspended(address: str) -> int:
+    with repair.join(
+        address, ranks=2, build=lambda: _build(2), lost_after=1, backend="gloo"
+    ) as job:
+        store = dist.TCPStore(*_parts(address), is_master=False, wait_for_workers=False)
+        store.add("waiting", 1)
+        store.wait(["goes on"])
+        job.commit(job.state[1].step)
+    return job.world
+
+
+@pytest.mark.long
+def test_processes_that_were_suspended_together_do_not_lose_each_other(jobs: Jobs) -> None:
+    """As on a host, or a virtual machine, that stands still for longer than `lost_after`."""
+    jobs.start(_suspended, 2)
+    while jobs.store.add("waiting", 0) < 2:
+        sleep(0.05)
+    for _ in range(5):
+        for what in (signal.SIGSTOP, signal.SIGCONT):
+            for process in jobs.processes:
+                os.kill(process.pid, what)
+            sleep(1.5 if what == signal.SIGSTOP else 0.6)
+    jobs.store.set("goes on", "")
+    assert jobs.wait() == [0, 0]
 
 
 def _with_a_bug(address: str) -> None:
@@ -471,8 +519,7 @@ def test_a_transformer_that_loses_three_ranks_equals_one_that_loses_none(kind: s
 def _often(address: str, n_repairs: int) -> list[dict[str, int]]:
     """Rank 3 is killed in each world; what rank 0 has of the system, by world."""
     held: list[dict[str, int]] = []
-    host, port = address.split(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(*_parts(address), is_master=False, wait_for_workers=False)
     with repair.join(
         address, ranks=4, build=lambda: _build(4), lost_after=_LOST_AFTER, backend="gloo"
     ) as job:

@@ -148,7 +148,8 @@ class Heartbeat:
         elif status.alarm:
             self._report(watched, status.alarm)
         elif why := self._why_alarm(watched):
-            self._store.change_status(status, Status(status.world, why, ""))
+            # A job that is complete stays so. Its alarm ends what waits in the last barrier.
+            self._store.change_status(status, status._replace(alarm=why))
             self._report(watched, why)
 
     def _why_alarm(self, watched: _Watched) -> str:

@@ -462,9 +462,11 @@ class Job:
     def _check_is_loss(self, error: BaseException | None) -> None:
         """Raise an error again, unless an alarm is raised within the time that this may take."""
         self._heartbeat.wake()
-        deadline = time.monotonic() + self._lost_after + 4 * beat_seconds(self.size)
-        while not self._is_alarmed() and time.monotonic() < deadline:
-            self._alarm.wait(pause_seconds(self.size))
+        waited, longest = 0.0, self._lost_after + 4 * beat_seconds(self.size)
+        while not self._is_alarmed() and waited < longest:
+            pause = pause_seconds(self.size)
+            self._alarm.wait(pause)
+            waited += pause  # not by the clock: this host may have been suspended
         if not self._is_alarmed():
             if error is not None:
                 _log.error("No rank of the job is lost: the error is the program's own.")
@@ -592,6 +594,7 @@ class Job:
         if self._is_closed:
             return
         self._is_closed = True
+        self._heartbeat.is_main_waiting = True  # no collective is left that an alarm has to end
         self._membership.finish(self.world, self.step, self.size)
         self._heartbeat.stop()
         if dist.is_initialized():

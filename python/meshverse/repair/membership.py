@@ -179,6 +179,9 @@ class JobStore:
 class Signs:
     """Signs of life of other processes, as this thread of this process sees them.
 
+    Silence is measured on a clock that stands still while this thread does, such as on a host that
+    was suspended: others that were suspended with it then have time to give a sign.
+
     Args:
         store: store of the job.
         own: this process.
@@ -189,9 +192,11 @@ class Signs:
         self._store, self._own, self.lost_after = store, own, lost_after
         self._processes: dict[int, Process] = {}
         self._beats: dict[int, tuple[str, float, bool]] = {}  # beat, since when, whether it changed
+        self._seconds, self._last_look = 0.0, time.monotonic()
 
     def why_lost(self, number: int) -> str:
         """Return why a process is lost; "" if it may be alive."""
+        self._advance()
         process = self._process(number)
         if process is None:
             return f"process {number} has left"
@@ -201,10 +206,9 @@ class Signs:
         if not beat:
             return f"{process} has left"
         last, since, _ = self._beats.get(number, ("", 0.0, False))
-        now = time.monotonic()
         if beat != last:
-            self._beats[number] = (beat, now, bool(last))
-        elif now - since > self.lost_after:
+            self._beats[number] = (beat, self._seconds, bool(last))
+        elif self._seconds - since > self.lost_after:
             return f"{process} gave no sign of life for {self.lost_after:g} s"
         return ""
 
@@ -214,6 +218,11 @@ class Signs:
         if process is None or self.why_lost(number):
             return False
         return self._beats[number][2] or (process.host == self._own.host and _runs(process.pid))
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        self._seconds += min(now - self._last_look, self.lost_after / 2)
+        self._last_look = now
 
     def _process(self, number: int) -> Process | None:
         known = self._processes.get(number) or self._store.process(number)
@@ -229,8 +238,10 @@ def _state_of(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "X" if os.path.isdir("/proc/self") else ""
-    except OSError:
+    except ProcessLookupError:
         return "X"  # it has ended meanwhile
+    except OSError:
+        return ""  # this process has too many open files, for example
 
 
 def _is_dead(pid: int) -> bool:
