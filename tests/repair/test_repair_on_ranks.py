@@ -69,14 +69,38 @@ class _Fates:
         self._n_worlds += 1
         moment = "connect" if self._n_worlds == 1 else "connect again"
         self.at_call(moment, given["rank"])
+        if self.is_next("connecting", given["rank"]):
+            given["store"] = _KillsItsReader(given["store"])
         initialize(**given)
 
     def at_call(self, moment: str, own_rank: int | None = None) -> None:
         """As `now`, in a function that the job calls: the first time that a rank calls it."""
-        ranks = [rank for rank, _, when, _ in self._fates.get(0, []) if when == moment]
-        own_rank = dist.get_rank() if own_rank is None else own_rank
-        if own_rank in ranks and self._store().add(f"fate {moment}", 1) == 1:
+        if self.is_next(moment, dist.get_rank() if own_rank is None else own_rank):
             _befall("killed")
+
+    def is_next(self, moment: str, own_rank: int) -> bool:
+        """Whether this call of a rank meets a fate: the first one, or as many as are given."""
+        ranks = [rank for rank, _, when, _ in self._fates.get(0, []) if when == moment]
+        return own_rank in ranks and self._store().add(f"fate {moment}", 1) <= len(ranks)
+
+
+class _KillsItsReader(dist.Store):
+    """A store that kills this process as soon as it reads where the other ranks listen."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._store.get(key)
+        _befall("killed")
+        return b""
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self.get(keys[0])
 
 
 def _befall(what: str) -> None:
@@ -275,7 +299,7 @@ _MOMENTS = ["connect", "build", "load", "begin", "forward", "backward", "commit"
         ],
         [("commit", "killed")],
         [
-            ("build", "killed"),
+            ("load", "killed"),
             ("forward", "stopped"),
             ("forward", "a ghost"),
             ("connect again", "killed"),
@@ -286,7 +310,8 @@ def test_a_job_that_loses_a_rank_equals_one_that_does_not(
     jobs: Jobs, undisturbed: dict[int, str], moment: str, what: str
 ) -> None:
     step = 0 if moment in ("connect", "build", "load") else 3
-    fates: dict[int, list[Fate]] = {0: [(2, step, moment, what)]}
+    # Rank 3 gets its initial weights from rank 2.
+    fates: dict[int, list[Fate]] = {0: [(3 if step == 0 else 2, step, moment, what)]}
     is_second = moment in ("repair", "connect again")  # another rank is lost first
     if is_second:
         fates[0].append((1, step, "forward", "killed"))
@@ -297,6 +322,15 @@ def test_a_job_that_loses_a_rank_equals_one_that_does_not(
     n_lost = 0 if what == "slow" else 1 + is_second
     assert others.count(expected.get(what)) == n_lost
     assert others.count("SystemExit: 0") == len(others) - n_lost  # spares that were not needed
+
+
+@pytest.mark.long
+def test_a_rank_is_killed_while_the_others_wait_for_its_connection(
+    jobs: Jobs, undisturbed: dict[int, str]
+) -> None:
+    """Several times: each time, some of the others may connect to it rather than wait."""
+    jobs.start(_train, 7, 4, {0: [(3, 0, "connecting", "killed")] * 3})
+    assert _check(jobs.wait(), 4, undisturbed) == [-signal.SIGKILL] * 3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from .private_names import c10d
 
@@ -43,16 +44,22 @@ def _numbers_of_python() -> set[int]:
             return {one.fileno() for one in _of_python}
 
 
-def unblock_collectives(keep: Collection[str], kept_port: int) -> None:
+def unblock_collectives(
+    keep: Collection[str], kept_port: int, served_port: int, n_ranks: int
+) -> None:
     """Have collectives of this process that wait for others raise an error. For other threads.
 
     NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
     connection of its group is closed. So this closes all connections of this process but those of
-    Python's own sockets and those named below: also those of other C++ libraries. 2.13.
+    Python's own sockets and those named below: also those of other C++ libraries. A group that is
+    being created may wait for a connection that the lost rank has not made: this makes and closes
+    one in its place. 2.13.
 
     Args:
         keep: sockets to keep, of `open_sockets`.
         kept_port: port of a store, the connections to which are kept.
+        served_port: port of a store that this process serves; -1 for none.
+        n_ranks: number of ranks of the default group.
     """
     for group in list(c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # its backend has no `abort`
@@ -65,8 +72,21 @@ def unblock_collectives(keep: Collection[str], kept_port: int) -> None:
             # The duplicate keeps the socket open, also if the other thread closes it meanwhile.
             if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            if kept_port not in (one.getsockname()[1], one.getpeername()[1]):
+            address = one.getsockname()
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if address[1] not in (kept_port, served_port):
+                    _connect_in_place_of_others(address, n_ranks)
+            elif kept_port not in (address[1], one.getpeername()[1]):
                 one.shutdown(socket.SHUT_RDWR)
+
+
+def _connect_in_place_of_others(address: tuple[Any, ...], n_ranks: int) -> None:
+    # gloo has one listening socket for each group. Of two ranks, one connects to the other, and
+    # sends the number of this connection among those of the group: 8 bytes, from 0. What it sends
+    # twice for one number is ignored.
+    for number in range(n_ranks):
+        with socket.create_connection(address[:2], timeout=1) as connection:
+            connection.sendall(number.to_bytes(8, sys.byteorder))
 
 
 def _sockets() -> Iterator[tuple[int, str]]:

@@ -97,9 +97,9 @@ def join(
             ranks has changed. A spare calls it alone: there, collectives of its meshes do nothing,
             as the tensors are replaced afterwards, and those of the default group are not allowed.
         load: function that loads the last checkpoint into these objects, which are its arguments,
-            and returns the number of steps that it includes. All ranks call it together, at first
-            and whenever a part of the state is lost. If there is no checkpoint yet, it must give
-            these objects their initial values, and return 0. By default the job begins with what
+            and returns the number of steps that it includes; 0 if there is no checkpoint yet. All
+            ranks call it together, at first and whenever a part of the state is lost. If it returns
+            0 then, all ranks build again, and call it again. By default the job begins with what
             `build` returned, and cannot go on if a part is lost.
         copies: function that returns the ranks that have the same plain tensors and values as this
             one: buffers, hyperparameters, schedulers. By default they are those that hold the same
@@ -209,6 +209,7 @@ class Job:
         self.step = 0
         self.world = -1
         self._kept_sockets = compat.open_sockets()
+        self._served_port = -1  # of the world's store, if it is in this process
         self._store, self._of_user, self._lost_after = store, of_user, lost_after
         self._jobs = JobStore(store, name)
         self._membership = Membership(
@@ -306,7 +307,6 @@ class Job:
         signature = Signature(
             self._number,
             self.step if self._has_state else -1,
-            is_built=self._state is not None,
             is_torn=self._is_torn,
         )
         self._heartbeat.is_main_waiting = True
@@ -369,10 +369,10 @@ class Job:
         finally:
             self._heartbeat.alarm_at = None
         connected = time.monotonic()
-        if decision.is_resized and self._state is not None:
+        if self._state is not None and not decision.is_revived:
             self._last = (before, self._state) if before and self._has_state else None
             self._state, self._has_state = None, False
-        self._build(decision)
+        self._build_or_revive(decision)
         built = time.monotonic()
         self._restore(decision)
         if self.rank == 0:
@@ -388,9 +388,11 @@ class Job:
     def _store_of_world(self, decision: Decision) -> dist.TCPStore:
         """Return the store of a world: rank 0 has it, and it ends with the world."""
         key = f"address/{decision.world}"
+        self._served_port = -1
         if self.rank == 0:
             host = self._membership.own.address
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._served_port = store.port
             self._jobs.write(key, f"{host} {store.port}")
             return store
         while not (address := self._jobs.read(key)):
@@ -406,23 +408,28 @@ class Job:
                 store.set_timeout(self._of_user.init.get("timeout") or _STORE_TIMEOUT)
                 return store
 
-    def _build(self, decision: Decision) -> None:
-        """Build meshes and models, or revive those of the last world."""
-        world = World.current()
-        assert world is not None
+    def _build_or_revive(self, decision: Decision) -> None:
+        """Build meshes and models on all ranks; or only on new ones, and revive all of them."""
+        if not decision.is_revived:
+            self._build()
+            return
         if self._state is None:
-            world.is_provisional = decision.is_built
-            if world.is_provisional:
-                self._heartbeat.must_end_at = time.monotonic() + self._built_within, _STUCK_BUILD
+            world = World.current()
+            assert world is not None
+            world.is_provisional = True
+            self._heartbeat.must_end_at = time.monotonic() + self._built_within, _STUCK_BUILD
             try:
-                built = self._of_user.build()
+                self._build()
             finally:
                 self._heartbeat.must_end_at = None
-            objects = built if isinstance(built, (tuple, list)) else (built,)
-            copies = None if self._of_user.copies is None else self._of_user.copies()
-            self._state, self.state = State(objects, copies), built
-        if decision.is_built:
-            revive_with_new_ranks(self._check)
+        revive_with_new_ranks(self._check)
+
+    def _build(self) -> None:
+        self._state = self.state = None  # free the memory of the objects before
+        built = self._of_user.build()
+        objects = built if isinstance(built, (tuple, list)) else (built,)
+        copies = None if self._of_user.copies is None else self._of_user.copies()
+        self._state, self.state = State(objects, copies), built
 
     # --- alarms ----------------------------------------------------------------------------------
 
@@ -439,7 +446,9 @@ class Job:
             self._alarm.set()
             if self._heartbeat.is_main_waiting:
                 return
-            compat.unblock_collectives(self._kept_sockets, self._store.port)
+            compat.unblock_collectives(
+                self._kept_sockets, self._store.port, self._served_port, self.size
+            )
 
     def _check(self) -> None:
         """Raise RankLostError if an alarm was raised in the current world."""
@@ -492,7 +501,8 @@ class Job:
         else:
             self._load(decision)
         self._has_state, self._is_torn, self._last = True, False, None
-        state.note()
+        assert self._state is not None
+        self._state.note()
         if self.rank == 0:
             self._jobs.write("begun", "yes")
         self._check()
@@ -539,6 +549,15 @@ class Job:
                 "which would load the last checkpoint."
             )
         self._is_torn = True
+        step = self._loaded(load)
+        if step == 0 and decision.is_revived:
+            # Nothing was loaded: new ranks, which have built alone, have no initial values.
+            self._build()
+            step = self._loaded(load)
+        self.step = step
+
+    def _loaded(self, load: Callable[..., int] | None) -> int:
+        """Call the user's `load`; return the step, the same on all ranks."""
         assert self._state is not None
         step: Any = 0 if load is None else load(*self._state.objects)
         if not isinstance(step, int) or step < 0:
@@ -553,7 +572,7 @@ class Job:
                 f"load() returned different steps on ranks 0 to {self.size - 1}: {steps}. All "
                 "ranks must load the same checkpoint."
             )
-        self.step = step
+        return step
 
     def commit(self, *steps: Callable[[], object]) -> None:
         """Finish a step: wait until all ranks have come here, then change the state.

@@ -60,13 +60,11 @@ class Signature(NamedTuple):
     Attributes:
         process: number of the process.
         step: number of steps that its state includes; -1 if it has no state.
-        is_built: whether it has built its meshes and models.
         is_torn: whether its state is incomplete, as it was changed halfway.
     """
 
     process: int
     step: int = -1
-    is_built: bool = False
     is_torn: bool = False
 
 
@@ -80,7 +78,8 @@ class Decision:
         new_ranks: ranks whose process has no state yet.
         step: number of steps that the state of the other ranks includes, once a rank that was
             waiting in `commit` has finished it; -1 if the state must be loaded.
-        is_built: whether some rank has built the meshes and models that this world uses.
+        is_revived: whether meshes and models of the world before are revived, as some rank has a
+            state; else all ranks build them together.
         is_resized: whether there are more or fewer ranks than before.
         reason: why the world before ended.
         lost: numbers of the processes that were ranks before and are not any more.
@@ -90,7 +89,7 @@ class Decision:
     processes: list[int]
     new_ranks: list[int] = field(default_factory=list)
     step: int = -1
-    is_built: bool = False
+    is_revived: bool = False
     is_resized: bool = False
     reason: str = ""
     lost: list[int] = field(default_factory=list)
@@ -473,8 +472,8 @@ class _Election:
         reason = "; ".join(self._why_lost.values()) or self._status.alarm
         lost = [number for number in before if number not in are_there]
         is_resized = self._before is not None and len(ranks) != len(before)
-        is_built = not is_resized and any(one.is_built for one in states)
-        return Decision(world, ranks, new, step, is_built, is_resized, reason, lost)
+        is_revived = not is_resized and len(new) < len(ranks)
+        return Decision(world, ranks, new, step, is_revived, is_resized, reason, lost)
 
     def _why_over(self, signed: Mapping[int, Signature]) -> str:
         why = "; ".join(self._why_lost.values()) or self._status.alarm
