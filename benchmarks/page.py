@@ -14,12 +14,10 @@ from typing import Any
 
 from harness import OURS, STOCK, cold, ratio_of
 from reports import amount, table
-from suites.floors import WHAT
 
 __all__ = ["write"]
 
 _PART = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-_FLOOR = "floor"
 
 
 def write(root: Path, results: Path) -> None:
@@ -232,23 +230,6 @@ def _caption(suite: str) -> str:
     return f"*{words[0].upper()}{words[1:]}. Medians.*"
 
 
-def _floors(reports: _Reports, prefix: str) -> str:
-    """Return the table of every operation beside the least it needs, at 10,240 ranks."""
-    rows = []
-    for operation, what in WHAT.items():
-        samples = _samples(reports, "operations", operation, 10_240)
-        if samples:
-            ours, floor = samples[OURS], samples[_FLOOR]
-            more = statistics.median(ours) - statistics.median(floor)
-            medians = [amount(statistics.median(one), "ns") for one in (ours, floor)]
-            when_cold = _samples(reports, "operations", cold(operation), 10_240)
-            both = [one for one in (samples, when_cold) if one]
-            ratios = [_ratio(ratio_of(one[OURS], one[_FLOOR])) for one in both] + [""]
-            rows.append([operation, *medians, *ratios[:2], amount(more, "ns"), what])
-    header = [OURS, _FLOOR, "ratio", "ratio, cold", "more", "the floor is"]
-    return table(["operation", *header], rows)
-
-
 def _reached(reports: _Reports, prefix: str) -> str:
     """Return how many figures of each suite were reached, and which were not."""
     rows, missed = [], []
@@ -296,7 +277,6 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "processes": _processes,
     "sizes": _sizes,
     "summary": _summary,
-    "floors": _floors,
     "reached": _reached,
     "plots": _plots,
 }
