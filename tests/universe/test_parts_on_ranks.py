@@ -14,7 +14,6 @@ from helpers.differing import TIMEOUT, ending_of
 from helpers.worlds import group_names
 from meshverse import init_device_mesh, init_mesh_partition
 
-_PAGE = Path(__file__).parents[2] / "docs" / "several_meshes.md"
 _PARTS: dict[str, Any] = {
     "trainer": {
         "mesh_shape": (2, 2),

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-_NEVER_WRITTEN = "\x00"
+from meshverse.world.text_store import TextStore
+
 _POLL_SECONDS = 0.03
 _OPERATIONS_A_SECOND = 10_000  # of all processes of a job together, at most
 _random = random.Random()  # not Python's global generator, which belongs to the user
@@ -114,7 +115,7 @@ class Status(NamedTuple):
 FIRST = Status(-1, "the job begins", "")
 
 
-class JobStore:
+class JobStore(TextStore):
     """The store of a job, with the keys of one job, for one thread.
 
     Args:
@@ -123,32 +124,7 @@ class JobStore:
     """
 
     def __init__(self, store: Any, name: str) -> None:
-        self._store, self._name = store, name
-
-    def read(self, key: str) -> str:
-        """Return the value of a key, "" if it has none, without waiting for one."""
-        found = self._store.compare_set(self._key(key), _NEVER_WRITTEN, _NEVER_WRITTEN).decode()
-        return "" if found == _NEVER_WRITTEN else str(found)
-
-    def write(self, key: str, text: str) -> None:
-        """Write a value."""
-        self._store.set(self._key(key), text)
-
-    def replace(self, key: str, old: str, new: str) -> str:
-        """Write a value if the current one is `old`, "" for none; return the one it has then."""
-        return str(self._store.compare_set(self._key(key), old, new).decode())
-
-    def append(self, key: str, line: str) -> None:
-        """Append a line to a value."""
-        self._store.append(self._key(key), f"{line}\n")
-
-    def count(self, key: str, amount: int = 1) -> int:
-        """Add to a number, which is 0 at first; return the sum."""
-        return int(self._store.add(self._key(key), amount))
-
-    def remove(self, key: str) -> None:
-        """Remove a key, if it exists."""
-        self._store.delete_key(self._key(key))
+        super().__init__(store, f"meshverse repair/{name}")
 
     def status(self) -> Status:
         """Return the status of the job."""
@@ -170,9 +146,6 @@ class JobStore:
         """Return a process by number; None if it is lost, and its keys are removed."""
         text = self.read(f"process/{number}")
         return Process(*json.loads(text)) if text else None
-
-    def _key(self, key: str) -> str:
-        return f"meshverse repair/{self._name}/{key}"
 
 
 class Signs:
@@ -323,7 +296,7 @@ class Membership:
                     become_spare()
             if self._signed_for <= status.world:
                 self._signed_for = status.world + 1
-                self._store.append(f"signed/{self._signed_for}", json.dumps(signature))
+                self._store.append(f"signed/{self._signed_for}", f"{json.dumps(signature)}\n")
             if status.alarm and (status.world == after or self._are_ranks_silent(status)):
                 self._lead(status)
             check()

@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any
 
+from .text_store import TextStore
+
 # Limit for all waiting ranks of a job together, on average. The busiest second has up to half as
 # much again, at most 20,000. A TCPStore serves some 40,000 operations a second on two cores
 # (benchmarks/results/store.md).
@@ -25,11 +27,6 @@ _OPERATIONS_A_SECOND = 13_000
 # Not Python's global generator, which belongs to the user: pauses would advance it differently on
 # each rank.
 _random = random.Random()
-
-# No key ever has this value. `compare_set` with it changes nothing and returns the key's value: a
-# read in one operation that does not wait. (`get` waits until the key exists; `check` before it
-# would be a second operation.)
-_NEVER_WRITTEN = "?"
 
 
 class Run:
@@ -129,8 +126,8 @@ def _restarts_on_this_store() -> int:
     return int(restarts) if _is_kept_by_launcher() and restarts.isdecimal() else 0
 
 
-class RunStore:
-    """The keys of one run, with strings as values. Each read or write is one store operation.
+class RunStore(TextStore):
+    """The keys of one run.
 
     Create one when it is needed, and do not keep it: it references the store, and a TCPStore keeps
     its port open as long as it is referenced.
@@ -141,40 +138,8 @@ class RunStore:
     """
 
     def __init__(self, store: Any, run: Run) -> None:
-        self._store = store
+        super().__init__(store, f"meshverse/{run.world_size}/{run.number(store)}")
         self._run = run
-        self._prefix = f"meshverse/{run.world_size}/{run.number(store)}"
-
-    def read(self, key: str) -> str:
-        """Return the value of a key, "" if it has none. Does not wait for a value."""
-        found: bytes = self._store.compare_set(self._key(key), _NEVER_WRITTEN, _NEVER_WRITTEN)
-        text = found.decode()
-        return "" if text == _NEVER_WRITTEN else text
-
-    def put_first(self, key: str, text: str) -> str:
-        """Write a value if the key has none; return the value that the key has then."""
-        found: bytes = self._store.compare_set(self._key(key), "", text)
-        return found.decode()
-
-    def write(self, key: str, text: str) -> None:
-        """Write a value, whether or not the key has one."""
-        self._store.set(self._key(key), text)
-
-    def count(self, key: str, amount: int = 1) -> int:
-        """Add to the number of a key, which is 0 at first; return the sum."""
-        total: int = self._store.add(self._key(key), amount)
-        return total
-
-    def append(self, key: str, text: str) -> None:
-        """Append to the value of a key, which is "" at first."""
-        self._store.append(self._key(key), text)
-
-    def remove(self, key: str) -> None:
-        """Remove a key, if it exists."""
-        self._store.delete_key(self._key(key))
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
 
     def pause(self, at_least_seconds: float = 0.0) -> None:
         """Sleep before a store operation of a rank that waits.
