@@ -85,7 +85,7 @@ def _connect_in_place_of_others(address: tuple[Any, ...], n_ranks: int) -> None:
     # sends the number of this connection among those of the group: 8 bytes, from 0. What it sends
     # twice for one number is ignored.
     for number in range(n_ranks):
-        with socket.create_connection(address[:2], timeout=1) as connection:
+        with socket.create_connection(address[:2], timeout=0.2) as connection:
             connection.sendall(number.to_bytes(8, sys.byteorder))
 
 
