@@ -55,14 +55,25 @@ class _Fates:
         return dist.TCPStore(*_parts(self._address), is_master=False, wait_for_workers=False)
 
     def now(self, job: repair.Job, moment: str) -> None:
-        for rank, step, when, what in self._fates.get(job.world, []):
+        fates = self._fates.get(job.world, [])
+        for rank, step, when, what in fates:
             if (rank, step, when) == (job.rank, job.step, moment):
+                self._meet(
+                    f"{job.world} {step}", sum(one[1:] == (step, when, what) for one in fates)
+                )
                 if what == "waits":
                     store = self._store()
                     store.set("waits", "")
                     while not store.check(["goes on"]):
                         sleep(0.1)
                 _befall(what)
+
+    def _meet(self, where: str, n_ranks: int) -> None:
+        """Wait for the other ranks that meet the same fate: they would notice this one's."""
+        store = self._store()
+        store.add(f"met {where}", 1)
+        while store.add(f"met {where}", 0) < n_ranks:
+            sleep(0.01)
 
     def connect(self, initialize: Callable[..., None], **given: Any) -> None:
         """Create a default group: the moments "connect" and, for survivors, "connect again"."""
@@ -348,6 +359,19 @@ def test_several_ranks_at_once(
     jobs.start(_train, 4 + len(lost), 4, fates, "eager", str(tmp_path))
     others = _check_all(jobs.wait(), 4, undisturbed)
     assert others == [-signal.SIGKILL] * len(lost)
+
+
+@pytest.mark.long
+def test_a_job_begins_again_if_a_shard_is_lost_before_the_first_checkpoint(
+    jobs: Jobs, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    """Ranks 0 and 2 hold the same shards. Later losses are repaired as usual."""
+    fates: dict[int, list[Fate]] = {
+        0: [(rank, 1, "forward", "killed") for rank in (0, 2)],
+        2: [(3, 5, "forward", "killed")],
+    }
+    jobs.start(_train, 7, 4, fates, "eager", str(tmp_path))
+    assert _check_all(jobs.wait(), 4, undisturbed) == [-signal.SIGKILL] * 3
 
 
 def _check_all(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> list[Any]:

@@ -551,9 +551,11 @@ class Job:
         self._is_torn = True
         step = self._loaded(load)
         if step == 0 and decision.is_revived:
-            # Nothing was loaded: new ranks, which have built alone, have no initial values.
-            self._build()
-            step = self._loaded(load)
+            # Nothing was loaded, and new ranks, which have built alone, have no initial values.
+            why = "there is no checkpoint yet, so all ranks build again"
+            self._has_state = False
+            self._heartbeat.alarm_at = time.monotonic(), why
+            raise RankLostError(f"The state is lost: {why}.")
         self.step = step
 
     def _loaded(self, load: Callable[..., int] | None) -> int:
