@@ -300,6 +300,8 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     job.ranks[0].kill()  # which hosts the store
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text
+    assert "whose records could not be read" in text
+    assert "sign of life" not in text
     printed = "".join(map(job.error, range(_SIZE)))
     assert "ranks cannot exchange where they are: the store does not answer" in printed
 

@@ -157,6 +157,33 @@ def test_a_call_that_ended_is_named_as_in_the_report(caplog, monkeypatch) -> Non
     ]
 
 
+def test_a_rank_alone_says_of_the_others_that_it_could_not_ask_them(caplog, monkeypatch) -> None:
+    heard: list[meshverse.Hang] = []
+    with fake_world(4, 1), caplog.at_level(logging.ERROR, logger="meshverse.hang.watch"):
+        meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        world = World.current()
+        assert world is not None
+        watched, now = _WatchedWorld(world, 60.0, heard.append), time.time()
+        watched._why_alone = "the store does not answer (closed)"
+        groups = {"7": GroupSeen("axis pp", [1, 3]), "8": GroupSeen("the default group", range(4))}
+        pending = [
+            Call("8", 4, "all_reduce", False, now - 90),
+            Call("7", 0, "recv", False, now - 90, peer=1),
+        ]
+        record = RankRecord(1, now, pending, groups)
+        monkeypatch.setattr(watched, "_record", lambda *, with_lines: record)
+        watched._report_alone(pending)
+    (hang,) = heard
+    assert hang.text in caplog.text
+    assert "sign of life" not in hang.text
+    assert "has not called it" not in hang.text
+    assert "missing:       ranks 0, 2, 3, whose records could not be read" in hang.text
+    assert [group["verdict"] for group in hang.groups] == [
+        "the records of ranks 0, 2, 3 could not be read: they may have called it.",
+        "the records of rank 3 (pp=1, tp=1) could not be read: it may have called the send.",
+    ]
+
+
 # --- on ranks -------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,11 @@
 
 - `rendezvous`: ranks wait for each other, above all before c10d connects a process group.
 - `deadlock`: the search for ranks that wait for one another in different rendezvous.
-- `mismatch`: the comparison of the calls in which ranks create process groups.
+- `mismatch`: the comparison of the calls in which ranks request process groups.
 - `program_line`: the line of the user's program, for messages.
 
 Agreements are kept per world, that is, per default process group, from `init_process_group` to its
-end. A revived world continues them.
+end. A revived world keeps its counts of calls, and takes the rendezvous of the new default group.
 
 This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
 ranks and strings.

@@ -1,4 +1,4 @@
-"""Comparison of the calls in which ranks create process groups. A mismatch raises an error.
+"""Comparison of the calls in which ranks request process groups. A mismatch raises an error.
 
 Compared calls are those that need other process groups than the default group: all ranks of a mesh
 must make them in the same order. Each rank numbers its calls, separately for each set of ranks. The
@@ -65,14 +65,14 @@ class RanksDifferError(RuntimeError):
     """Error of ranks that are building different meshes.
 
     A rank of the mesh raises it within seconds if it waits for the members of a group, otherwise at
-    a later call that creates groups. A rank that does neither does not raise it.
+    a later compared call. A rank that does neither does not raise it.
     """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from
 
 
 class Description(NamedTuple):
-    """A rank's description of a call that creates process groups.
+    """A rank's description of a call that requests process groups.
 
     Attributes:
         rank: global rank.
@@ -121,7 +121,7 @@ class ComparedCalls(WorldState):
         self._why_stopped = ""  # the reason, once this rank compares no calls at all
 
     def go_on(self, current: World) -> None:
-        """Keep the counts. Stop comparing the sets of ranks that disagreed.
+        """Keep this world's counts, not those of `current`. Stop comparing ranks that disagreed.
 
         Their ranks may have made different numbers of calls.
         """
@@ -157,7 +157,7 @@ class ComparedCalls(WorldState):
         """Compare a call with the same call of the other ranks.
 
         Args:
-            store: store of the run.
+            store: store of the default group, with the keys of this run.
             ranks: fingerprint of the set of ranks that must make this call.
             mine: description of this rank's call.
             keys_written: list to which a key is added if this rank writes one, to be removed later.

@@ -119,7 +119,7 @@ class Rendezvous(WorldState):
                 raise RuntimeError(outcome)
 
     def go_on(self, current: World) -> None:
-        """Continue with the numbers of attempts of the current world."""
+        """Take over the rendezvous of `current`; see `WorldState.go_on`."""
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
         self._complete = its._complete

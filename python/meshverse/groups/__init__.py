@@ -4,7 +4,7 @@
 - `group`: `Group`, a process group with its state in this process; `GroupUse`, its use by one
   universe.
 - `registry`: `GroupRegistry`, all groups of a world. (A world is the lifetime of one default
-  process group, from `init_process_group` to its end; if it is revived, also that of the next.)
+  process group, from `init_process_group` to its end; a revived world also has that of the next.)
 - `references`: the Python objects that refer to a group, to give them another one.
 - `creation`: the choice between torch's ways to create a group, and the creation itself.
 

@@ -14,7 +14,8 @@ The last six columns are events. A cell gives the next state, "error" (the call 
 "destroy" is a call of `destroy_process_group` for the group. While one thread creates a group,
 `make` and `end` in other threads wait. If the creation fails, the group is planned again. The use
 of a destroyed or ended group raises, and a new mesh gets a new group. Only a group that ended with
-its world can be revived: when the world goes on, with a new default group.
+its world can be revived: when the world goes on, with a new default group. The `Group` of the
+default group, planned again, then becomes live by `take_over`.
 """
 
 from __future__ import annotations

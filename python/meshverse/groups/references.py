@@ -272,7 +272,7 @@ def _attributes(owner: Any) -> list[tuple[Any, Callable[[Any], object]]]:
 
 
 def _uses_in_cpp(owner: Any) -> bool:
-    """Return whether this is a wrapped model whose C++ code uses a group, or its attributes."""
+    """Return whether this is a DistributedDataParallel, or the `__dict__` of one."""
     if issubclass(type(owner), DistributedDataParallel):
         return True
     return type(owner) is dict and isinstance(owner.get("reducer"), dist.Reducer)

@@ -114,7 +114,7 @@ class GroupRegistry(WorldState):
             use.process_groups[group.name] = group.live_handle()
 
     def release(self, use: GroupUse, *, abort: bool = False, has_failed: bool = False) -> None:
-        """Detach the group of a use. With its last reference, the group ends.
+        """Detach the group of a use. With its last owning use, the group ends; see `Group.uses`.
 
         Args:
             use: use to which `acquire`, `add` or `share` attached a group.
@@ -134,10 +134,11 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            # The name of a group that no member created is free again, so that all members give the
-            # next group one name. Another member may have created a group that is only planned
-            # here: if all members had joined a rendezvous for it, or if the backend does not wait
-            # for all members. A failed call may be repeated.
+            # The name of a group that no member has created is free again, so that all members give
+            # the next group one name. If the backend waits for all members, another one can have
+            # created a group that is planned here only if all had joined a rendezvous for it. If
+            # it does not wait, another one may have; after a failed call, which may be repeated,
+            # the name is free all the same.
             waits = compat.creation_blocks(group.request.options.backend)
             if group.state is State.PLANNED and (has_failed or waits) and not group.have_all_joined:
                 self._free_name(group.name)
@@ -161,7 +162,7 @@ class GroupRegistry(WorldState):
                 group.note_ended()
 
     def go_on(self, current: World) -> None:
-        """Drop groups without live uses, and restart their name counters.
+        """Drop groups without live uses; number new ones after the kept ones and `current`'s.
 
         A kept group is kept by all its members, so they all compute the same name for the next
         group with the same digest.

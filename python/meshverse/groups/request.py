@@ -70,8 +70,8 @@ class GroupRequest(NamedTuple):
         """Return `my_ranks`, and a digest of them, in order, and of the options. O(group size).
 
         All members get the same digest; groups with other ranks, another order or other options get
-        another one. Groups of other scopes, and groups that differ only in their timeout, get the
-        same digest. The timeout is left out because each rank may have set its own.
+        another one. Groups of other scopes (see `GroupRegistry`), and groups that differ only in
+        their timeout, get the same digest. Timeouts are left out as each rank may set its own.
         """
         assert self.position is not None
         salt = self.options.name_digest

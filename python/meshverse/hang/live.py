@@ -50,6 +50,7 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
 
 
 def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
+    """Add a frame's send or receive to the record, or its root to the recorded collective."""
     wait = compat.wait_of_frame(frame)
     if wait is None:
         return
@@ -90,7 +91,7 @@ class Alarm(NamedTuple):
     reports on a group reads one list, and only the records of the ranks that are not in it.
 
     Attributes:
-        store: store of this run of the job.
+        store: store of the default group, with the keys of this run.
         number: number of the alarm in this run, from 0.
     """
 

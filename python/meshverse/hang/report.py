@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,17 +29,24 @@ _DTYPES = {
 }
 
 
+class NoRecord(enum.Enum):
+    """Why a rank has no record."""
+
+    NO_DUMP = enum.auto()  # its dump is missing
+    NO_ANSWER = enum.auto()  # it has not answered the alarm
+    NO_STORE = enum.auto()  # there is no store from which to read its record
+
+
 class ReportFormatter(NamedTuple):
     """Formatter of verdicts on stuck groups.
 
     Args:
         coordinates: function that returns the coordinates of a rank.
-        is_live: whether the job is still running. Then a rank without a record gives no sign of
-            life; otherwise, its dump is missing.
+        no_record: why a rank has no record.
     """
 
     coordinates: Coordinates = lambda _: {}
-    is_live: bool = False
+    no_record: NoRecord = NoRecord.NO_DUMP
 
     def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
         """Return one paragraph per stuck group.
@@ -91,7 +99,7 @@ class ReportFormatter(NamedTuple):
                 ],
                 "differing": one.differing,
                 "cycle": one.cycle,
-                "follows": one.waits_on,
+                "waits_on": one.waits_on,
             }
             for one in (stuck if about is None else about)
         ]
@@ -133,12 +141,7 @@ class ReportFormatter(NamedTuple):
     def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
         """Return where a missing rank is instead, for one line of the report."""
         if not missing.is_recorded:
-            return (
-                "no sign of life: dead, stopped, in code that holds Python's global interpreter "
-                "lock, or without meshverse.watch()"
-                if self.is_live
-                else "without a dump"
-            )
+            return _WITHOUT_RECORD[self.no_record]
         if not missing.was_read:
             return "whose records were not read"
         call = missing.elsewhere
@@ -191,9 +194,12 @@ class ReportFormatter(NamedTuple):
             return self._who_is_missing(one)
         if one.cause is Cause.PARTNER:
             other = "receive" if one.call.operation == "send" else "send"
+            (partner,) = one.missing
+            if not partner.is_recorded and self.no_record is NoRecord.NO_STORE:
+                return self._why_no_record([partner.rank], f"the {other}")
             return (
                 f"a {one.call.operation} without its {other}: "
-                f"{self.ranks([missing.rank for missing in one.missing])} has not called it."
+                f"{self.ranks([partner.rank])} has not called it."
             )
         if one.cause is Cause.FOLLOWS:
             names = dict.fromkeys(
@@ -261,13 +267,7 @@ class ReportFormatter(NamedTuple):
         ]
         parts = []
         if gone:
-            parts.append(
-                f"{self.ranks(gone)} {'give' if len(gone) > 1 else 'gives'} no sign of life. Check "
-                "on the host whether the process has died or was stopped."
-                if self.is_live
-                else f"there is no dump of {self.ranks(gone)}: the process died without one, or it "
-                "is not among these dumps."
-            )
+            parts.append(self._why_no_record(gone, "it"))
         if late:
             where = late[0].elsewhere.line if late[0].elsewhere else late[0].doing
             parts.append(
@@ -276,6 +276,30 @@ class ReportFormatter(NamedTuple):
                 + (f": look at {_short(where)}." if where else ".")
             )
         return " ".join(parts)
+
+    def _why_no_record(self, ranks: Sequence[int], call: str) -> str:
+        """Return why missing ranks have no record, and what to do about it."""
+        who, are_several = self.ranks(ranks), len(ranks) > 1
+        if self.no_record is NoRecord.NO_ANSWER:
+            return (
+                f"{who} {'give' if are_several else 'gives'} no sign of life. Check on the host "
+                "whether the process has died or was stopped."
+            )
+        if self.no_record is NoRecord.NO_STORE:
+            they = "they" if are_several else "it"
+            return f"the records of {who} could not be read: {they} may have called {call}."
+        return (
+            f"there is no dump of {who}: the process died without one, or it is not among these "
+            "dumps."
+        )
+
+
+_WITHOUT_RECORD = {
+    NoRecord.NO_DUMP: "without a dump",
+    NoRecord.NO_ANSWER: "no sign of life: dead, stopped, in code that holds Python's global "
+    "interpreter lock, or without meshverse.watch()",
+    NoRecord.NO_STORE: "whose records could not be read",
+}
 
 
 def _data(call: Call) -> dict[str, Any]:

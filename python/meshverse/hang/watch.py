@@ -27,7 +27,7 @@ from meshverse.world.world import World, on_new_world
 from .live import Alarm, FrameKey, record_here, waits_in_frames
 from .named_groups import live_coordinates
 from .records import Call, GroupSeen, RankRecord
-from .report import ReportFormatter
+from .report import NoRecord, ReportFormatter
 from .verdicts import Cause, find_stuck
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_WATCH"
-# The watch's name among the users of the store. It is never removed, as keys may be left.
+# Name under which the watch is registered with `Run.add_user`. It is never removed, as keys may be
+# left: so the store keeps the run's number.
 _STORE_USER = "watch"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -370,7 +371,7 @@ class _WatchedWorld:
         if own is None:  # the call has ended meanwhile
             return
         about = [own, *(one for one in stuck if one.group in own.cycle and one is not own)]
-        formatter = ReportFormatter(live_coordinates, is_live=True)
+        formatter = ReportFormatter(live_coordinates, NoRecord.NO_ANSWER)
         text, data = formatter.text(stuck, about), formatter.data(stuck, about)
         alarm.store.write(alarm.verdict_key(group, record), json.dumps([text, data]))
         # Of the groups in a deadlock, one logs an error.
@@ -400,7 +401,7 @@ class _WatchedWorld:
             return
         record = self._record(with_lines=True)
         found = find_stuck({self.world.rank: record}, self._is_stuck)
-        formatter = ReportFormatter(live_coordinates, is_live=True)
+        formatter = ReportFormatter(live_coordinates, NoRecord.NO_STORE)
         for call in new:
             self._reported[_identity(call)] = _Reported(_in_words(call, record), call.since, True)
         text = formatter.text(found)

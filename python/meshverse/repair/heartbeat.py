@@ -148,7 +148,7 @@ class Heartbeat:
         elif status.alarm:
             self._report(watched, status.alarm)
         elif why := self._why_alarm(watched):
-            # A job that is complete stays so. Its alarm ends what waits in the last barrier.
+            # In a complete job, this only ends the last commit's barrier on ranks still in it.
             self._store.change_status(status, status._replace(alarm=why))
             self._report(watched, why)
 

@@ -99,8 +99,8 @@ def join(
         load: function that loads the last checkpoint into these objects, which are its arguments,
             and returns the number of steps that it includes; 0 if there is no checkpoint yet. All
             ranks call it together, at first and whenever a part of the state is lost. If it returns
-            0 then, all ranks build again, and call it again. By default the job begins with what
-            `build` returned, and cannot go on if a part is lost.
+            0 in a repair that kept the models, all ranks build and call it again. By default the
+            job begins with what `build` returned, and cannot go on if a part is lost.
         copies: function that returns the ranks that have the same plain tensors and values as this
             one: buffers, hyperparameters, schedulers. By default they are those that hold the same
             shards of every DTensor.
@@ -109,7 +109,7 @@ def join(
             `WORLD_SIZE` is the number of ranks. Without one, ranks follow the order of arrival,
             those of one host one after another.
         lost_after: seconds without a sign of life after which a process is lost. A process that
-            dies is noticed at once by others on its host.
+            dies is noticed at once if the rank that watches it is on its host.
         slow_after: seconds after a loss within which the other ranks must come to `repair()`. One
             that does not is lost too, such as one that waits for its data loader.
         replaced_within: seconds to wait for new processes, if there are too few spares, before the
@@ -277,7 +277,7 @@ class Job:
         ranks call `load`.
 
         If the number of ranks changes, all ranks build everything again, and shards come from
-        whichever ranks held them.
+        a replica all of whose ranks are left.
 
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
@@ -334,7 +334,7 @@ class Job:
         self._has_state = self._is_torn = False
 
     def _end_at(self, over: JobOverError) -> None:
-        """End with a job that is over: raise an error unless it is complete, here too."""
+        """Return if this rank is at the last step or can finish it; end a spare; else raise."""
         if over.step < 0:
             raise JobFailedError(f"The job cannot go on: {over}")
         if not self._has_state:  # this spare was not needed
@@ -508,7 +508,7 @@ class Job:
         self._check()
 
     def _is_copied(self, state: State, decision: Decision) -> bool:
-        """Copy the state from other ranks, as far as this one lacks it; return whether all had."""
+        """Copy what ranks lack from others; return False if the state must be loaded instead."""
         if decision.step < 0:
             return False
         if not decision.is_resized:
@@ -579,8 +579,8 @@ class Job:
     def commit(self, *steps: Callable[[], object]) -> None:
         """Finish a step: wait until all ranks have come here, then change the state.
 
-        Either all ranks change it or none does, whenever a rank is lost: those that cannot tell any
-        more learn it in `repair()`, which then does it. This waits for all ranks once a step.
+        Either all ranks change it or none does, whenever a rank is lost: one whose wait failed
+        changes it in `repair()` if others have. This waits for all ranks once a step.
 
         Args:
             steps: functions without arguments that change the state and need no other rank, such

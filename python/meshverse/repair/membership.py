@@ -1,7 +1,8 @@
 """Membership: which processes are the ranks of a job, decided in a store that outlives them.
 
 A job goes through a sequence of worlds, numbered from 0. The store has one status: the number of
-the current world, and whether an alarm was raised in it. All changes are `compare_set` operations:
+the current world, and whether an alarm was raised in it. Each change of the status is a
+`compare_set`. From one world to the next:
 
 1. A process that finds another one lost raises the alarm of the current world, once.
 2. All processes then sign for the next world: those that are ranks of the current one, and spares.
@@ -77,8 +78,8 @@ class Decision:
         world: number of the world, from 0.
         processes: number of the process of each rank.
         new_ranks: ranks whose process has no state yet.
-        step: number of steps that the state of the other ranks includes, once a rank that was
-            waiting in `commit` has finished it; -1 if the state must be loaded.
+        step: number of steps that the most advanced state includes; a rank one step behind finishes
+            its pending commit when it enters. -1 if the state must be loaded.
         is_revived: whether meshes and models of the world before are revived, as some rank has a
             state; else all ranks build them together.
         is_resized: whether there are more or fewer ranks than before.
@@ -297,7 +298,7 @@ class Membership:
             if self._signed_for <= status.world:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", f"{json.dumps(signature)}\n")
-            if status.alarm and (status.world == after or self._are_ranks_silent(status)):
+            if status.alarm and (status.world == after or self._should_spare_lead(status)):
                 self._lead(status)
             check()
             time.sleep(pause_seconds(self._sizes[-1]))
@@ -316,11 +317,11 @@ class Membership:
                 time.sleep(pause_seconds(n_ranks))
                 n_closed = self._store.count("closed", 0)
 
-    def _are_ranks_silent(self, status: Status) -> bool:
-        """Return whether no rank leads to the next world, so that a spare has to."""
+    def _should_spare_lead(self, status: Status) -> bool:
+        """Return whether this spare should try to lead to the next world."""
         leader = self._store.read(f"leader/{status.world + 1}")
         if leader:
-            return True  # `_lead` takes over if it is lost
+            return True  # `_lead` takes over if that process is lost
         world, since = self._silent
         if world != status.world:
             self._silent = status.world, time.monotonic()
@@ -395,7 +396,7 @@ class _Election:
         sizes, wanted, limit = self._by._sizes, len(before), self._by._replaced_within
         if self._before is None:
             wanted, limit = sizes[-1], self._by._started_within
-        # Spares sign for a world soon after the one before it began.
+        # Even without `replaced_within`, spares that wait need time to sign for this world.
         limit = max(limit, 1.0 + 2 * pause_seconds(sizes[-1]))
         n_there = len(staying) + len(spares)
         if n_there < wanted and waited < limit:
@@ -457,7 +458,7 @@ class _Election:
         )
 
     def _clean_up(self, world: int) -> None:
-        """Remove the keys of the world before the last one, which nobody reads any more."""
+        """Remove keys that nobody reads once a world is decided."""
         with contextlib.suppress(dist.DistError):
             self._store.remove(f"signed/{world}")
             self._store.remove(f"leader/{world}")
@@ -472,7 +473,7 @@ BEAT_SECONDS = 0.25  # between two signs of life of a process; longer in jobs of
 
 
 def beat_seconds(n_ranks: int) -> float:
-    """Return the pause between two signs of life of a process, for which the store is asked."""
+    """Return the pause between two signs of life of a process."""
     return max(BEAT_SECONDS, 3 * n_ranks / _OPERATIONS_A_SECOND)
 
 

@@ -19,8 +19,8 @@ from .state import State
 def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bool:
     """Copy the state of a world that has ended into objects on the meshes of the current one.
 
-    All ranks call this. The old meshes' ranks are those of the old world. A shard can come from any
-    rank that held it and is still there.
+    All ranks call this. The old meshes' ranks are those of the old world. Of each DTensor,
+    all ranks of one replica must still be there.
 
     Args:
         old: this rank's state in the old world; None if it was not a rank there.
@@ -28,8 +28,8 @@ def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bo
         new_rank: current rank of each rank of the old world that is still there.
 
     Returns:
-        Whether the state was copied. It was not if nobody holds some shard any more, or if ranks
-        held different parameters, as the stages of a pipeline do.
+        Whether the state was copied. It was not if some DTensor has no complete replica, or if
+        ranks held different parameters, as the stages of a pipeline do.
     """
     with torch.no_grad():
         sources = None if old is None else _sources(old, new_rank)
@@ -55,7 +55,7 @@ def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bo
 
 
 def _sources(old: State, new_rank: Mapping[int, int]) -> dict[str, DTensor] | None:
-    """Return this rank's shards of the old state; None if nobody holds some shard any more."""
+    """Return this rank's shards of the old state; None if a DTensor has no complete replica."""
     sources: dict[str, DTensor] = {}
     meshes: dict[Any, Any] = {}
     for name, tensor in old.tensors().items():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from meshverse._torch_compat.fsdp2 import undo_step
 
+_PLAIN = ""  # key of the part without parameters: see `State._plain`
 _ALL = "all"  # in place of the keys of all parts
 
 
@@ -135,9 +136,9 @@ class State:
             )
         wanted: dict[int, list[str]] = {}
         own = dist.get_rank()
-        for key in [*(key for key, _ in self._parameters()), ""]:
+        for key in [*(key for key, _ in self._parameters()), _PLAIN]:
             holding = of_part.get(key, everywhere)
-            ranks = sorted(everywhere & holding or (holding if key else ()))
+            ranks = sorted(everywhere & holding or (holding if key != _PLAIN else ()))
             if not ranks:
                 return None
             wanted.setdefault(ranks[own % len(ranks)], []).append(key)
@@ -146,7 +147,7 @@ class State:
         return wanted
 
     def _expanded(self, keys: Sequence[str]) -> Sequence[str]:
-        return [*(key for key, _ in self._parameters()), ""] if keys == [_ALL] else keys
+        return [*(key for key, _ in self._parameters()), _PLAIN] if keys == [_ALL] else keys
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, module in enumerate(self._modules):
@@ -179,7 +180,7 @@ class State:
                 if key.startswith("module"):
                     part = parts[key]
                     _local(known[key]).copy_(part.local if isinstance(part, _Received) else part)
-                elif key:
+                elif key != _PLAIN:
                     _, index, _ = key.split(" ")
                     parameter = known[key]
                     self._optimizers[int(index)].state[parameter] = {
@@ -244,7 +245,7 @@ class State:
         for key in keys:
             if key.startswith("module"):
                 parts[key] = known[key].detach()
-            elif key:
+            elif key != _PLAIN:
                 _, index, _ = key.split(" ")
                 parts[key] = dict(self._optimizers[int(index)].state.get(known[key], {}))
             else:

@@ -1,4 +1,4 @@
-"""One list of ranks, with every process group and mesh over it.
+"""Meshes over one list of ranks, and the process groups that they share.
 
 - `universe`: `Universe`, which has groups, meshes and parts.
 - `groups`: `UniverseGroups`, its process groups, with the requests for each.
@@ -6,7 +6,7 @@
 - `registry`: the universes of a world, and the one that a saved mesh belongs to.
 - `meshes`: `UniverseMeshes`, the meshes of a universe, and a root mesh for each set of isolation
   tags.
-- `revival`: `revive`, with which the universes of a world that ended go on in the next one.
+- `revival`: `revive`, by which a world that ended goes on with the next default group.
 - `warm_up`: connects groups before the first step.
 - `suspension`: frees the device memory of groups for a while.
 

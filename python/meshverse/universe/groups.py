@@ -54,7 +54,7 @@ class UniverseGroups:
         universe: universe that has these groups.
         defaults: options of axes without options of their own.
         lazy: whether a group is created when it is first used.
-        check_consistency: whether calls that create groups are compared between ranks; by default
+        check_consistency: whether calls that request groups are compared between ranks; by default
             they are, unless the environment turns this off.
         part_of: groups of the universe that this one is a part of, if any. They supply the settings
             that are None here, and `lazy` if it is set there.
@@ -355,9 +355,9 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupUse]:
-        # `counts`: whether each request of this call is counted for `explain()`, as where torch
-        # would create groups. A slice under a tag is counted only if it is the group's first
-        # request.
+        # `counts`: whether `explain()` counts all requests of this call, as torch would create
+        # groups. It would not for a slice under a tag (`request_tagged`): there, a request
+        # counts only if it is the group's first.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)

@@ -1,9 +1,10 @@
-"""Revival: the universes of a world that has ended go on in the next one.
+"""Revival: a world that has ended, with its universes, goes on with the next default group.
 
 A program that ends its default process group, to give device memory back or to leave a broken job,
 and then creates it again with the same ranks, would have to build every mesh and model anew: their
 process groups are gone. Reviving creates these groups again, under their names, and gives them to
-whatever refers to the old ones.
+whatever refers to the old ones. The `World` object that ended replaces the one that was created for
+the new default group.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         universes: universes of the ended world that are alive.
-        groups: process groups that ended with it, by name, in the order of names.
+        groups: process groups to create again, and lazy ones that were never created; by name, in
+            the order of names.
         old: the ended group objects that something still refers to, by name of the group.
         referrers: the objects that refer to these.
         problems: references that cannot be replaced, in words.
@@ -54,7 +56,7 @@ class _Plan(NamedTuple):
 
 
 def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
-    """Revive the meshes of the world that ended last, with the current default process group.
+    """Revive the last world in which meshes were made, with the current default process group.
 
     Call it on all ranks right after `destroy_process_group()` and `init_process_group()`, with the
     rank and number of ranks as before, and before the first mesh. It creates the process groups of
@@ -176,8 +178,8 @@ def _warn_of_others(ended: Sequence[tuple[Group, Sequence[weakref.ref[Any]]]]) -
 
 def _plan(universes: Sequence[Universe]) -> _Plan:
     found = {use.group.name: use.group for one in universes for use in one.groups if use.group}
-    ended = (State.ENDED, State.PLANNED)
-    groups = {name: found[name] for name in sorted(found) if found[name].state in ended}
+    creatable = (State.ENDED, State.PLANNED)
+    groups = {name: found[name] for name in sorted(found) if found[name].state in creatable}
     names, handles = _ended_handles(universes, groups)
     references = find_references(handles)
     old: dict[str, list[compat.ProcessGroup]] = {}
@@ -201,7 +203,7 @@ def _numbered(universes: Sequence[Universe]) -> list[Universe]:
 def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
     """Carry over the call counts and universe numbers of live universes only.
 
-    All ranks of these universes have them, so the counts stay equal on all ranks.
+    All ranks of a universe revive it, so they carry over the same counts.
     """
     numbers: dict[str, int] = {}
     for universe in _numbered(universes):
@@ -358,7 +360,7 @@ def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
 
     Args:
         plan: everything that this rank revives.
-        world: world of the groups.
+        world: world that goes on.
         creates_all: whether to create also lazy groups that were not used yet.
     """
     for group in plan.groups.values():

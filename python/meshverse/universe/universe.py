@@ -1,4 +1,4 @@
-"""The universe: one list of ranks, with every process group and mesh made over it."""
+"""The universe: meshes over one list of ranks, and the process groups that they share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Universe:
-    """One list of ranks, with every process group and mesh made over it.
+    """Meshes over one list of ranks, and the process groups that they share.
 
     Every mesh belongs to one universe. Meshes that are sliced, flattened, unflattened or
     concatenated from it belong to the same universe. In all these meshes, axes with the same ranks
@@ -53,7 +53,7 @@ class Universe:
             of its own. Its timeout applies if it differs from that of a newly created options
             object.
         lazy: whether the members of a group create it when it is first used, not with its mesh.
-        check_consistency: whether calls that create groups are compared between ranks; by default
+        check_consistency: whether calls that request groups are compared between ranks; by default
             they are, unless the environment has `MESHVERSE_CHECK_CONSISTENCY=0`.
         rank: this process's global rank, which then never changes. By default the rank in the
             default process group; once that has ended, coordinates are checked at each read.

@@ -28,8 +28,8 @@ class WorldState:
     def go_on(self, current: World) -> None:
         """Continue in this world after it was revived.
 
-        `current` is the short-lived world that it replaces; take from it what ranks have agreed on
-        since.
+        `current` is the `World` object of the new default group, which this world replaces; take
+        from it what ranks have agreed on since.
         """
 
     def leave_to_parent(self) -> None:
