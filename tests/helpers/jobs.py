@@ -95,8 +95,10 @@ class Jobs:
 
 
 def _is_stopped(process: Any) -> bool:
-    status = Path(f"/proc/{process.pid}/status")
-    return process.is_alive() and "State:\tT" in status.read_text()
+    try:
+        return "State:\tT" in Path(f"/proc/{process.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
 
 
 def _runs(process: Any) -> bool:

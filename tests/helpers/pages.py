@@ -1,6 +1,6 @@
 """The code blocks of README.md, CONTRIBUTING.md and docs/, and what each says of how it is run.
 
-A comment before a block says it. CONTRIBUTING.md, "Write examples in the documentation", tells the forms:
+A comment before a block says it. CONTRIBUTING.md ("Write examples in the documentation") has them:
 
     <!-- run: 4 ranks -->               real gloo processes, in one world
     <!-- run: fake 32, rank 13 -->      one process, which plays a rank of a world

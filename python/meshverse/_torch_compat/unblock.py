@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
+import time
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -13,6 +15,9 @@ from typing import Any
 from .private_names import c10d
 
 _FDS = "/proc/self/fd"
+_QUIET_MS = 50  # without data, after which a connection is not in use
+_TCP_INFO_BYTES = 148  # of Linux's struct tcp_info, up to the last field that is read
+_ROUNDS = 3  # in one call, in which connections that are in use may become quiet
 
 _of_python: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _is_noting = False
@@ -45,25 +50,38 @@ def _numbers_of_python() -> set[int]:
 
 
 def unblock_collectives(
-    keep: Collection[str], kept_port: int, served_port: int, n_ranks: int
+    keep: Collection[str], kept_port: int, served_port: int, n_ranks: int, *, busy_too: bool
 ) -> None:
     """Have collectives of this process that wait for others raise an error. For other threads.
 
     NCCL aborts its communicators. gloo cannot: an operation waits until its timeout, or until a
     connection of its group is closed. So this closes all connections of this process but those of
-    Python's own sockets and those named below: also those of other C++ libraries. A group that is
-    being created may wait for a connection that the lost rank has not made: this makes and closes
-    one in its place. 2.13.
+    Python's own sockets and those named below: also those of other C++ libraries. If a connection
+    is closed in the middle of a message, gloo waits on, so connections that are in use are left
+    for the next call. A group that is being created may wait for a connection that the lost rank
+    has not made: this makes and closes one in its place. 2.13.
 
     Args:
         keep: sockets to keep, of `open_sockets`.
         kept_port: port of a store, the connections to which are kept.
         served_port: port of a store that this process serves; -1 for none.
         n_ranks: number of ranks of the default group.
+        busy_too: whether to close also connections that are in use.
     """
     for group in list(c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # its backend has no `abort`
             group.abort()
+    for _ in range(1 if busy_too else _ROUNDS):
+        if _close_connections(keep, kept_port, served_port, n_ranks, busy_too=busy_too):
+            return
+        time.sleep(2 * _QUIET_MS / 1000)
+
+
+def _close_connections(
+    keep: Collection[str], kept_port: int, served_port: int, n_ranks: int, *, busy_too: bool
+) -> bool:
+    """As `unblock_collectives`; return whether no connection is left."""
+    is_done = True
     of_python = _numbers_of_python()
     for number, name in _sockets():
         if name in keep or number in of_python:
@@ -77,7 +95,23 @@ def unblock_collectives(
                 if address[1] not in (kept_port, served_port):
                     _connect_in_place_of_others(address, n_ranks)
             elif kept_port not in (address[1], one.getpeername()[1]):
-                one.shutdown(socket.SHUT_RDWR)
+                if not busy_too and _is_busy(one):
+                    is_done = False
+                else:
+                    one.shutdown(socket.SHUT_RDWR)
+    return is_done
+
+
+def _is_busy(connection: socket.socket) -> bool:
+    """Return whether data are on their way in a connection, or were a moment ago."""
+    with contextlib.suppress(BlockingIOError):
+        if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            return True
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (unacknowledged,) = struct.unpack_from("I", info, 24)  # packets
+    sent, _, received = struct.unpack_from("III", info, 44)  # ms since the last data
+    (unsent,) = struct.unpack_from("I", info, 144)  # bytes
+    return unacknowledged + unsent > 0 or min(sent, received) < _QUIET_MS
 
 
 def _connect_in_place_of_others(address: tuple[Any, ...], n_ranks: int) -> None:

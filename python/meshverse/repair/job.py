@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _CONNECT = timedelta(seconds=2)  # for one attempt to connect to the store of a world
 _STORE_TIMEOUT = timedelta(minutes=30)  # of that store, if the user gives no timeout
+_IN_USE = 5.0  # seconds after an alarm for which connections that are in use are not closed
 
 
 _STUCK_BUILD = (
@@ -218,7 +219,7 @@ class Job:
         self._decision: Decision | None = None
         self._rank = -1
         self._alarm = threading.Event()
-        self._why = ""  # the reason of the alarm
+        self._why, self._alarm_since = "", 0.0  # the reason of the alarm
         self._lock = threading.Lock()  # held while a world is left, or its collectives are ended
         self._state: State | None = None  # that of `state`; None until it is built
         self._last: tuple[Decision, State] | None = None  # a state of another number of ranks
@@ -442,12 +443,14 @@ class Job:
         with self._lock:
             if world != self.world:
                 return
-            self._why = reason
-            self._alarm.set()
+            if not self._alarm.is_set():
+                self._why, self._alarm_since = reason, time.monotonic()
+                self._alarm.set()
             if self._heartbeat.is_main_waiting:
                 return
             compat.unblock_collectives(
-                self._kept_sockets, self._store.port, self._served_port, self.size
+                *(self._kept_sockets, self._store.port, self._served_port, self.size),
+                busy_too=time.monotonic() - self._alarm_since > _IN_USE,
             )
 
     def _check(self) -> None:
