@@ -69,7 +69,7 @@ class _Fates:
                 _befall(what)
 
     def _meet(self, where: str, n_ranks: int) -> None:
-        """Wait for the other ranks that meet the same fate: they would notice this one's."""
+        """Wait for the other ranks of the same fate: they would notice this one's."""
         store = self._store()
         store.add(f"met {where}", 1)
         while store.add(f"met {where}", 0) < n_ranks:

@@ -111,7 +111,7 @@ def _is_busy(connection: socket.socket) -> bool:
     (unacknowledged,) = struct.unpack_from("I", info, 24)  # packets
     sent, _, received = struct.unpack_from("III", info, 44)  # ms since the last data
     (unsent,) = struct.unpack_from("I", info, 144)  # bytes
-    return unacknowledged + unsent > 0 or min(sent, received) < _QUIET_MS
+    return bool(unacknowledged or unsent or min(sent, received) < _QUIET_MS)
 
 
 def _connect_in_place_of_others(address: tuple[Any, ...], n_ranks: int) -> None:
