@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
+from time import monotonic
 
 import pytest
 
@@ -84,6 +87,27 @@ def test_a_spare_takes_the_place_of_a_killed_process(jobs: Jobs, tmp_path: Path)
     outputs = [out for _, out, _ in ends]
     assert len([one for one in outputs if one]) == 2, "no other process became rank 0"
     assert _losses(outputs) == expected
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(12))
+def test_processes_are_killed_at_random_moments(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+    begin = monotonic()
+    expected = _undisturbed(jobs, 4, tmp_path)
+    longest, random = monotonic() - begin, Random(seed)
+    begin = monotonic()
+    processes = _by_hand(jobs, "disturbed", 4, tmp_path, 7)
+    killed = random.sample(processes, random.randint(1, 3))
+    for moment, process in sorted(
+        (random.uniform(0.5, longest), process.pid) for process in killed
+    ):
+        time.sleep(max(0.0, begin + moment - monotonic()))
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(process, signal.SIGKILL)
+    ends = _ended(processes)
+    for process, (status, _, _) in zip(processes, ends, strict=True):
+        assert status == 0 or (status == -signal.SIGKILL and process in killed), ends
+    assert _losses([out for _, out, _ in ends]) == expected, ends
 
 
 def test_torchrun_restarts_the_workers_of_one_node_only(jobs: Jobs, tmp_path: Path) -> None:
