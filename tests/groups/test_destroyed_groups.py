@@ -181,7 +181,7 @@ def test_a_group_that_universes_share_is_made_anew_for_new_ones(
             assert _mesh().get_group("tp").size() == 4
         with pytest.raises(RuntimeError, match="a new mesh has a new group"):
             two.get_group("tp")
-        for universe in World.current().state(WorldUniverses).alive.alive():
+        for universe in World.current().state(WorldUniverses).with_world_rank.alive():
             universe.destroy()
         assert group_names() == before
     finally:

@@ -145,6 +145,26 @@ def test_a_dead_rank_is_a_cause_though_another_missing_rank_waits_elsewhere() ->
     assert "there is no dump of rank 2" in _verdict([one for one in found if one.group == "dp"])
 
 
+def test_a_deadlock_is_reported_in_full_below_a_mismatch_on_its_cycle() -> None:
+    # In dp, ranks 0 and 1 call different operations. Rank 2 waits for rank 1 in tp.
+    calls = {0: [_call("dp", 1)], 1: [_call("dp", 1, operation="broadcast")], 2: [_call("tp", 1)]}
+    found = {one.cause: one for one in find_stuck(_records({"dp": range(3), "tp": (1, 2)}, calls))}
+    mismatch, deadlock = found[Cause.MISMATCH], found[Cause.DEADLOCK]
+    text = ReportFormatter().text([mismatch, deadlock])
+    assert "Verdict: a deadlock. " in text
+    assert "part of the deadlock above" not in text
+
+
+def test_missing_ranks_whose_records_were_not_read_are_named() -> None:
+    # Rank 1 waits in tp instead.
+    calls = {0: [_call("dp", 1)], 1: [_call("tp", 1)], 5: []}
+    records = _records({"dp": range(3), "tp": (1, 5)}, calls)
+    records[2] = RankRecord(2, _NOW, was_read=False)
+    (found,) = (one for one in find_stuck(records) if one.group == "dp")
+    assert found.cause is Cause.MISSING
+    assert "the records of rank 2 were not read" in _verdict([found])
+
+
 def _p2p(operation: str, peer: int) -> Call:
     return _call("pp", 1, operation=operation, peer=peer)
 

@@ -26,6 +26,7 @@ from helpers.jobs import Jobs
 from helpers.tiers import in_tiers
 from helpers.training import batch, make_model
 from meshverse import init_device_mesh, repair
+from meshverse.repair.membership import JobStore
 
 _LOST_AFTER = 5.0
 _STEPS = 10
@@ -445,6 +446,19 @@ def test_too_few_are_left(jobs: Jobs) -> None:
             "JobFailedError: The job cannot go on: 3 processes are left, and the job needs 4 ranks"
         )
         assert "has died" in error
+
+
+def test_a_spare_that_died_while_it_waited_does_not_count_as_left(jobs: Jobs) -> None:
+    jobs.start(_train, 2, 2, {0: [(1, 3, "forward", "waits"), (1, 3, "forward", "killed")]})
+    jobs.store.wait(["waits"])
+    (spare,) = jobs.start(_train, 1, 2, {})
+    while not JobStore(jobs.store, "job").read("signed/1"):
+        sleep(0.1)
+    jobs.processes[spare].kill()
+    jobs.store.set("goes on", "")
+    *killed, error = sorted(jobs.wait(), key=lambda answer: isinstance(answer, str))
+    assert killed == [-signal.SIGKILL] * 2
+    assert "1 process is left, and the job needs 2 ranks" in error
 
 
 def _without_load(address: str) -> None:

@@ -5,8 +5,9 @@
 - `mismatch`: the comparison of the calls in which ranks request process groups.
 - `program_line`: the line of the user's program, for messages.
 
-Agreements are kept per world, that is, per default process group, from `init_process_group` to its
-end. A revived world keeps its counts of calls, and takes the rendezvous of the new default group.
+Counts of compared calls and numbers of rendezvous attempts are kept per world, that is, per default
+process group, from `init_process_group` to its end. A revived world keeps its counts of calls, and
+takes the attempts of the new default group.
 
 This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
 ranks and strings.

@@ -64,8 +64,9 @@ def check_by_default() -> bool:
 class RanksDifferError(RuntimeError):
     """Error of ranks that are building different meshes.
 
-    A rank of the mesh raises it within seconds if it waits for the members of a group, otherwise at
-    a later compared call. A rank that does neither does not raise it.
+    The rank that finds the mismatch raises it at once. Another rank of the mesh raises it within
+    seconds if it waits for the members of a group, otherwise at a later compared call. A rank that
+    does neither does not raise it.
     """
 
     __module__ = "meshverse"  # as tracebacks print it, and where users import it from
@@ -121,9 +122,10 @@ class ComparedCalls(WorldState):
         self._why_stopped = ""  # the reason, once this rank compares no calls at all
 
     def go_on(self, current: World) -> None:
-        """Keep this world's counts, not those of `current`. Stop comparing ranks that disagreed.
+        """Keep this world's counts, not those of `current`.
 
-        Their ranks may have made different numbers of calls.
+        Stop comparing calls for each set of ranks that disagreed: its ranks may have made different
+        numbers of calls.
         """
         for calls in self._by_ranks.values():
             if calls.mismatch:

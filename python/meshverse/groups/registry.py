@@ -134,11 +134,11 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            # The name of a group that no member has created is free again, so that all members give
-            # the next group one name. If the backend waits for all members, another one can have
-            # created a group that is planned here only if all had joined a rendezvous for it. If
-            # it does not wait, another one may have; after a failed call, which may be repeated,
-            # the name is free all the same.
+            # Free the name of a group that no member has created, so that all members give the next
+            # one the same name. With a backend that waits for all members, another member has
+            # created this group only if all have joined its rendezvous. With one that does not
+            # wait, another member may have created it at any time, so the name stays used, except
+            # after a failed call, which may be repeated.
             waits = compat.creation_blocks(group.request.options.backend)
             if group.state is State.PLANNED and (has_failed or waits) and not group.have_all_joined:
                 self._free_name(group.name)

@@ -50,7 +50,7 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
 
 
 def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
-    """Add a frame's send or receive to the record, or its root to the recorded collective."""
+    """Add a frame's send or receive to the record; of a collective, add the root to its call."""
     wait = compat.wait_of_frame(frame)
     if wait is None:
         return

@@ -60,7 +60,8 @@ class ReportFormatter(NamedTuple):
         paragraphs = []
         for one in stuck if about is None else about:
             is_said = one.cause is Cause.DEADLOCK and said.issuperset(one.cycle)
-            said.update(one.cycle)
+            if one.cause is Cause.DEADLOCK:
+                said.update(one.cycle)
             paragraphs.append("\n".join(self._lines(one, by_name, is_said=is_said)))
         return "\n\n".join(paragraphs)
 
@@ -274,6 +275,12 @@ class ReportFormatter(NamedTuple):
                 f"{self.ranks([missing.rank for missing in late])} "
                 f"{'have' if len(late) > 1 else 'has'} not called it"
                 + (f": look at {_short(where)}." if where else ".")
+            )
+        if not parts:
+            unread = [missing.rank for missing in one.missing if not missing.was_read]
+            parts.append(
+                f"the records of {self.ranks(unread)} were not read. The other missing ranks wait "
+                "in other groups."
             )
         return " ".join(parts)
 

@@ -83,8 +83,8 @@ class Stuck:
             Example: {"dtype": {"Float": [0], "Half": [1]}}. The kind is "" for `Call.detail`.
         cause: why the group is stuck.
         waits_on: c10d names of the stuck groups that the missing ranks wait in.
-        cycle: c10d names of the groups of a deadlock, each of which waits on the next one; empty
-            without a deadlock.
+        cycle: c10d names of groups from this one on, each of which waits on the next one, and the
+            last on the first: a deadlock, unless there is a mismatch. Empty without a cycle.
     """
 
     group: str

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_WATCH"
-# Name under which the watch is registered with `Run.add_user`. It is never removed, as keys may be
-# left: so the store keeps the run's number.
+# Name under which the watch is registered with `Run.add_user` until the default group ends: as it
+# may leave keys in the store, the run's number must stay there.
 _STORE_USER = "watch"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -54,7 +54,8 @@ class Hang:
     Attributes:
         text: verdict, as it is logged.
         groups: the same as data: for each reported group, its ranks, call, and missing ranks.
-        is_logged_here: whether this rank logs the verdict; only one rank of the group does.
+        is_logged_here: whether this rank logs the verdict. One rank of the group does; without the
+            store, each rank logs its own.
     """
 
     text: str

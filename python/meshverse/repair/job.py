@@ -121,7 +121,9 @@ def join(
             `device_id`.
 
     Raises:
-        JobFailedError: the job cannot go on, as it has too few processes.
+        JobFailedError: there are too few processes, a shard is lost and there is no `load`, or the
+            store was lost while this process waited.
+        torch.distributed.DistError: this process cannot connect to the store.
         SystemExit: the job has finished, and did not need this spare. The status is 0.
         TypeError: an object that `build` returned has no state.
         ValueError: an argument cannot be used.
@@ -282,7 +284,8 @@ class Job:
 
         Raises:
             The exception that is being handled: no rank is lost, so it is the program's own.
-            JobFailedError: too few processes are left, or the store cannot be reached.
+            JobFailedError: too few processes are left, a shard is lost and there is no `load`, or
+                the store cannot be reached.
             SystemExit: the job went on with fewer ranks and has finished, without this process.
         """
         self._check_open()

@@ -5,7 +5,8 @@ the current world, and whether an alarm was raised in it. Each change of the sta
 `compare_set`. From one world to the next:
 
 1. A process that finds another one lost raises the alarm of the current world, once.
-2. All processes then sign for the next world: those that are ranks of the current one, and spares.
+2. The ranks of the current world then sign for the next one. Spares sign as soon as they wait for
+   it, mostly before the alarm.
 3. One of them, the leader, waits until each rank has signed or is lost itself. It decides who is
    which rank of the next world, and makes that the current one. If the leader is lost, another
    process takes over; the first decision that is stored counts.
@@ -355,6 +356,7 @@ class _Election:
         self._before = None if status.world < 0 else self._store.decision(status.world)
         self._begin = time.monotonic()
         self._why_lost: dict[int, str] = {}
+        self._n_left = 0  # processes that can be ranks of the next world
 
     def run(self) -> None:
         """Wait for all ranks and for the spares that are needed, and decide."""
@@ -370,7 +372,7 @@ class _Election:
                 time.sleep(_POLL_SECONDS)
                 continue
             if not ranks:
-                self._store.change_status(status, status._replace(over=self._why_over(signed)))
+                self._store.change_status(status, status._replace(over=self._why_over()))
                 return
             decision = self._decision(world, ranks, signed)
             text = json.dumps(vars(decision))
@@ -413,6 +415,7 @@ class _Election:
             if len(staying) + len(spares) < min(wanted, n_there) and waited < longest:
                 return None
             n_there = len(staying) + len(spares)
+        self._n_left = n_there
         size = max((size for size in sizes if size <= n_there), default=0)
         if size == len(before):
             free = iter(spares)
@@ -449,11 +452,12 @@ class _Election:
         is_revived = not is_resized and len(new) < len(ranks)
         return Decision(world, ranks, new, step, is_revived, is_resized, reason, lost)
 
-    def _why_over(self, signed: Mapping[int, Signature]) -> str:
+    def _why_over(self) -> str:
         why = "; ".join(self._why_lost.values()) or self._status.alarm
         sizes = " or ".join(map(str, self._by._sizes))
+        left = "1 process is left" if self._n_left == 1 else f"{self._n_left} processes are left"
         return (
-            f"{len(signed)} processes are left, and the job needs {sizes} ranks ({why}). Start "
+            f"{left}, and the job needs {sizes} ranks ({why}). Start "
             "more processes, as spares, or allow fewer ranks with ranks=[...]."
         )
 

@@ -60,6 +60,7 @@ class UniverseGroups:
             that are None here, and `lazy` if it is set there.
 
     Attributes:
+        ranks_fingerprint: fingerprint of the set of ranks, whatever their order.
         process_groups: this rank's live process groups by c10d name; torch.compile reads it.
         number: number of the universe, from 0, among those over its ranks that created groups. None
             until its first call that creates groups for all its ranks has succeeded.
@@ -99,7 +100,7 @@ class UniverseGroups:
         if world is not None and world.is_provisional:
             self._is_compared = False
         in_order = rank_map.sorted()
-        self.ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
+        self.ranks_fingerprint, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
         self._largest_rank = in_order.rank_at(in_order.size - 1)
         self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
         self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
@@ -355,9 +356,9 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupUse]:
-        # `counts`: whether `explain()` counts all requests of this call, as torch would create
-        # groups. It would not for a slice under a tag (`request_tagged`): there, a request
-        # counts only if it is the group's first.
+        # `counts`: True if torch would create a group per request: `explain()` then counts each.
+        # For a slice under a tag (`request_tagged`), torch would create none: there, only a group's
+        # first request counts.
         ranks, makes_groups = None, False
         if self._is_compared or self.number is None:
             ways = (how(request, self._world)[0] for request in requests)
@@ -376,7 +377,7 @@ class UniverseGroups:
             self._give_back(new, uses, error, ranks)
             raise
         if self.number is None and makes_groups and layout.size == self._rank_map.size:
-            self.number = self._calls.number_universe(self.ranks)
+            self.number = self._calls.number_universe(self.ranks_fingerprint)
         if not self.is_kept and not all(use.borrowed for use in uses):
             universe = self._universe()
             assert universe is not None
@@ -516,7 +517,9 @@ class UniverseGroups:
             return name
         axes = []
         for mesh in universe.meshes:
-            names = list.__iter__(mesh._dim_group_names)  # `PromisedGroups` would request groups
+            # Of a root under another isolation tag, these names are `PromisedGroups` (in
+            # `device_mesh.group_names`), whose own iterator would request the groups.
+            names = list.__iter__(mesh._dim_group_names)
             pairs = zip(mesh.description.labels, names, strict=False)
             axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
         return " or ".join(axes[:2]) or name
@@ -551,7 +554,7 @@ class UniverseGroups:
         store = self._world.run_store
         assert store is not None
         assert self._position is not None
-        ranks, first_rank = self.ranks, self._first_rank
+        ranks, first_rank = self.ranks_fingerprint, self._first_rank
         if layout.size != self._rank_map.size and not any(
             needs_all_ranks(one, self._world) for one in requests
         ):

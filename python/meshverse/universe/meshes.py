@@ -136,14 +136,14 @@ class UniverseMeshes:
         if first is None:
             self.root = mesh
             return mesh
-        tags, parts = self._tags_of_root(first, mesh), _parts(mesh)
-        if tags == first.description.axis_tags and parts <= _parts(first):
+        tags, single_tags = self._tags_of_root(first, mesh), _single_tags(mesh)
+        if tags == first.description.axis_tags and single_tags <= _single_tags(first):
             return first
-        root = self._other_roots.get((tags, parts))
+        root = self._other_roots.get((tags, single_tags))
         if root is None:
-            root = self._other_roots[tags, parts] = first._under(tags)
+            root = self._other_roots[tags, single_tags] = first._under(tags)
             for (name, tag), flattened in self._flattened.items():
-                if parts.issuperset(tag_parts(tag)):
+                if single_tags.issuperset(tag_parts(tag)):
                     root._add_flattened(name, flattened)
         return root
 
@@ -162,7 +162,7 @@ class UniverseMeshes:
         axes = list(zip(first.description.labels, first.layout, strict=True))
         known = dict(zip(zip(mesh.description.labels, mesh.layout, strict=True), tags, strict=True))
         agrees = all(known.get(axis, tag) == tag for axis, tag in zip(axes, own, strict=True))
-        if agrees and _parts(mesh) <= _parts(first):
+        if agrees and _single_tags(mesh) <= _single_tags(first):
             return own
         merged = merge_tags(tags)
         return tuple(known.get(axis, merged) for axis in axes)
@@ -213,16 +213,16 @@ class UniverseMeshes:
 
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
         """Add a flattened mesh to the roots of all meshes that may look it up by its name."""
-        parts = frozenset(tag_parts(tag))
+        single_tags = frozenset(tag_parts(tag))
         with self._lock:
             self._flattened[name, tag] = flattened
-            if self.root is not None and parts <= _parts(self.root):
+            if self.root is not None and single_tags <= _single_tags(self.root):
                 self.root._add_flattened(name, flattened)
-            for (_, seen), root in self._other_roots.items():
-                if parts <= seen:
+            for (_, tags_under_root), root in self._other_roots.items():
+                if single_tags <= tags_under_root:
                     root._add_flattened(name, flattened)
 
 
-def _parts(mesh: DeviceMesh) -> frozenset[str]:
+def _single_tags(mesh: DeviceMesh) -> frozenset[str]:
     tags = mesh.description.axis_tags
-    return frozenset(part for tag in set(tags) for part in tag_parts(tag))
+    return frozenset(single for tag in set(tags) for single in tag_parts(tag))

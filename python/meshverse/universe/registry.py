@@ -23,13 +23,14 @@ class WorldUniverses(WorldState):
             references until the universe or the world ends, so that all ranks find the same
             universes, whenever each collects garbage.
         n_ended: how many universes were destroyed or aborted.
-        alive: weak references to the universes that took their rank from the default group.
+        with_world_rank: weak references to the universes that took their rank from the default
+            group.
     """
 
     def __init__(self) -> None:
         self.kept: list[Universe] = []
         self.n_ended = 0
-        self.alive: WeakRegistry[Universe] = WeakRegistry()
+        self.with_world_rank: WeakRegistry[Universe] = WeakRegistry()
         self._lock = threading.Lock()  # protects `kept`, `n_ended` and each `is_over`
 
     def keep(self, universe: Universe) -> None:
@@ -45,7 +46,7 @@ class WorldUniverses(WorldState):
         In the next world, this process may have another rank.
         """
         self.kept.clear()
-        for universe in self.alive.alive():
+        for universe in self.with_world_rank.alive():
             universe.meshes.forget_coordinates()
 
     def go_on(self, current: World) -> None:
@@ -55,7 +56,7 @@ class WorldUniverses(WorldState):
             for universe in _universes.alive()
             if universe.groups.is_kept and not universe.is_over and self._has(universe)
         ]
-        for universe in self.alive.alive():
+        for universe in self.with_world_rank.alive():
             universe.meshes.keep_coordinates()
 
     def _has(self, universe: Universe) -> bool:
@@ -80,12 +81,12 @@ def note_universe(universe: Universe) -> int:
     universe.world.has_universes = True
     universes = universe.world.state(WorldUniverses)
     if not universe.rank_was_passed:
-        universes.alive.add(universe)
+        universes.with_world_rank.add(universe)
     return universes.n_ended
 
 
-def live_universes() -> list[Universe]:
-    """Return the universes of this process that nobody has ended, also those of ended worlds."""
+def universes_not_ended() -> list[Universe]:
+    """Return the universes that were neither destroyed nor aborted, also of ended worlds."""
     return [universe for universe in _universes.alive() if not universe.is_over]
 
 

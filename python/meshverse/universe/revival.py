@@ -27,7 +27,7 @@ from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
 from meshverse.world.world import World
 
-from .registry import live_universes
+from .registry import universes_not_ended
 from .universe import Universe
 
 _log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
 
     Call it on all ranks right after `destroy_process_group()` and `init_process_group()`, with the
     rank and number of ranks as before, and before the first mesh. It creates the process groups of
-    all live universes again, under their old names and with their old options. Their meshes,
-    DTensors on them, models, optimizers and compiled graphs can then be used as before. Objects
-    that refer to an old process group itself, such as FSDP2's or a pipeline's stages, get the new
-    one.
+    that world's universes again, under their old names and with their old options; not of universes
+    that were destroyed or aborted. Their meshes, DTensors on them, models, optimizers and compiled
+    graphs can then be used as before. Objects that refer to an old process group itself, such as
+    FSDP2's or a pipeline's stages, get the new one.
 
     Args:
         timeout: how long ranks wait for one another; by default the timeout of the default group.
@@ -109,7 +109,7 @@ def revive_with_new_ranks(check: Callable[[], None]) -> tuple[Universe, ...]:
     assert current is not None
     if not current.is_provisional:
         return _revive(current, World.ended_last(), _NO_LIMIT, check, creates_all=True)
-    for universe in live_universes():
+    for universe in universes_not_ended():
         for use in universe.groups if universe.world is current else ():
             if use.group is not None and not use.borrowed:
                 use.group.end(abort=False)
@@ -131,7 +131,8 @@ def _revive(
         gc.unfreeze()  # the search for references does not see frozen objects
     try:
         gc.collect()  # a universe that only garbage refers to would be revived on some ranks
-        universes = [one for one in live_universes() if world is not None and one.world is world]
+        known = universes_not_ended()
+        universes = [one for one in known if world is not None and one.world is world]
         plan = _plan(universes)
         held = [(*_key(one), needed) for one in _numbered(universes) if (needed := _n_needed(one))]
         problems = _why_not(current, plan)
@@ -201,13 +202,13 @@ def _numbered(universes: Sequence[Universe]) -> list[Universe]:
 
 
 def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
-    """Carry over the call counts and universe numbers of live universes only.
+    """Carry over the call counts and universe numbers of the revived universes only.
 
     All ranks of a universe revive it, so they carry over the same counts.
     """
     numbers: dict[str, int] = {}
     for universe in _numbered(universes):
-        ranks = universe.groups.ranks
+        ranks = universe.groups.ranks_fingerprint
         numbers[ranks] = max(numbers.get(ranks, 0), universe.serial + 1)
     for universe in universes:
         universe.groups.go_on()
@@ -247,7 +248,7 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
     if not plan.universes:
         return []  # this rank stays in the current world
     problems = list(plan.problems)
-    for universe in live_universes():
+    for universe in universes_not_ended():
         if universe.world is current and universe not in plan.universes:
             new = f"a mesh over {universe.rank_map} was made in the new world already"
             problems.append(f"{new}: end it with mesh.universe.destroy(), and delete it")

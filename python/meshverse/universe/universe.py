@@ -461,7 +461,8 @@ class Universe:
                 is logged in any case.
 
         Returns:
-            The groups that were warmed up, in this order, each with the seconds that it took.
+            The groups in the order in which they were warmed up, each with the seconds that it
+            took.
 
         Raises:
             KeyError: no group was requested by one of the names.
