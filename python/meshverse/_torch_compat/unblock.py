@@ -17,6 +17,7 @@ from .private_names import c10d
 _FDS = "/proc/self/fd"
 _QUIET_MS = 50  # without data, after which a connection is not in use
 _TCP_INFO_BYTES = 148  # of Linux's struct tcp_info, up to the last field that is read
+_MOST_RANKS = 1_024  # of a job in which connections are made in place of a lost rank's
 _ROUNDS = 3  # in one call, in which connections that are in use may become quiet
 
 _of_python: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -59,7 +60,7 @@ def unblock_collectives(
     Python's own sockets and those named below: also those of other C++ libraries. If a connection
     is closed in the middle of a message, gloo waits on, so connections that are in use are left
     for the next call. A group that is being created may wait for a connection that the lost rank
-    has not made: this makes and closes one in its place. 2.13.
+    has not made: this makes and closes one in its place, in jobs of up to 1,024 ranks. 2.13.
 
     Args:
         keep: sockets to keep, of `open_sockets`.
@@ -118,6 +119,8 @@ def _connect_in_place_of_others(address: tuple[Any, ...], n_ranks: int) -> None:
     # gloo has one listening socket for each group. Of two ranks, one connects to the other, and
     # sends the number of this connection among those of the group: 8 bytes, from 0. What it sends
     # twice for one number is ignored.
+    if n_ranks > _MOST_RANKS:  # it would take seconds, in which this process gives no sign of life
+        return
     for number in range(n_ranks):
         with socket.create_connection(address[:2], timeout=0.2) as connection:
             connection.sendall(number.to_bytes(8, sys.byteorder))

@@ -30,9 +30,8 @@ _WRAPPED = (
     "an object of torch.nn.parallel.DistributedDataParallel, which uses it in C++ code: wrap the "
     "model again"
 )
-_PLAIN = frozenset(
-    (dict, tuple)
-)  # containers that the collector does not follow, if all is plain data
+# Containers that the collector does not follow, if all in them is plain data.
+_PLAIN = frozenset((dict, tuple))
 
 
 class Referrer:

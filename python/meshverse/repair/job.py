@@ -550,9 +550,9 @@ class Job:
         load = self._of_user.load
         if load is None and self._jobs.read("begun"):  # all ranks read it before rank 0 goes on
             raise JobFailedError(
-                f"The job cannot go on: nobody holds all shards of ranks "
-                f"[{rank_list(decision.new_ranks)}] any more, and join() was not given load=, "
-                "which would load the last checkpoint."
+                "The job cannot go on: no complete copy of its state is left "
+                f"({decision.reason}), and join() was not given load=, which would load the last "
+                "checkpoint."
             )
         self._is_torn = True
         step = self._loaded(load)

@@ -108,9 +108,8 @@ def find_universe(
 
     The candidates are the universes that have all of `groups`; if none has them all, all universes
     over these ranks. The result is the candidate with this serial; if there is none, the candidate
-    that created process groups first. All ranks find the same
-    universe if it has a number (`UniverseGroups.number`): without, its serial may differ between
-    ranks.
+    that created process groups first. All ranks find the same universe if it has a number (see
+    `UniverseGroups.number`). The serial of one without a number may differ between ranks.
 
     Args:
         rank_map: ranks of the universe.
