@@ -1,4 +1,4 @@
-"""What a process sees of other processes of its job."""
+"""Signs of life of a job's processes, as one of them sees them."""
 
 from __future__ import annotations
 
