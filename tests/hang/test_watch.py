@@ -227,32 +227,29 @@ def test_a_recorder_that_is_off_is_said_once(crew: Crew) -> None:
 
 def _stuck_twice() -> list[str]:
     """Get stuck in two worlds, with an `on_stuck` that raises."""
-    lines = _logged()
+    lines, default_store = _logged(), dist.distributed_c10d._get_default_store
 
     def fail(hang: meshverse.Hang) -> None:
+        default_store().set("reported", "x")
         raise OSError(f"no pager: {len(hang.groups)}")
 
     meshverse.watch(1, on_stuck=fail)
-    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+    second = dist.PrefixStore("second", default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     for number in range(2):
         if number == 1:
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            dist.init_process_group("gloo", store=second, rank=rank, world_size=size)
         mesh = meshverse.init_device_mesh("cpu", (size,), mesh_dim_names=(f"dp{number}",))
-        begun = len(lines.texts)
+        store, begun, timeout = default_store(), len(lines.texts), timedelta(seconds=SECONDS)
         if rank == 1:
-            key = f"reported {number}"
-            dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=SECONDS))
-        work = dist.all_reduce(torch.ones(3), group=mesh.get_group(), async_op=True)
-        if rank == 0:
-            wait_until(lambda begun=begun: any("on_stuck=" in t for t in lines.texts[begun:]))
-            dist.distributed_c10d._get_default_store().set(f"reported {number}", "x")
-        assert work is not None
-        work.wait()
+            store.wait(["reported"], timeout)
+        dist.all_reduce(torch.ones(3), group=mesh.get_group())
         if rank == 0:
             wait_until(lambda begun=begun: any("no longer stuck" in t for t in lines.texts[begun:]))
-        dist.barrier()
+            store.set("ended", "x")
+        else:  # in no collective: that would be stuck
+            store.wait(["ended"], timeout)
     meshverse.watch(None)
     return lines.texts
 
