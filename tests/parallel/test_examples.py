@@ -216,10 +216,10 @@ def test_training_goes_on_when_a_rank_is_killed(on_crew: Run, tmp_path: Path) ->
     steps = 16
     settings = [f"--steps={steps}", "--save-every=3", "--tp=2", "--save-in-background"]
     expected = train(on_crew, 4, *settings)
-    arguments = ["--dtype=float32", *settings, f"--folder={tmp_path / 'checkpoints'}"]
-    logs = tmp_path / "logs"
+    checkpoints, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    arguments = ["--dtype=float32", *settings, f"--folder={checkpoints}"]
     job = torchrun(4, _TRAIN, *arguments, folder=logs, restarts=2, env=environment())
-    while 5 not in losses_in(printed_by(0, logs)):
+    while 5 not in losses_in(printed_by(0, logs)) or not any(checkpoints.glob("*/.metadata")):
         assert job.is_alive(), job.communicate()
         time.sleep(0.05)
     [process] = writers_of(logs, rank=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+import meshverse
 from helpers.crew import Crew
+from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
@@ -222,6 +225,62 @@ def restore(folder: str) -> float:
 def test_checkpoint_is_that_of_one_process(crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert max(crew.run(restore, 4, str(Path(folder) / "checkpoint"))) < BOUND
+
+
+def train_with_sleeps(
+    sizes: dict[str, int], compiles: bool, n_sleeps: int, folder: str
+) -> list[list[Any]]:
+    """Return losses and norms of a run that is never disturbed, and of one that sleeps."""
+
+    def run(rest: Callable[[], object]) -> list[Any]:
+        mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
+        model = Model().double()
+        plan = _PLAN if sizes.get("tp_size", 1) > 1 else None
+        fsdp2_strategy_parallelize(
+            model, mesh, moe_mesh=moe_mesh, mp_policy=_EXACT, tp_shard_plan=plan
+        )
+        if compiles:
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
+        data = get_flat_mesh(mesh, "dp_cp")
+        rows = SEQUENCES // data.size()
+        share = slice(data.get_local_rank() * rows, (data.get_local_rank() + 1) * rows)
+        optimizer = make_optimizer(model, "adam")
+        seen = [train(model, optimizer, share, data.size(), 0.5)]
+        for _ in range(n_sleeps):
+            rest()
+            seen.append(train(model, optimizer, share, data.size(), 0.5))
+        return seen
+
+    def rest() -> None:
+        sleep(folder)
+        assert meshverse.revive()
+
+    return [run(lambda: None), run(rest)]
+
+
+@pytest.mark.parametrize(
+    ("name", "compiles", "n_sleeps"),
+    in_tiers(
+        [
+            ("ep 2 x tp 2", False, 2),
+            ("ep 2 x tp 2", True, 2),
+            ("ep 2 x 2 replicas x 2 shards", False, 20),
+            ("ep 2 x tp 2", True, 20),
+        ],
+        [("ep 2 x tp 2", False, 2)],
+        [("ep 2 x tp 2", True, 2)],
+    ),
+)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_training_goes_on_after_all_groups_have_ended(
+    crew: Crew, tmp_path: Path, name: str, compiles: bool, n_sleeps: int
+) -> None:
+    ranks, sizes = MESHES[name]
+    arguments = (sizes, compiles, n_sleeps, str(tmp_path))
+    for undisturbed, slept in crew.run(train_with_sleeps, ranks, *arguments, timeout=300):
+        assert slept == undisturbed
+        assert len({str(each) for each in slept}) == n_sleeps + 1
 
 
 class Dense(nn.Module):

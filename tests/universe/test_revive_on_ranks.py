@@ -7,7 +7,6 @@ import os
 import re
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,26 +25,11 @@ import meshverse
 from helpers import splitting
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import make_model, tensor_parallel
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse.parallel import Reshard
-
-_SECONDS = 30
-_lives: Counter[str] = Counter()  # by folder, which is that of one test
-
-
-def _sleep(folder: str, *, seconds: float = _SECONDS, is_broken: bool = False) -> None:
-    """End the default group and all others, and create it again, as a new job would."""
-    if not is_broken:
-        dist.barrier()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    _lives[folder] += 1
-    store = dist.FileStore(f"{folder}/life {_lives[folder]}", size)
-    limit = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-
 
 # --- training -------------------------------------------------------------------------------------
 
@@ -93,7 +77,7 @@ def _trained(kind: str, shape: str, n_rests: int, folder: str) -> list[list[floa
     held: list[dict[str, int]] = []
 
     def rest() -> None:
-        _sleep(folder)
+        sleep(folder)
         assert meshverse.revive()
         held.append(_held())
 
@@ -142,7 +126,7 @@ def _pipeline(folder: str, n_rests: int) -> list[float]:
     losses = []
     for number in range(4):
         if number and n_rests:
-            _sleep(folder)
+            sleep(folder)
             meshverse.revive()
         given = torch.Generator().manual_seed(number)
         batch, goal = (torch.randn(4, 6, generator=given) for _ in range(2))
@@ -180,7 +164,7 @@ def _moved(folder: str) -> bool:
     move = Reshard(source, target)
     move()
     for number in range(2):
-        _sleep(folder)
+        sleep(folder)
         meshverse.revive()
         source["w"].to_local().fill_(number)
         move()
@@ -199,11 +183,11 @@ def _saved(folder: str) -> list[float]:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     state = {"w": distribute_tensor(torch.arange(8.0), mesh["dp"], [Shard(0)])}
-    _sleep(folder)
+    sleep(folder)
     meshverse.revive()
     dcp.save(state, checkpoint_id=f"{folder}/saved")
     state["w"].to_local().zero_()
-    _sleep(folder)
+    sleep(folder)
     meshverse.revive()
     dcp.load(state, checkpoint_id=f"{folder}/saved")
     return state["w"].full_tensor().tolist()
@@ -238,7 +222,7 @@ def _meshes(folder: str) -> dict[str, Any]:
     if dist.get_rank() in (1, 2):
         assert pair.size() == 2
     del pair
-    _sleep(folder)
+    sleep(folder)
     for use in (mesh.get_group, lambda axis: lazy.get_group("q")):
         with pytest.raises(RuntimeError, match="gone"):
             use("tp")
@@ -305,7 +289,7 @@ def _refused(folder: str, kind: str) -> tuple[str, list[int]]:
     if kind == "local variable" and rank == 1:
         message = _with_a_group_in_a_variable(folder, mesh)
     else:
-        _sleep(folder)
+        sleep(folder)
         if kind == "made before" and rank == 1:
             kept.append(DeviceMesh("cpu", range(4)))
         message = _message()
@@ -324,7 +308,7 @@ def _message() -> str:
 
 def _with_a_group_in_a_variable(folder: str, mesh: DeviceMesh) -> str:
     held = mesh.get_group("dp")
-    _sleep(folder)
+    sleep(folder)
     message = _message()
     del held
     return message
@@ -348,7 +332,7 @@ def test_what_is_refused_is_refused_on_all_ranks(crew: Crew, kind: str, tmp_path
 
 def _late(folder: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _sleep(folder)
+    sleep(folder)
     if dist.get_rank() == 2:
         time.sleep(4)  # longer than the others wait: it is the time that is tested
     with pytest.raises(RuntimeError, match=r"^revive\(\) has changed nothing: ") as caught:
@@ -370,7 +354,7 @@ def _failed_in_between(folder: str) -> list[list[int]]:
     limit = timedelta(seconds=5)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
     holder = {axis: mesh.get_group(axis) for axis in ("dp", "tp")}
-    _sleep(folder)
+    sleep(folder)
     made = dist.distributed_c10d._new_process_group_helper
 
     def refuse_second(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
@@ -382,7 +366,7 @@ def _failed_in_between(folder: str) -> list[list[int]]:
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse_second)
         with pytest.raises(RuntimeError, match=r"this rank is lost|of 2 members joined"):
             meshverse.revive()
-    _sleep(folder, is_broken=True)
+    sleep(folder, is_broken=True)
     assert mesh.universe in meshverse.revive()
     for axis, group in holder.items():
         assert group is mesh.get_group(axis)
@@ -409,7 +393,7 @@ def _some_have_meshes(folder: str) -> list[list[int]]:
         trainer = init_device_mesh("cpu", (2,), ranks=[0, 1], mesh_dim_names=("dp",))
     reached = []
     for _ in range(2):
-        _sleep(folder)
+        sleep(folder)
         revived = meshverse.revive()
         assert len(revived) == (rank < 2)
         limit = timedelta(seconds=20)
@@ -439,7 +423,7 @@ def _some_have_derived(folder: str, fails: bool) -> bool:
             mesh.flatten("all", isolate="own")
     elif rank < 2:
         mesh.flatten("all", isolate="own")
-    _sleep(folder)
+    sleep(folder)
     meshverse.revive()
     mesh.flatten("all", isolate="own")
     last = mesh.flatten("all2", isolate="own2")
@@ -460,7 +444,7 @@ def _borrowed(folder: str) -> str:
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "x"))
     joined = DeviceMesh.concatenate([own["dp"], given["tp"]])
     del pairs, both, given
-    _sleep(folder)
+    sleep(folder)
     message = _message()
     assert joined.ndim == 2
     return message
@@ -477,7 +461,7 @@ def test_a_group_of_the_programs_own_in_a_joined_mesh_is_refused(
 def _wrapped_over_all(folder: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     wrapped = [nn.parallel.DistributedDataParallel(nn.Linear(2, 2))]
-    _sleep(folder)
+    sleep(folder)
     message = _message()
     wrapped.clear()
     held = [dist.group.WORLD]
@@ -501,7 +485,7 @@ def _compiled_with_the_group(folder: str) -> list[list[float]]:
     compiled = torch.compile(total, backend="aot_eager")
     sums = [compiled(torch.ones(2), mesh.get_group("dp")).tolist()]
     for _ in range(2):
-        _sleep(folder)
+        sleep(folder)
         meshverse.revive()
         sums.append(compiled(torch.ones(2), mesh.get_group("dp")).tolist())
     return sums
@@ -518,7 +502,7 @@ def _frozen(folder: str) -> bool:
     held = [mesh.get_group("tp")]
     gc.freeze()
     try:
-        _sleep(folder)
+        sleep(folder)
         meshverse.revive()
         assert gc.get_freeze_count() > 0
     finally:
@@ -533,11 +517,11 @@ def test_what_the_collector_has_frozen_is_found(crew: Crew, tmp_path: Path) -> N
 
 def _two_worlds(folder: str) -> bool:
     first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _sleep(folder)
+    sleep(folder)
     second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     if dist.get_rank() == 0:
         del second
-    _sleep(folder)
+    sleep(folder)
     message = _message()
     assert "still hold meshes of the universe of ranks 0 to 3, number 0" in message, message
     second = None
@@ -558,7 +542,7 @@ def _with_deleted_meshes(folder: str) -> list[int]:
     large = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     small = init_device_mesh("cpu", (2,), ranks=[0, 1], mesh_dim_names=("a",)) if rank < 2 else None
     del large
-    _sleep(folder)
+    sleep(folder)
     revived = meshverse.revive()
     return [
         len(revived),
@@ -575,7 +559,7 @@ def test_groups_of_deleted_meshes_are_not_created_again(crew: Crew, tmp_path: Pa
 def _with_a_mesh_before(folder: str) -> list[int]:
     """A mesh that was made and destroyed before revive() has used up its groups' names."""
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    _sleep(folder)
+    sleep(folder)
     temporary = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.barrier()
     temporary.universe.destroy()
