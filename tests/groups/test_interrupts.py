@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -130,6 +131,15 @@ def test_members_can_try_again_after_only_some_got_the_group(crew: Crew, lazy: b
             assert first == ("no error" if rank == 0 else "DistNetworkError")
 
 
+@pytest.fixture
+def _is_interruptible() -> Iterator[None]:
+    # Not where pytest was started in the background, by a shell that makes it ignore Ctrl-C.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.usefixtures("_is_interruptible")
 def test_a_part_whose_end_was_interrupted_is_freed_with_the_universe() -> None:
     with fake_world(8):
         before = live_groups()

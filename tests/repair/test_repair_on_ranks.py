@@ -249,8 +249,8 @@ def _train(
 
     dist.init_process_group = partial(own.connect, dist.init_process_group)
     steps = _LLAMA_STEPS if "llama" in kind else _STEPS
-    options = {"lost_after": _LOST_AFTER, "slow_after": 10, "backend": "gloo", **(options or {})}
-    with repair.join(address, ranks=n_ranks, build=build, load=load, **options) as job:
+    usual = {"load": load, "lost_after": _LOST_AFTER, "slow_after": 10, "backend": "gloo"}
+    with repair.join(address, ranks=n_ranks, build=build, **usual | (options or {})) as job:
         while job.step < steps:
             try:
                 model, optimizer = job.state
@@ -385,12 +385,13 @@ def _check_all(answers: list[Any], n_ranks: int, expected: dict[int, str]) -> li
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 2])
 def test_a_smaller_world_goes_on_with_the_state_of_the_larger_one(
-    jobs: Jobs, undisturbed: dict[int, str]
+    jobs: Jobs, undisturbed: dict[int, str], lost: int
 ) -> None:
-    """Three ranks of four are left, and two of them go on: all ranks have the same batches."""
-    fates: dict[int, list[Fate]] = {0: [(2, 5, "forward", "killed")]}
-    jobs.start(_train, 4, [2, 4], fates)
+    """Three ranks of four are left, and the two of one replica go on, with the same batches."""
+    fates: dict[int, list[Fate]] = {0: [(lost, 5, "forward", "killed")]}
+    jobs.start(_train, 4, [2, 4], fates, "eager", "", {"load": None})
     others = _check_all(jobs.wait(), 2, undisturbed)
     assert sorted(map(str, others)) == sorted([str(-signal.SIGKILL), "SystemExit: 0"])
 

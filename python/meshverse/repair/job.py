@@ -33,7 +33,7 @@ from .membership import (
     own_address,
     pause_seconds,
 )
-from .resize import move_state
+from .resize import move_state, whole_replica
 from .state import State
 
 if TYPE_CHECKING:
@@ -316,7 +316,8 @@ class Job:
         self._heartbeat.is_main_waiting = True
         try:
             return self._membership.next_world(
-                self.world, signature, self._check_store, self._become_spare
+                *(self.world, signature, self._check_store, self._become_spare),
+                self._whole_replica,
             )
         except JobOverError as over:
             self._end_at(over)
@@ -327,6 +328,10 @@ class Job:
             raise
         except RuntimeError as error:
             raise JobFailedError(f"The store of the job cannot be reached: {error}") from error
+
+    def _whole_replica(self, left: Collection[int]) -> Collection[int]:
+        """Return ranks, of those left, that hold the whole state; none if this one has none."""
+        return whole_replica(self._state, left) if self._state and self._has_state else ()
 
     def _become_spare(self) -> None:
         """Drop everything that belongs to this process as a rank, and wait to be one again."""

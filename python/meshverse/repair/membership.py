@@ -23,7 +23,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -269,6 +269,7 @@ class Membership:
         signature: Signature,
         check: Callable[[], None],
         become_spare: Callable[[], None],
+        whole_replica: Callable[[Collection[int]], Collection[int]],
     ) -> Decision:
         """Sign for the next world and return the first later one in which this process is a rank.
 
@@ -278,6 +279,8 @@ class Membership:
             check: function that is called while this process waits; it raises if that is pointless.
             become_spare: function that is called if the next world has fewer ranks than there are
                 processes, and this one is left over.
+            whole_replica: function of ranks of the current world that returns those to keep first
+                if the next world has fewer.
 
         Raises:
             JobOverError: the job has finished, or cannot go on.
@@ -300,7 +303,7 @@ class Membership:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", f"{json.dumps(signature)}\n")
             if status.alarm and (status.world == after or self._should_spare_lead(status)):
-                self._lead(status)
+                self._lead(status, whole_replica)
             check()
             time.sleep(pause_seconds(self._sizes[-1]))
 
@@ -331,7 +334,9 @@ class Membership:
 
     # --- the leader ------------------------------------------------------------------------------
 
-    def _lead(self, status: Status) -> None:
+    def _lead(
+        self, status: Status, whole_replica: Callable[[Collection[int]], Collection[int]]
+    ) -> None:
         """Decide on the next world, if this process is the leader, or the leader is lost."""
         world, own = status.world + 1, str(self.own.number)
         leader = self._store.replace(f"leader/{world}", "", own)
@@ -340,7 +345,7 @@ class Membership:
                 return
             if self._store.replace(f"leader/{world}", leader, own) != own:
                 return
-        _Election(self, status).run()
+        _Election(self, status, whole_replica).run()
 
     def signed(self, world: int) -> dict[int, Signature]:
         """Return who has signed for a world, by number of the process, in the order of signing."""
@@ -351,8 +356,14 @@ class Membership:
 class _Election:
     """The decision on the next world, by its leader."""
 
-    def __init__(self, membership: Membership, status: Status) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        status: Status,
+        whole_replica: Callable[[Collection[int]], Collection[int]],
+    ) -> None:
         self._by, self._store, self._status = membership, membership._store, status
+        self._whole_replica = whole_replica
         self._before = None if status.world < 0 else self._store.decision(status.world)
         self._begin = time.monotonic()
         self._why_lost: dict[int, str] = {}
@@ -422,7 +433,20 @@ class _Election:
             return [number if number in signed else next(free) for number in before]
         if self._before is None:
             spares = self._by_wish(spares)
+        if size < len(staying):
+            return self._kept(size, staying, signed)
         return [*staying, *spares][:size]
+
+    def _kept(
+        self, size: int, staying: Sequence[int], signed: Mapping[int, Signature]
+    ) -> list[int]:
+        """Return the ranks of a smaller world: those first that hold the whole state."""
+        assert self._before is not None
+        before = self._before.processes
+        whole = [one for one in staying if signed[one].step >= 0 and not signed[one].is_torn]
+        replica = {before[rank] for rank in self._whole_replica([before.index(n) for n in whole])}
+        by_use = sorted(staying, key=lambda one: (one not in replica, signed[one].is_torn))
+        return sorted(by_use[:size], key=before.index)
 
     def _by_wish(self, numbers: list[int]) -> list[int]:
         """Sort processes by the ranks that they ask for, if these differ; else within hosts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,33 @@ def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bo
     return True
 
 
+def whole_replica(state: State, left: Collection[int]) -> set[int]:
+    """Return ranks that together hold every DTensor of a state, as far as this rank knows.
+
+    Args:
+        state: this rank's state.
+        left: ranks of its world to choose from.
+
+    Returns:
+        Few of these ranks; none if some DTensor has no complete replica among them.
+    """
+    places = {
+        (tensor.device_mesh, tensor.placements): state.ranks[id(tensor.device_mesh)]
+        for tensor in state.tensors().values()
+    }
+    slices = [
+        [{*part.flatten().tolist()} for part in _slices(ranks, placements)]
+        for (_, placements), ranks in places.items()
+    ]
+    chosen: set[int] = set()
+    for parts in sorted(slices, key=lambda parts: -len(parts[0])):
+        complete = [part for part in parts if part <= {*left}]
+        if not complete:
+            return set()
+        chosen |= min(complete, key=lambda part: len(part - chosen))
+    return chosen
+
+
 def _sources(old: State, new_rank: Mapping[int, int]) -> dict[str, DTensor] | None:
     """Return this rank's shards of the old state; None if a DTensor has no complete replica."""
     sources: dict[str, DTensor] = {}
@@ -91,14 +118,19 @@ def _complete_slice(
         placements: its placements.
         new_rank: as for `move_state`.
     """
-    choices: list[Any] = [
-        range(size) if isinstance(placement, Replicate) else (slice(None),)
-        for size, placement in zip(ranks.shape, placements, strict=True)
-    ]
-    for index in itertools.product(*choices):
-        part = ranks[tuple(index)].reshape(ranks[index].shape or (1,))
+    for part in _slices(ranks, placements):
         now = [new_rank.get(rank) for rank in part.flatten().tolist()]
         if None not in now:
             of_now = torch.tensor(now).view(part.shape)
             return DeviceMesh("cpu", of_now, _init_backend=False, _rank=dist.get_rank())
     return None
+
+
+def _slices(ranks: torch.Tensor, placements: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Iterate over the replicas of a DTensor: ranks along the axes that do not replicate it."""
+    choices: list[Any] = [
+        range(size) if isinstance(placement, Replicate) else (slice(None),)
+        for size, placement in zip(ranks.shape, placements, strict=True)
+    ]
+    for index in itertools.product(*choices):
+        yield ranks[tuple(index)].reshape(ranks[index].shape or (1,))
