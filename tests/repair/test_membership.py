@@ -25,8 +25,17 @@ def no_more_files() -> Iterator[None]:
 
 def test_nobody_is_lost_because_this_process_has_too_many_open_files(no_more_files: None) -> None:
     store = JobStore(dist.HashStore(), "job")
-    seconds = {"slow_after": 60.0, "replaced_within": 0.0, "started_within": 60.0}
-    here = Membership(store, [1], None, "127.0.0.1", lost_after=10.0, **seconds)
+    here = Membership(
+        store,
+        [1],
+        None,
+        "127.0.0.1",
+        whole_replica=set,
+        lost_after=10.0,
+        slow_after=60.0,
+        replaced_within=0.0,
+        started_within=60.0,
+    )
     with pytest.raises(OSError, match="Too many open files"):
         open(os.devnull)  # noqa: SIM115
     assert here.signs.why_lost(here.own.number) == ""

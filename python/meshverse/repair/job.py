@@ -216,7 +216,13 @@ class Job:
         self._store, self._of_user, self._lost_after = store, of_user, lost_after
         self._jobs = JobStore(store, name)
         self._membership = Membership(
-            self._jobs, sizes, rank, own_address(store), lost_after=lost_after, **seconds
+            self._jobs,
+            sizes,
+            rank,
+            own_address(store),
+            whole_replica=self._whole_replica,
+            lost_after=lost_after,
+            **seconds,
         )
         self._decision: Decision | None = None
         self._rank = -1
@@ -316,8 +322,7 @@ class Job:
         self._heartbeat.is_main_waiting = True
         try:
             return self._membership.next_world(
-                *(self.world, signature, self._check_store, self._become_spare),
-                self._whole_replica,
+                self.world, signature, self._check_store, self._become_spare
             )
         except JobOverError as over:
             self._end_at(over)

@@ -238,6 +238,8 @@ class Membership:
         replaced_within: seconds to wait for processes that replace lost ranks, before the job goes
             on with fewer, or ends.
         started_within: seconds to wait for the processes of the first world.
+        whole_replica: function of ranks that are left, which returns those to keep first if the
+            next world has fewer ranks.
     """
 
     def __init__(
@@ -247,6 +249,7 @@ class Membership:
         rank: int | None,
         address: str,
         *,
+        whole_replica: Callable[[Collection[int]], Collection[int]],
         lost_after: float,
         slow_after: float,
         replaced_within: float,
@@ -259,7 +262,7 @@ class Membership:
         store.write(f"process/{number}", json.dumps(self.own))
         self.signs = Signs(store, self.own, lost_after)
         self._slow_after, self._replaced_within = slow_after, replaced_within
-        self._started_within = started_within
+        self._started_within, self._whole_replica = started_within, whole_replica
         self._signed_for = -1
         self._silent = (-1, 0.0)  # a world with an alarm, and since when it lacks a leader
 
@@ -269,7 +272,6 @@ class Membership:
         signature: Signature,
         check: Callable[[], None],
         become_spare: Callable[[], None],
-        whole_replica: Callable[[Collection[int]], Collection[int]],
     ) -> Decision:
         """Sign for the next world and return the first later one in which this process is a rank.
 
@@ -279,8 +281,6 @@ class Membership:
             check: function that is called while this process waits; it raises if that is pointless.
             become_spare: function that is called if the next world has fewer ranks than there are
                 processes, and this one is left over.
-            whole_replica: function of ranks of the current world that returns those to keep first
-                if the next world has fewer.
 
         Raises:
             JobOverError: the job has finished, or cannot go on.
@@ -303,7 +303,7 @@ class Membership:
                 self._signed_for = status.world + 1
                 self._store.append(f"signed/{self._signed_for}", f"{json.dumps(signature)}\n")
             if status.alarm and (status.world == after or self._should_spare_lead(status)):
-                self._lead(status, whole_replica)
+                self._lead(status)
             check()
             time.sleep(pause_seconds(self._sizes[-1]))
 
@@ -334,9 +334,7 @@ class Membership:
 
     # --- the leader ------------------------------------------------------------------------------
 
-    def _lead(
-        self, status: Status, whole_replica: Callable[[Collection[int]], Collection[int]]
-    ) -> None:
+    def _lead(self, status: Status) -> None:
         """Decide on the next world, if this process is the leader, or the leader is lost."""
         world, own = status.world + 1, str(self.own.number)
         leader = self._store.replace(f"leader/{world}", "", own)
@@ -345,7 +343,7 @@ class Membership:
                 return
             if self._store.replace(f"leader/{world}", leader, own) != own:
                 return
-        _Election(self, status, whole_replica).run()
+        _Election(self, status).run()
 
     def signed(self, world: int) -> dict[int, Signature]:
         """Return who has signed for a world, by number of the process, in the order of signing."""
@@ -356,14 +354,8 @@ class Membership:
 class _Election:
     """The decision on the next world, by its leader."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        status: Status,
-        whole_replica: Callable[[Collection[int]], Collection[int]],
-    ) -> None:
+    def __init__(self, membership: Membership, status: Status) -> None:
         self._by, self._store, self._status = membership, membership._store, status
-        self._whole_replica = whole_replica
         self._before = None if status.world < 0 else self._store.decision(status.world)
         self._begin = time.monotonic()
         self._why_lost: dict[int, str] = {}
@@ -433,7 +425,7 @@ class _Election:
             return [number if number in signed else next(free) for number in before]
         if self._before is None:
             spares = self._by_wish(spares)
-        if size < len(staying):
+        if 0 < size < len(staying):
             return self._kept(size, staying, signed)
         return [*staying, *spares][:size]
 
@@ -443,10 +435,12 @@ class _Election:
         """Return the ranks of a smaller world: those first that hold the whole state."""
         assert self._before is not None
         before = self._before.processes
-        whole = [one for one in staying if signed[one].step >= 0 and not signed[one].is_torn]
-        replica = {before[rank] for rank in self._whole_replica([before.index(n) for n in whole])}
+        rank_of = {number: rank for rank, number in enumerate(before)}
+        usable = [one for one in staying if signed[one].step >= 0 and not signed[one].is_torn]
+        ranks = self._by._whole_replica([rank_of[number] for number in usable])
+        replica = {before[rank] for rank in ranks}
         by_use = sorted(staying, key=lambda one: (one not in replica, signed[one].is_torn))
-        return sorted(by_use[:size], key=before.index)
+        return sorted(by_use[:size], key=rank_of.__getitem__)
 
     def _by_wish(self, numbers: list[int]) -> list[int]:
         """Sort processes by the ranks that they ask for, if these differ; else within hosts."""

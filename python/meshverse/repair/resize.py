@@ -55,26 +55,22 @@ def move_state(old: State | None, new: State, new_rank: Mapping[int, int]) -> bo
 
 
 def whole_replica(state: State, left: Collection[int]) -> set[int]:
-    """Return ranks that together hold every DTensor of a state, as far as this rank knows.
+    """Return ranks that together hold all sharded parameters that this rank has shards of.
 
     Args:
         state: this rank's state.
         left: ranks of its world to choose from.
 
     Returns:
-        Few of these ranks; none if some DTensor has no complete replica among them.
+        Few of these ranks; none if some parameter has no complete replica among them.
     """
-    places = {
-        (tensor.device_mesh, tensor.placements): state.ranks[id(tensor.device_mesh)]
-        for tensor in state.tensors().values()
-    }
     slices = [
-        [{*part.flatten().tolist()} for part in _slices(ranks, placements)]
-        for (_, placements), ranks in places.items()
+        [{*part.flatten().tolist()} for part in _slices(state.ranks[mesh], placements)]
+        for mesh, placements in state.places
     ]
-    chosen: set[int] = set()
+    chosen, there = set[int](), {*left}
     for parts in sorted(slices, key=lambda parts: -len(parts[0])):
-        complete = [part for part in parts if part <= {*left}]
+        complete = [part for part in parts if part <= there]
         if not complete:
             return set()
         chosen |= min(complete, key=lambda part: len(part - chosen))

@@ -60,12 +60,11 @@ class State:
                     f"build() returned parameter {name!r} on the meta device, where it cannot get "
                     "values. Call model.to_empty(device=...) in build()."
                 )
+        # While FSDP2 is in a step, it has other parameters in place of these.
+        sharded = [one for _, one in self._parameters() if isinstance(one, DTensor)]
         # All ranks of each mesh: a mesh cannot tell any more when its world has ended.
-        self.ranks = {
-            id(one.device_mesh): one.device_mesh.mesh
-            for _, one in self._parameters()
-            if isinstance(one, DTensor)
-        }
+        self.ranks = {id(one.device_mesh): one.device_mesh.mesh for one in sharded}
+        self.places = {(id(one.device_mesh), one.placements) for one in sharded}
         self._buffers: list[_Buffer] = []
         self._random: list[torch.Tensor] = []
 
