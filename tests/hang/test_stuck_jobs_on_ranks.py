@@ -21,17 +21,33 @@ pytestmark = pytest.mark.processes
 _PROGRAM = Path(__file__).parent / "stuck_job.py"
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "hang.py"
 _SIZE = 8
+_AGENT = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(1000)
+"""
 
 
 class Running:
-    """A job: its processes, and the folder that they write to."""
+    """A job: its processes, and the folder that they write to.
 
-    def __init__(self, name: str, folder: Path, *arguments: str) -> None:
+    Args:
+        name: how it hangs, as in `stuck_job.py`.
+        folder: that folder.
+        arguments: further ones of the program.
+        has_agent: whether another process than rank 0 has the store, as under torchrun.
+    """
+
+    def __init__(self, name: str, folder: Path, *arguments: str, has_agent: bool = False) -> None:
         self.folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         common = {"WORLD_SIZE": str(_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.agent = Forked(["-c", _AGENT, str(port)]) if has_agent else None
+        if has_agent:
+            common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self.ranks = [
             Forked(
                 [str(_PROGRAM), name, str(folder), *arguments],
@@ -67,6 +83,9 @@ class Running:
         return (self.folder / f"begun{rank}").exists()
 
     def end(self) -> list[tuple[int, str, str]]:
+        if self.agent is not None:
+            self.agent.kill()
+            self.agent.communicate()
         for rank in self.ranks:
             rank.kill()
         return [rank.communicate() for rank in self.ranks]
@@ -76,8 +95,8 @@ class Running:
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def run(name: str, *arguments: str) -> Running:
-        started.append(Running(name, tmp_path, *arguments))
+    def run(name: str, *arguments: str, **options: bool) -> Running:
+        started.append(Running(name, tmp_path, *arguments, **options))
         return started[-1]
 
     yield run
@@ -295,9 +314,9 @@ def test_a_job_that_goes_on_is_left_alone(start) -> None:
 
 @pytest.mark.long
 def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
-    job = start("sleeps")
+    job = start("sleeps", has_agent=True)
     job.wait_for(lambda: all(map(job.has_begun, range(_SIZE))))
-    job.ranks[0].kill()  # which hosts the store
+    job.agent.kill()
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text
     assert "whose records could not be read" in text
