@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class Crew:
     A world that fails or hangs is ended by ending them all.
     """
 
-    all: weakref.WeakSet[Crew] = weakref.WeakSet()  # that this process has started
+    all: ClassVar[weakref.WeakSet[Crew]] = weakref.WeakSet()  # that this process has started
 
     def __init__(self) -> None:
         self.all.add(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from multiprocessing import forkserver, resource_tracker
 
 import psutil
@@ -26,11 +27,9 @@ def end_those_since(moment: float) -> list[int]:
     kept |= {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     ended = []
     for process in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             # The system counts a process's age in ticks of some 10 ms.
             if process.pid not in kept and process.create_time() > moment - 0.1:
                 process.kill()
                 ended.append(process.pid)
-        except psutil.NoSuchProcess:
-            continue
     return ended

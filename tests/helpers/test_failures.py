@@ -16,7 +16,8 @@ from helpers import jitter, processes
 from helpers.crew import Crew
 from helpers.forked import Forked
 
-_TESTS = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
+_PATHS = os.pathsep.join(str(_ROOT / folder) for folder in ("tests", "examples"))
 
 _LEAVES_A_PROCESS = """
 import os
