@@ -63,11 +63,7 @@ def test_a_failed_test_leaves_no_process_and_says_how_to_run_it_again(tmp_path: 
     test.write_text(_LEAVES_A_PROCESS)
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(test)],
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent / "examples")]),
-            jitter.SWITCH: "7",
-        },
+        env=os.environ | {"PYTHONPATH": _PATHS, jitter.SWITCH: "7"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
