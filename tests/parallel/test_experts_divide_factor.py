@@ -68,7 +68,9 @@ def error_of(sizes: dict[str, int], kind: str, factor: float | None) -> float:
     batch = tokens(_SEQUENCES * _LENGTH).view(_SEQUENCES, _LENGTH, WIDTH).to(dtype)
     share = batch.chunk(data.size())[data.get_local_rank()]
     (loss_of(alone(batch), batch) / _SEQUENCES).backward()
-    (loss_of(model(share), share) / _SEQUENCES * (data.size() if factor is None else factor)).backward()
+    (
+        loss_of(model(share), share) / _SEQUENCES * (data.size() if factor is None else factor)
+    ).backward()
     errors = []
     for seen, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         gradient: Any = seen.grad

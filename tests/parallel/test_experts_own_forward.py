@@ -6,10 +6,9 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from expert_models import BOUND, objective, tokens
-from own_experts import NO_FEATURES, NO_PARTS, OWN, Own, make
+from own_experts import NO_FEATURES, NO_PARTS, OWN, make
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +16,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import meshverse
 from helpers.crew import Crew
-from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     ExpertFeaturesParallel,

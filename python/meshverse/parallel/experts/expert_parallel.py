@@ -68,9 +68,7 @@ class _WholeExperts(StackedStyle[PartOfExperts]):
         return dict.fromkeys(answer.experts.names, Shard(0))
 
     @abstractmethod
-    def combine(
-        self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the outputs of all ranks' experts.
 
         Args:
@@ -99,9 +97,7 @@ class ExpertParallel(_WholeExperts):
 
     same_tokens: DeviceMesh | None = None
 
-    def combine(
-        self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the outputs of all ranks' experts for this rank's tokens."""
         same = self.same_tokens
         if same is None or same.size() == 1:
@@ -127,9 +123,7 @@ class SameTokensExpertParallel(_WholeExperts):
     ranks. Tokens are not sent.
     """
 
-    def combine(
-        self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the sum over the ranks of their experts' outputs."""
         shared = routing.map(
             lambda each: sum_gradients(each, mesh) if each.is_floating_point() else each

@@ -88,7 +88,8 @@ def _paired(
     dims |= dict.fromkeys((name for name in answer.experts.biases if name != _DOWN_BIAS), 1)
     halves = _exchange_halves(mesh, [local[name].chunk(2, dim) for name, dim in dims.items()])
     return {
-        name: torch.cat([*each], dim) for (name, dim), each in zip(dims.items(), halves, strict=True)
+        name: torch.cat([*each], dim)
+        for (name, dim), each in zip(dims.items(), halves, strict=True)
     }
 
 
@@ -98,9 +99,7 @@ def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:
     return type(module)._apply_gate(module, torch.cat([first, second], -1))  # type: ignore[no-any-return]
 
 
-def _exchange_halves(
-    mesh: DeviceMesh, halves: list[tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
+def _exchange_halves(mesh: DeviceMesh, halves: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Return the two halves of this rank, stacked, for each pair of halves.
 
     Packed features are all gates, then all other features, split contiguously over n ranks: the

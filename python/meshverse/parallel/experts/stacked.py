@@ -61,9 +61,7 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
         """Return the placements of the parameters, by name."""
 
     @abstractmethod
-    def run(
-        self, module: Any, answer: _Answer, mesh: DeviceMesh, *inputs: Any, **more: Any
-    ) -> Any:
+    def run(self, module: Any, answer: _Answer, mesh: DeviceMesh, *inputs: Any, **more: Any) -> Any:
         """Run the module's forward with split parameters."""
 
     def described(self, name: str, module: nn.Module) -> StackedExperts:

@@ -9,12 +9,12 @@ sum to the same. Nothing of the module is changed, and no random state of torch'
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from itertools import combinations, permutations
 from math import ceil, isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ _NUMBERS = 4  # at most, of attributes of which each subset is tried
 _TRANSFORMERS = "For experts of transformers, use transformers 5.0 or newer."
 
 _Values = dict[str, int]
+_Case = TypeVar("_Case")
 
 # Inputs of a forward: only rows, equally many for each expert; hidden states and each token's
 # weights for all experts; or hidden states, each token's experts, and their weights.
@@ -74,7 +75,7 @@ class PartOfFeatures(Part):
 
 
 class _Problem(Exception):  # noqa: N818  (part of a sentence, and never seen by users)
-    """What is wrong with a forward, as the end of a sentence that begins with it."""
+    """End of a sentence about a forward, which says what is wrong with it."""
 
 
 class _Probe:
@@ -117,7 +118,8 @@ class _Probe:
         count, *inner = parameter.shape
         size = parameter[0].numel()
         total = size + (count - 1) * self.step
-        numbers = self._random(min(total, _PERIOD)) * 2 / size ** (0.25 * (len(inner) - 1))
+        scale: float = 2 / size ** (0.25 * (len(inner) - 1))
+        numbers = self._random(min(total, _PERIOD)) * scale
         numbers = numbers.repeat(ceil(total / len(numbers)))[:total]
         strides = (inner[-1], 1) if len(inner) == 2 else (1,)
         return numbers.as_strided((count, *inner), (self.step, *strides))
@@ -244,7 +246,9 @@ def ask_for_experts(
     )
 
 
-def with_second(part: PartOfExperts, own: int, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+def with_second(
+    part: PartOfExperts, own: int, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return ids and weights of rows, of shape (rows, choices), for a forward with `own` experts.
 
     Args:
@@ -269,9 +273,9 @@ def ask_for_features(
         ValueError: it cannot be, or the number of features is not divisible by `size`.
     """
     probe = _probe(name, module, experts, experts.count, step=0)
-    columns, down = ([module.get_parameter(each).shape for each in names] for names in (
-        experts.columns, (DOWN,)
-    ))
+    columns, down = (
+        [module.get_parameter(each).shape for each in names] for names in (experts.columns, (DOWN,))
+    )
     width = down[0][1:].numel() // probe.width
     if width % size:
         raise ValueError(
@@ -311,9 +315,7 @@ def _form_of(module: nn.Module) -> Form:
     return forms.get(count, "choices")
 
 
-def _probe(
-    name: str, module: nn.Module, experts: StackedExperts, own: int, step: int
-) -> _Probe:
+def _probe(name: str, module: nn.Module, experts: StackedExperts, own: int, step: int) -> _Probe:
     """Return a probe with the number of hidden features and the dtype that the forward takes."""
     first = module.get_parameter(DOWN)
     device = first.device
@@ -325,9 +327,7 @@ def _probe(
     # In float32, rounding hides least; but some kernels take only the parameters' own dtype.
     for dtype in dict.fromkeys((torch.float32, first.dtype)):
         for width in dict.fromkeys(widths):
-            probe = _Probe(
-                module, experts, own, step, width=width, dtype=dtype, device=device
-            )
+            probe = _Probe(module, experts, own, step, width=width, dtype=dtype, device=device)
             try:
                 probe.whole()
             except _Problem as error:
@@ -346,14 +346,18 @@ def _probe(
 def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> bool:
     """Whether the outputs of the first and the last rank's experts sum to those of all experts."""
     own, total = probe.own, torch.zeros_like(whole)
-    starts = range(0, probe.experts.count, own) if probe.form == "rows" else (0, probe.experts.count - own)
+    starts = (
+        range(0, probe.experts.count, own)
+        if probe.form == "rows"
+        else (0, probe.experts.count - own)
+    )
     for start in dict.fromkeys(starts):
         tokens, choices = torch.where((probe.ids >= start) & (probe.ids < start + own))
         ids, weights = (each[tokens, choices] for each in (probe.ids - start, probe.router))
         # The weights of identity experts, if there are any, are behind those of experts.
         parameters = {name: each[start : start + own] for name, each in probe.weights.items()}
-        inputs = (probe.hidden[tokens], *with_second(part, own, ids, weights))
-        rows = probe.run(*inputs, parameters, part.numbers)
+        ids, weights = with_second(part, own, ids, weights)
+        rows = probe.run(probe.hidden[tokens], ids, weights, parameters, part.numbers)
         total = total.index_add(0, tokens, rows.to(total.dtype))
     return probe.equal(total, whole)
 
@@ -436,7 +440,7 @@ def _subsets(numbers: _Values) -> Iterator[_Values]:
         yield from map(dict, combinations(numbers.items(), size))
 
 
-def _first(possible: Any, is_right: Callable[[Any], bool]) -> Any:
+def _first(possible: Iterable[_Case], is_right: Callable[[_Case], bool]) -> _Case:
     """Return the first possibility that is right; raise the problem of the last one otherwise."""
     problem = _Problem("gives other outputs than in one process")
     for each in possible:
@@ -444,6 +448,6 @@ def _first(possible: Any, is_right: Callable[[Any], bool]) -> Any:
             if is_right(each):
                 return each
             problem = _Problem("gives other outputs than in one process")
-        except _Problem as error:
+        except _Problem as error:  # noqa: PERF203  (each is a call of the module's forward)
             problem = error
     raise problem
