@@ -27,7 +27,7 @@ from .dispatch import (
     read_routing,
     sum_choices,
 )
-from .stacked import DOWN, StackedStyle, describe
+from .stacked import DOWN, StackedStyle, describe, refuse_adapters
 from .trial import PartOfExperts, ask_for_experts, with_second
 
 ONLY_STACKED = (
@@ -264,6 +264,8 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
         ValueError: the model has no experts, or experts that cannot be distributed over `size`
             ranks.
     """
+    for name, module in model.named_modules():
+        refuse_adapters(name, module)
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
         raise ValueError(

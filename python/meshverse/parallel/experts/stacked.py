@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from meshverse.parallel.models.modules import adapted
 from meshverse.parallel.styles.local_styles import CheckedStyle, split_parameters
 
 DOWN = "down_proj"  # the weight from an expert's inner features to its output
@@ -49,6 +50,24 @@ def describe(module: nn.Module) -> StackedExperts | None:
     )
 
 
+def refuse_adapters(name: str, module: nn.Module) -> None:
+    """Raise ValueError for stacked experts in PEFT's adapters of single parameters.
+
+    They add to a parameter while forward runs, with matrices of all experts: a rank's own experts
+    would need rows of one, and columns that are not neighbours of the other.
+    """
+    inner = module
+    while adapted(inner) is not inner:
+        inner = adapted(inner)
+    if inner is not module and describe(inner) is not None:
+        raise ValueError(
+            f"{name}: the experts {type(inner).__name__} are wrapped by PEFT's "
+            f"{type(module).__name__}, whose adapters cannot be split with them. Merge these "
+            "adapters, leave experts out of target_parameters and of target_modules (of "
+            "'all-linear', too), or use ep_size=1 and a plan without them."
+        )
+
+
 class StackedStyle(CheckedStyle, Generic[_Answer]):
     """Base of styles for modules that have stacked experts and no other parameters."""
 
@@ -66,6 +85,7 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
 
     def described(self, name: str, module: nn.Module) -> StackedExperts:
         """Return the parameters of a module's stacked experts; ValueError for other modules."""
+        refuse_adapters(name, module)
         experts = describe(module)
         names = experts.names if experts else ()
         others = [own for own, _ in module.named_parameters() if own not in names]
