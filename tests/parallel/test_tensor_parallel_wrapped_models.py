@@ -302,6 +302,8 @@ _WRAPPED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_peft_wraps_and_cannot_be_split_is_refused_by_name(name: str) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     family, settings, message = _WRAPPED[name]
+    if family == "qwen3_moe" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has no stacked experts")
     model = with_peft(family, **settings)
     before = {own: id(each) for own, each in model.named_parameters()}
     with fake_world(4):
