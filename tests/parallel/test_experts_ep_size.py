@@ -319,16 +319,18 @@ def test_a_stage_without_experts_is_no_error_if_its_model_has_some() -> None:
 
 @pytest.mark.parametrize("name", ["dp_cp", "dp_shard", "tp"])
 def test_the_name_for_the_loss_does_not_change_gradients(name: str, monkeypatch) -> None:
-    scales = []
+    parts = []
+    shard = fsdp2.shard_experts
 
-    def note(*args: Any, gradient_scale: float, **settings: Any) -> None:
-        scales.append(gradient_scale)
+    def note(*args: Any, **settings: Any) -> None:
+        parts.append(settings["parts"])
+        shard(*args, **settings)
 
-    monkeypatch.setattr(fsdp2, "apply_expert_parallelism", note)
+    monkeypatch.setattr(fsdp2, "shard_experts", note)
     with fake_world(8, 0):
         mesh = _root(dp_replicate_size=2, ep_size=2)
         fsdp2_strategy_parallelize(Model(), mesh, dp_cp_mesh_name=name)
-    assert scales == [0.5]
+    assert parts == [8]
 
 
 @pytest.mark.parametrize("rank", [0, 7])

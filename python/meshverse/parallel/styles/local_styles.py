@@ -61,15 +61,18 @@ def split_parameters(
 
 
 @contextlib.contextmanager
-def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Replace a module's parameters by tensors of the same names, within the context."""
+def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module's parameters and other attributes other values, within the context."""
     # An attribute of the instance hides the parameter, which is still registered.
-    module.__dict__.update(tensors)
+    own = module.__dict__
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        for name in tensors:
-            module.__dict__.pop(name, None)
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -38,7 +38,9 @@ from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 from .gaps import fill_gaps, has_local_output
 
 _logger = logging.getLogger(__name__)
-_FIRST, _SECOND = "lora_A", "lora_B"  # PEFT's names, by which it also saves them
+# PEFT's names, by which it also saves them.
+_FIRST, _SECOND = "lora_A", "lora_B"
+_ORIGINAL, _COPIES, _TOKENS = "original_module", "modules_to_save", "token_adapter"
 
 # Attributes for the number of heads in attention modules of transformers and similar libraries.
 _HEAD_COUNTS = (
@@ -234,7 +236,7 @@ def _placement(
 
 
 def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a layer and of its adapters, by name.
+    """Return the styles of a layer and of its adapters or copies, by name.
 
     LoRA adds the product of two matrices. In a column-wise layer, the first matrix is replicated
     and the second is column-wise. In a row-wise layer, the first is row-wise and the second is
@@ -243,6 +245,15 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     Raises:
         ValueError: the adapters cannot be split with the layer.
     """
+    if saved := _saved_modules(module):
+        return {f"{name}.{own}": style for own in saved}
+    if _TOKENS in module._modules:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) trains some tokens only, by PEFT's "
+            f"trainable_token_indices, and cannot be split by {style}. Remove it from the plan, "
+            "with a head or embedding that is tied to it; or give modules_to_save instead, to "
+            "train all tokens."
+        )
     if adapted(module) is module:
         return {name: style}
     known = {
@@ -271,6 +282,17 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     inside = {f"{name}.{own}": pair[not own.startswith(_FIRST)] for own in known}
     split = {own: own_style for own, own_style in inside.items() if own_style is not None}
     return {f"{name}.{BASE_LAYER}": style, **split}
+
+
+def _saved_modules(module: nn.Module) -> list[str]:
+    """Return the names of a layer and its trained copies, of which a wrapper runs one.
+
+    PEFT's modules_to_save makes such wrappers.
+    """
+    copies = module._modules.get(_COPIES)
+    if not isinstance(copies, nn.ModuleDict) or _ORIGINAL not in module._modules:
+        return []
+    return [_ORIGINAL, *(f"{_COPIES}.{name}" for name, _ in copies.named_children())]
 
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:
