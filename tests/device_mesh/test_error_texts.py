@@ -384,3 +384,18 @@ def test_explain_says_that_the_universe_has_ended() -> None:
     assert "have ended. The universe of ranks 0 to 7 was destroyed" in str(universe.explain())
     saved = save_mesh(_mesh())
     assert load_mesh(saved).universe.explain().ended == ""
+
+
+# --- the representation --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world")
+def test_a_tagged_mesh_does_not_print_as_a_plain_one() -> None:
+    plain = _mesh()
+    own = _mesh(isolate="overlap")
+    part = _mesh(isolate={"tp": "overlap"})
+    assert repr(plain) == str(plain) == "DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))"
+    assert repr(own) == "DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1), isolate='overlap')"
+    assert "isolate={'dp': '', 'tp': 'overlap'}" in repr(part)
+    assert repr(part["dp"]) == repr(plain["dp"])
+    assert repr(part["tp"]) == "DeviceMesh((tp=4), 'cpu', stride=(1,), isolate='overlap')"

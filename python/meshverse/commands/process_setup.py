@@ -97,7 +97,8 @@ class _Report(WorldState):
         n_surplus = sum(explanation.n_surplus for explanation in explanations)
         if n_surplus:
             lines.append(
-                f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must overlap."
+                f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must "
+                "overlap."
             )
         if queues := what_queues(explanations):
             lines += ["Axes that share a process group, whose collectives run one after the other:"]

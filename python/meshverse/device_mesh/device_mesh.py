@@ -411,6 +411,14 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
+        # A mesh without a tag prints as in torch; errors about two meshes tell a tagged one apart.
+        text, tags = self._repr_without_tags(), self._description.tags
+        if not tags or not text.endswith(")"):
+            return text
+        shown: object = dict(zip(self._description.labels, tags, strict=True))
+        return f"{text[:-1]}, isolate={(tags[0] if len(set(tags)) == 1 else shown)!r})"
+
+    def _repr_without_tags(self) -> str:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
         # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
         universe, layout = self._universe, self.layout

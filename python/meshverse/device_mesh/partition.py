@@ -47,7 +47,8 @@ def init_mesh_partition(
         The mesh of each part, by name of the part.
 
     Raises:
-        TypeError: `parts` or a part is not a mapping, a part has no `mesh_shape`, or an argument is not one of `init_device_mesh`.
+        TypeError: `parts` or a part is not a mapping, a part has no `mesh_shape`, or an
+            argument is not one of `init_device_mesh`.
         ValueError: two parts have a rank in common; `ranks` is given for only some parts; a rank is
             not in the world or the universe; or `topology` is given.
         RuntimeError, ValueError, TypeError: an error of `init_device_mesh`.
