@@ -242,7 +242,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def warn_of_odd_input(
-    device_type: str, names: Sequence[str] | None, ndim: int, *, stacklevel: int
+    device_type: Any, names: Sequence[str] | None, ndim: int, *, stacklevel: int
 ) -> None:
     """Warn of arguments that torch accepts, but that hardly mean what they say.
 
@@ -282,7 +282,7 @@ def _is_device_type(text: str) -> bool:
 _REST = -1  # size of the axis that gets the ranks which the other axes leave
 
 
-def read_sizes(shape: Sequence[int], argument: str) -> tuple[int, ...]:
+def read_sizes(shape: Any, argument: str) -> tuple[Any, ...]:
     """Return sizes of axes as a tuple.
 
     Args:
@@ -301,7 +301,7 @@ def read_sizes(shape: Sequence[int], argument: str) -> tuple[int, ...]:
         ) from None
 
 
-def read_shape(shape: Sequence[int], argument: str = "mesh_shape") -> tuple[int, ...]:
+def read_shape(shape: Any, argument: str = "mesh_shape") -> tuple[int, ...]:
     """Return sizes of axes as a tuple; one of them may be -1, "the rest".
 
     Args:

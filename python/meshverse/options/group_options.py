@@ -71,14 +71,15 @@ def normalize_override(value: Any) -> Override:
 
 
 def normalize_overrides(
-    overrides: BackendOverride | Sequence[Override] | None,
+    overrides: Any,
     axis_names: Sequence[str] | None,
     ndim: int,
 ) -> tuple[Override, ...]:
     """Return the override of every axis, in axis order; empty for None.
 
     Args:
-        overrides: overrides by axis index or name, or one pair per axis, or None.
+        overrides: overrides by axis index or name, or one pair per axis, or None; as a user passed
+            them.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
 

@@ -360,9 +360,10 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
         )
     if shape == (batch, batch, tokens):
         raise ValueError(
-            f"{name} has the shape {shape}, and the batch has {batch} sequences of {tokens} tokens: "
-            "its first dimension could be the sequences, or sections of position ids, which cannot "
-            "be split. Use a batch of another size; give a mask as (batch, 1, tokens, tokens)."
+            f"{name} has the shape {shape}, and the batch has {batch} sequences of {tokens} "
+            "tokens: its first dimension could be the sequences, or sections of position ids, "
+            "which cannot be split. Use a batch of another size; give a mask as "
+            "(batch, 1, tokens, tokens)."
         )
     if not shape or shape[0] not in ((batch,) if len(shape) == 1 else (1, batch)):
         raise ValueError(
