@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .options import options_of, options_timeout
@@ -82,10 +83,22 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
     Raises:
         RuntimeError: the mesh is larger than the world.
+        RuntimeError: this torch was built without the mesh's device, and `LOCAL_RANK` names one.
         ValueError: there is no default group, and the environment lacks the variables to start one.
     """
     try:
         mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
+    except (AssertionError, AttributeError) as error:
+        device_type = mesh._device_type
+        module = getattr(torch, device_type, None)
+        if module is None or not hasattr(module, "is_available") or module.is_available():
+            raise
+        raise RuntimeError(
+            f"Device type {device_type!r} is not available: this torch, {torch.__version__}, was "
+            f"built without it, and cannot choose device {os.environ.get('LOCAL_RANK')} (the "
+            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or make "
+            "the mesh of 'cpu'."
+        ) from error
     except ValueError as error:
         if "environment variable" not in str(error):
             raise

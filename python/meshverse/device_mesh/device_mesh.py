@@ -38,6 +38,7 @@ from meshverse.layouts.user_input import (
     read_groups,
     read_mesh,
     read_ranks,
+    warn_of_odd_input,
 )
 from meshverse.options.group_options import (
     NO_OVERRIDE,
@@ -178,6 +179,8 @@ class DeviceMesh(StockDeviceMesh):
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
         names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
+        if _root_mesh is None:
+            warn_of_odd_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:
             # torch is deriving a mesh, to which it will give existing groups. So an `isolate` block
@@ -408,6 +411,14 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
+        # A mesh without a tag prints as in torch; errors about two meshes tell a tagged one apart.
+        text, tags = self._repr_without_tags(), self._description.tags
+        if not tags or not text.endswith(")"):
+            return text
+        shown: object = dict(zip(self._description.labels, tags, strict=True))
+        return f"{text[:-1]}, isolate={(tags[0] if len(set(tags)) == 1 else shown)!r})"
+
+    def _repr_without_tags(self) -> str:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
         # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
         universe, layout = self._universe, self.layout
@@ -449,14 +460,15 @@ class DeviceMesh(StockDeviceMesh):
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         own = self._mesh_dim_names or check_has_names(self._description, "slice", RuntimeError)
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        names = (
+            (mesh_dim_names,) if isinstance(mesh_dim_names, str) else self._names(mesh_dim_names)
+        )
         is_isolated = bool(current_tag())
         if names == own and not is_isolated:
             return self
-        try:
-            indices = list(map(own.index, names))
-        except ValueError:
+        if any(name not in own for name in names):
             return self._slice_flattened(names)
+        indices = list(map(own.index, names))
         mesh = self._description
         tags = mesh.tags and list(map(mesh.tags.__getitem__, indices))
         description = slice_axes(mesh, names, mesh.layout, indices, tags)
@@ -469,6 +481,16 @@ class DeviceMesh(StockDeviceMesh):
         if isinstance(mesh_dim_names, (str, tuple)):
             self._slices[mesh_dim_names] = submesh
         return submesh
+
+    def _names(self, given: Iterable[str]) -> AxisNames:
+        try:
+            return tuple(given)
+        except TypeError:
+            raise TypeError(
+                f"mesh[{given!r}] with a key of type {type(given).__name__}: slice a mesh by the "
+                f"names of axes, such as mesh[{self._mesh_dim_names[0]!r}]. This mesh has the axes "  # type: ignore[index]
+                f"{self._mesh_dim_names}; get_group() and size() take indices too."
+            ) from None
 
     def _slice_flattened(self, names: AxisNames) -> DeviceMesh:
         # Slicing a root mesh by names of flattened meshes, which torch deprecates.
@@ -654,7 +676,8 @@ class DeviceMesh(StockDeviceMesh):
 
         Args:
             dim: index or name of the axis to split.
-            mesh_sizes: sizes of the new axes; their product is the size of the split axis.
+            mesh_sizes: sizes of the new axes; their product is the size of the split axis. One may
+                be -1: it gets what the others leave.
             mesh_dim_names: names of the new axes.
             backend_override: backends and options of new axes, by axis name or index among the new
                 axes, as for `init_device_mesh`.
@@ -663,7 +686,8 @@ class DeviceMesh(StockDeviceMesh):
                 added to the tag of the split axis.
 
         Raises:
-            ValueError: there is no such axis, or the product of the sizes is not its size.
+            ValueError: there is no such axis, a size is 0 or below -1, or the product of the sizes
+                is not its size.
             RuntimeError: the number of names is not that of the sizes, or a name is taken.
             TypeError: this mesh has no axis names.
         """

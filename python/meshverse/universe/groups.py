@@ -152,6 +152,18 @@ class UniverseGroups:
                 f"process group has ranks 0 to {world.size - 1}. Build the mesh from these ranks."
             )
 
+    def why_ended(self) -> str:
+        """Return why the groups of this universe have ended, with the cure; "" if they have not."""
+        if self._own_world is None:  # it never had any
+            return ""
+        try:
+            self.check_usable()
+        except RuntimeError as ended:
+            return str(ended)
+        except ValueError:
+            return ""
+        return ""
+
     def note_change(self, *, is_live: bool) -> None:
         """Update the meshes' lists of group names after a group became live, or ceased to be."""
         universe = self._universe()
@@ -181,6 +193,10 @@ class UniverseGroups:
         They have the same ranks and options, but belong to universes that do not share groups.
         """
         return self._registry.duplicates()
+
+    def surplus(self) -> set[str]:
+        """Return those of `duplicates()` that an equal group existed before."""
+        return self._registry.duplicates(beyond_first=True)
 
     def along(self, axis: AxisLayout) -> list[GroupUse]:
         """Return the uses of groups along an axis, whatever their options."""

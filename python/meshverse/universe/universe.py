@@ -214,6 +214,8 @@ class Universe:
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
+            surplus=self.groups.surplus(),
+            ended=self.groups.why_ended(),
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
