@@ -103,7 +103,7 @@ def connect(
 # error, other ranks still read the reason.
 _hosted: dict[str, dist.Store] = {}
 # By process id and name, as a fork has its parent's neither: the last connection with its group's
-# c10d name, and the claims of the calls that are connecting now.
+# c10d name, and one claim for each call that is connecting now.
 _last: dict[tuple[int, str], tuple[weakref.ref[Connection], str]] = {}
 _claims: dict[tuple[int, str], object] = {}
 

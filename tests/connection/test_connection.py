@@ -261,7 +261,8 @@ def test_a_name_is_free_once_the_default_group_ended() -> None:
         first = _alone()
     assert not first.is_open
     with _alone() as second:
-        assert second.is_open and not first.is_open
+        assert second.is_open
+        assert not first.is_open
 
 
 def test_closing_an_old_connection_again_leaves_the_name_to_the_new_one() -> None:
@@ -283,7 +284,7 @@ def test_of_two_threads_that_connect_one_name_one_is_refused() -> None:
     with ThreadPoolExecutor() as threads:
         first = threads.submit(connect, timedelta(seconds=3))
         store.wait(["meshverse connection two threads/0 0"], timedelta(seconds=60))
-        with pytest.raises(ValueError, match="Another thread .* is connecting 'two threads'"):
+        with pytest.raises(ValueError, match=r"Another thread .* is connecting 'two threads'"):
             connect(timedelta(seconds=60))
         with pytest.raises(RuntimeError, match="waited 0:00:03 for rank 1 of 2"):
             first.result()

@@ -288,7 +288,7 @@ def test_a_connection_splits_no_default_group(
 
 
 def _seen_while_connecting(library: str, folder: str) -> dict[str, Any]:
-    """What another thread sees of the default group while a connection's backend is created."""
+    """Return facts that another thread sees while a connection's backend is created."""
     splitting.restart(library, folder)
     world, seen = dist.group.WORLD, dict[str, Any]()
 
@@ -317,9 +317,7 @@ def test_other_threads_see_the_default_group_as_it_is_while_one_connects(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
     device = f"{splitting.DEVICE}:0"
-    for seen in bound_crew.run(
-        _seen_while_connecting, 4, str(via_store_library), str(tmp_path)
-    ):
+    for seen in bound_crew.run(_seen_while_connecting, 4, str(via_store_library), str(tmp_path)):
         assert seen["device"] == seen["device afterwards"] == device
         assert set(seen["hows"].values()) == {"split off the default group"}
         assert seen["split from"] is None

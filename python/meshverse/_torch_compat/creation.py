@@ -303,11 +303,11 @@ def create_connected(
 
 
 def _apart_from_the_world() -> Any:
-    """Return c10d's function that creates a group, for one that has no part in the world. 2.11-2.15.
+    """Return c10d's function that creates a group, for one outside of the world. 2.11-2.15.
 
     If the default group is bound to a device, c10d splits each further group off it, which needs
-    all ranks of the world. c10d looks only whether there is a default group. This is its function
-    with other globals, in which there is none: nothing that other threads see changes.
+    all ranks of the world. So this is c10d's function with globals of its own, in which there is no
+    default group: nothing that other threads see changes.
     """
     function: Any = inspect.unwrap(c10d._new_process_group_helper)
     seen = {**vars(c10d), "is_initialized": lambda: False}

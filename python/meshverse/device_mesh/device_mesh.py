@@ -964,7 +964,9 @@ class DeviceMesh(StockDeviceMesh):
         try:
             universe, name = self._universe, self._name_without_use(mesh_dim)
             if name is not None and name in universe.ready_groups:
-                return universe.process_groups[name].rank()
+                handle = universe.process_groups.get(name)  # another thread may have ended it
+                if handle is not None:
+                    return handle.rank()
             planned = universe.groups.planned(name)
             if planned is not None:
                 universe.groups.check_usable()

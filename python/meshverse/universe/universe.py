@@ -372,11 +372,12 @@ class Universe:
         self._end("destroyed")
 
     def abort(self) -> None:
-        """Free the process groups without waiting for their collectives, which NCCL aborts.
+        """End the process groups at once, without waiting for their collectives or other ranks.
 
-        It frees the same groups as `destroy`, for ranks that are stuck because another one has
-        died; they need not all call it. It leaves Meshverse's keys in the store. If an axis uses
-        the default group, it first aborts all groups of this process, also those it does not free.
+        It ends the same groups as `destroy`, for ranks that are stuck because another one has
+        died; they need not all call it. NCCL aborts pending collectives. gloo cannot: they stay
+        behind until their timeout. Meshverse's keys stay in the store. If an axis uses the default
+        group, all groups of this process are aborted first, also those of other universes.
         """
         self._end("aborted")
 
