@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -25,12 +26,14 @@ import hf_families
 
 import meshverse
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     ReplicatedWithGradAllreduce,
     apply_expert_parallelism,
     apply_tensor_parallelism,
     apply_tp_plan,
+    get_hf_tp_shard_plan,
 )
 from meshverse.parallel.experts.expert_parallel import check_experts
 from meshverse.parallel.tensor_parallel.choice import llama_tp_plan
@@ -193,3 +196,45 @@ def test_sequence_parallelism_beside_a_plan_without_it_is_refused() -> None:
             with pytest.raises(ValueError, match="sequence_parallel=True, and the plan for Qwen3"):
                 apply_tensor_parallelism(model, mesh, given, sequence_parallel=True)
             assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def seen_with_embeddings(family: str, sequence_parallel: bool) -> dict[str, Any]:
+    """Logits and gradients of a prompt of embeddings, before those of tokens, in a model."""
+    model = hf_families.tiny_model(family, tied=False)
+    if sequence_parallel:
+        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply_tensor_parallelism(model, mesh, PLAN, sequence_parallel=True)
+    generator = torch.Generator().manual_seed(4)
+    prompt = torch.randn(2, 4, 32, generator=generator, requires_grad=True)
+    embedded = model.get_input_embeddings()(hf_families.tokens()[:, 4:])
+    given = torch.cat([prompt, embedded], dim=1)
+    logits = hf_families.full(model(inputs_embeds=given, use_cache=False).logits)
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    (logits * weights).sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return {"logits": logits.detach(), "prompt": prompt.grad} | {
+        name: None if each is None else hf_families.full(each) for name, each in gradients.items()
+    }
+
+
+def error_with_embeddings(family: str) -> tuple[float, str]:
+    seen, expected = (seen_with_embeddings(family, each) for each in (True, False))
+    return hf_families.largest_error(seen, expected, floor=1e-2)
+
+
+@pytest.mark.parametrize("family", in_tiers(["llama", "gemma3_text", "mixtral"], ["llama"]))
+def test_sequence_parallelism_takes_embeddings(crew: Crew, family: str) -> None:
+    for error, worst in crew.run(error_with_embeddings, 2, family):
+        assert error < EXACT, worst
+
+
+@pytest.mark.parametrize("plan", [None, {}])
+def test_a_plan_that_splits_only_some_projections_is_refused(plan: Any) -> None:
+    """Without a latent of queries, the family's own plan splits keys and values only."""
+    model = hf_families.tiny_model("glm4_moe_lite", tied=False, q_lora_rank=None)
+    with fake_world(2):
+        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        given = None if plan is None else get_hf_tp_shard_plan(model)
+        with pytest.raises(ValueError, match=r"no entry for .*'model.layers.0.self_attn.q_proj.w"):
+            apply_tensor_parallelism(model, mesh, given)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
