@@ -340,7 +340,7 @@ def _error(split: nn.Module, whole: nn.Module, floor: float) -> tuple[float, str
 
 
 def _share(parameters: Iterable[Tensor]) -> float:
-    """What is sharded of the elements of some parameters, in per cent."""
+    """Return how much of the elements of parameters is sharded, in per cent."""
     sizes = [
         (each.numel(), isinstance(each, DTensor) and any(map(Placement.is_shard, each.placements)))
         for each in {id(parameter): parameter for parameter in parameters}.values()

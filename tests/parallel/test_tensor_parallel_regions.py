@@ -350,6 +350,18 @@ def test_head_counts_of_the_class_are_refused() -> None:
         apply_tp_plan(model, mesh_of_two(), QKV)
 
 
+def test_head_counts_that_cannot_be_set_are_refused() -> None:
+    class ByProperty(Counted):
+        @property
+        def n_heads(self) -> int:
+            return HEADS
+
+    model = ByProperty("num_heads")
+    with fake_world(2), pytest.raises(ValueError, match=r"n_heads is a property of ByProperty"):
+        apply_tp_plan(model, mesh_of_two(), QKV)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
 def test_numbers_that_cannot_count_heads_are_no_matter() -> None:
     model = Counted("num_heads", width=WIDTH, layer=3, dim=HEADS * FEATURES)
     with fake_world(2):

@@ -231,6 +231,8 @@ def test_sequence_parallelism_takes_embeddings(crew: Crew, family: str) -> None:
 @pytest.mark.parametrize("plan", [None, {}])
 def test_a_plan_that_splits_only_some_projections_is_refused(plan: Any) -> None:
     """Without a latent of queries, the family's own plan splits keys and values only."""
+    if "glm4_moe_lite" not in hf_families.families():
+        pytest.skip("this version of transformers lacks glm4_moe_lite")
     model = hf_families.tiny_model("glm4_moe_lite", tied=False, q_lora_rank=None)
     with fake_world(2):
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

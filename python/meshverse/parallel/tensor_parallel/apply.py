@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -196,21 +197,23 @@ def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
-    for region, column in regions(styles):
+    for region, _ in regions(styles):
         module, own = model.get_submodule(region), styles.get(region)
         given = own.counts_of(module) if isinstance(own, LocalParameters) else {}
-        ints = {
-            name: getattr(module, name) for name in dir(type(module)) if not name.startswith("_")
-        }
-        ints = {name: each for name, each in {**ints, **vars(module)}.items() if type(each) is int}
+        ints = _ints(module)
         known = {name: ints[name] for name in _HEAD_COUNTS if name in ints}
-        _refuse_unknown_counts(model, region, column, ints, known, given)
+        _refuse_unknown_counts(model, region, styles, ints, given)
         counts = {name: count for name, count in ints.items() if given.get(name, name in known)}
         for attribute, count in counts.items():
             if count % size:
                 raise ValueError(
                     f"{region}.{attribute}={count} is not divisible by the {size} ranks of tensor "
                     "parallelism. Use a number of ranks that divides the number of heads."
+                )
+            if isinstance(getattr_static(module, attribute), property):
+                raise ValueError(
+                    f"{region}.{attribute} is a property of {type(module).__name__}, and cannot "
+                    "be set to the number of heads on one rank. Make it an attribute."
                 )
             yield module, attribute, count // size
         heads, features = known.get("num_heads"), ints.get("head_dim")
@@ -222,40 +225,54 @@ def _local_heads(
                     yield module, attribute, heads * features // size
 
 
+def _ints(module: nn.Module) -> dict[str, int]:
+    """Return the int attributes of a module and of its class, and known properties, by name."""
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in _HEAD_COUNTS}
+    for each in reversed(type(module).__mro__):
+        found |= {name: value for name, value in vars(each).items() if type(value) is int}
+    return {name: value for name, value in (found | vars(module)).items() if type(value) is int}
+
+
 def _refuse_unknown_counts(
     model: nn.Module,
     region: str,
-    column: str,
+    styles: Mapping[str, ParallelStyle],
     ints: Mapping[str, int],
-    known: Mapping[str, int],
     given: Mapping[str, bool],
 ) -> None:
     """Raise ValueError for an int attribute that may be the number of heads under another name.
 
     If the number of heads is not known, this is each number that divides the split features.
     """
-    layer = adapted(model.get_submodule(column))
-    width = layer.out_features if isinstance(layer, nn.Linear) else 0
-    heads = {*known.values(), *(width // ints[name] for name in _HEAD_FEATURES if ints.get(name))}
-    inside = model.get_submodule(region)
-    linear = [each for each in inside.modules() if isinstance(each, nn.Linear)]
-    widths = {size for each in linear for size in (each.in_features, each.out_features)}
+    inside = {
+        name: layer
+        for name, each in model.get_submodule(region).named_modules(prefix=region)
+        if isinstance(layer := adapted(each), nn.Linear)
+    }
+    split = {
+        each.out_features for name, each in inside.items() if has_local_output(styles.get(name))
+    }
+    features = [ints[name] for name in _HEAD_FEATURES if ints.get(name)]
+    heads = {ints[name] for name in _HEAD_COUNTS if name in ints}
+    heads |= {width // each for width in split for each in features}
+    heads = heads or {
+        number
+        for number in ints.values()
+        if number > 0 and any(not width % number for width in split)
+    }
+    widths = {size for each in inside.values() for size in (each.in_features, each.out_features)}
     others = ints.keys() - {*_HEAD_COUNTS, *_HEAD_FEATURES, *_NO_COUNTS, *given}
     unknown = {
         name: ints[name]
         for name in sorted(others)
-        if ints[name] > 1
-        and (ints[name] in heads if heads else width % ints[name] == 0)
-        and ints[name] not in widths
-        and str(ints[name]) not in region.split(".")  # the layer's own number
-    }
+        if ints[name] in heads - {1, *widths} and str(ints[name]) not in region.split(".")
+    }  # a number in the region's name is that of its layer
     if unknown:
         raise ValueError(
-            f"{unknown} of {region or type(model).__name__!r} may count heads, which the plan "
-            f"splits at {column!r}; a rank has only some of them. Add to the plan: "
-            f"{region!r}: LocalParameters({{name: Shard(0)}}) for a number of heads, "
-            "LocalParameters({name: Replicate()}) for another number; or name the attribute "
-            "num_heads or num_kv_heads."
+            f"{unknown} of {region or type(model).__name__!r} may count heads, of which a rank has "
+            f"only some. Add to the plan: {region!r}: LocalParameters({{name: Shard(0)}}) for a "
+            "number of heads, LocalParameters({name: Replicate()}) for another number; or name "
+            "the attribute num_heads or num_kv_heads."
         )
 
 

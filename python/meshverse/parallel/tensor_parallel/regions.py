@@ -37,8 +37,9 @@ def has_local_output(style: ParallelStyle | None) -> bool:
     """Return whether a style leaves each rank with its own part of the output features."""
     if isinstance(style, PackedColwiseParallel):
         return True
-    is_layer = isinstance(style, ColwiseParallel | RowwiseParallel)
-    return is_layer and style.use_local_output and _are_features(style.output_layouts)
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return False
+    return style.use_local_output and _are_features(style.output_layouts)
 
 
 def _has_local_input(style: ParallelStyle) -> bool:
