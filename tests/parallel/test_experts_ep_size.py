@@ -21,6 +21,7 @@ from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
     ParallelismSizes,
+    Replicated,
     clip_grad_norm_,
     create_device_meshes,
     create_fsdp2_device_mesh,
@@ -138,7 +139,11 @@ REPLICAS: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
 def _replicated(sizes: dict[str, int]) -> dict[str, int]:
     alone, model = Model().double(), Model().double()
     mesh = _root(**sizes)
-    plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    plan = {
+        "layers.*.up": ColwiseParallel(),
+        "layers.*.down": RowwiseParallel(),
+        **dict.fromkeys(("layers.*.norm", "layers.*.mlp"), Replicated()),
+    }
     _by_function(model, mesh, tp_shard_plan=plan)
     down: Any = model.layers[0].mlp.experts.down_proj
     _compare(alone, model, get_flat_mesh(mesh, "dp_cp"))

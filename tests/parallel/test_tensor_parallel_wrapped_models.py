@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -149,9 +149,8 @@ def test_other_adapters_are_refused_by_name(change: Any) -> None:
 def test_a_registered_plan_is_found_in_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_registered", {})
     model = wrapped_models.make("pretrained_model", "llama")
-    register_tp_plan(
-        transformers.LlamaForCausalLM, lambda *_: {"model.layers.*.mlp.up_proj": ColwiseParallel()}
-    )
+    up = {"model.layers.*.mlp.up_proj": ColwiseParallel(output_layouts=Replicate())}
+    register_tp_plan(transformers.LlamaForCausalLM, lambda *_: up)
     with fake_world(2):
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         apply_tensor_parallelism(model, mesh)

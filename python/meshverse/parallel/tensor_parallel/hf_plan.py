@@ -33,6 +33,7 @@ from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    Replicated,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
 )
@@ -73,7 +74,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": ReplicatedWithGradAllreduce,
     "mla_kv_a_proj": SharedKeyGradAllreduce,
     "local_params": LocalParameters,
-    "replicate": LocalParameters,
+    "replicate": Replicated,
 }
 
 # transformers' styles for experts and the modules around them, all of which one style replaces.
