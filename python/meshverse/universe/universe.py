@@ -405,20 +405,22 @@ class Universe:
     @property
     def flattened(self) -> Mapping[str, DeviceMesh]:
         """Flattened meshes under the isolation tags of the first mesh, by name."""
-        return {} if self.root is None else self.root.flattened
+        return {} if self.root is None else self.root._root()._flatten_mapping
 
     def _views(self) -> list[ExplainedView]:
         views: dict[tuple[object, ...], ExplainedView] = {}
         for mesh in self.meshes:
             what = mesh._description
             if what.layout.size == self.size:
-                key = (what.labels, what.layout, mesh.group_names)
+                key = (what.labels, what.layout, mesh._names_of_groups)
                 flattened = {} if views else self._flattened_axes()
-                views.setdefault(key, ExplainedView(what, mesh.group_names, flattened))
+                views.setdefault(key, ExplainedView(what, mesh._names_of_groups, flattened))
         return list(views.values())
 
     def _flattened_axes(self) -> dict[str, AxisLayout]:
-        return {name: mesh.layout.collapse() for name, mesh in dict(self.flattened).items()}
+        return {
+            name: mesh._description.layout.collapse() for name, mesh in dict(self.flattened).items()
+        }
 
     def bind(self, target: Universe) -> None:
         """Give process groups to the meshes of this universe that have none.
@@ -440,7 +442,7 @@ class Universe:
                 f"Meshes over {self.rank_map} cannot be bound to a universe of "
                 f"{target.rank_map}: it has no ranks {outside}."
             )
-        if all(mesh.has_groups for mesh in self.meshes):
+        if all(mesh._owns_groups for mesh in self.meshes):
             raise RuntimeError(
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."
