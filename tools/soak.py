@@ -32,7 +32,7 @@ _NO_TESTS = 5  # pytest's exit status
 
 
 class Load(NamedTuple):
-    """What a round runs beside, and on which of the machine's cores."""
+    """Busy processes beside the tests of a round, and the cores that it may use."""
 
     n_busy: int
     is_on_one_core: bool = False

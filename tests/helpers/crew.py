@@ -40,7 +40,7 @@ class RankError(AssertionError):
 
 
 class Failure(NamedTuple):
-    """What became of a rank that returned nothing.
+    """End of a rank that returned nothing.
 
     Attributes:
         moment: when it failed, on the clock that all processes of a machine share.

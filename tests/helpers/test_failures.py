@@ -1,4 +1,4 @@
-"""What a failed test says, and leaves."""
+"""Output of a failed test, and the processes that it leaves."""
 
 from __future__ import annotations
 
