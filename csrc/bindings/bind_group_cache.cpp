@@ -161,7 +161,8 @@ void bind_group_cache(py::module_& module) {
           "remove",
           [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key,
              const py::object& entry) {
-            return self.remove({axis, key}, [&](const py::object& known) { return known.is(entry); });
+            return self.remove({axis, key},
+                               [&](const py::object& known) { return known.is(entry); });
           },
           "axis"_a, "key"_a, "entry"_a,
           "Remove an entry; False if ``(axis, key)`` has another one or none, or it is being "
