@@ -59,7 +59,7 @@ class Jobs:
         """
         deadline = monotonic() + timeout
         while monotonic() < deadline and any(map(_runs, self.processes)):
-            sleep(0.1)
+            sleep(0.1)  # sleep: it looks again
             if kills_stopped and not any(
                 _runs(one) and not _is_stopped(one) for one in self.processes
             ):
