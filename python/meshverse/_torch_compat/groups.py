@@ -287,16 +287,6 @@ def _is_nccl(group: ProcessGroup) -> bool:
     return nccl is not None and all(isinstance(backend, nccl) for backend in backends)
 
 
-def abort_world() -> None:
-    """Abort all groups, if there are any, so that `init_process_group` can be called again.
-
-    If that failed, c10d would otherwise use other keys in the store the next time. 2.13.
-    """
-    if dist.is_initialized():
-        abort_all()
-    c10d._world.group_count = 0
-
-
 # Returns the live process group that is registered under a name; RuntimeError if there is none.
 resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
 
