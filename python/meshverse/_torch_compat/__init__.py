@@ -58,6 +58,7 @@ from .groups import (
     when_destroyed,
     world_lifetime,
 )
+from .held_groups import HeldGroup, groups_held_by, is_live
 from .layouts import (
     FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
@@ -114,6 +115,7 @@ __all__ = [
     "NEW_GROUP_KEEPS_ORDER",
     "BackendOptions",
     "FrameWait",
+    "HeldGroup",
     "ProcessGroup",
     "StockDeviceMesh",
     "StockState",
@@ -143,6 +145,7 @@ __all__ = [
     "flight_recorder_status",
     "from_torch_layout",
     "group_ranks_of",
+    "groups_held_by",
     "groups_of_process",
     "has_no_values",
     "hash_as_stock",
@@ -150,6 +153,7 @@ __all__ = [
     "hook_concatenate",
     "is_backend_options",
     "is_faking",
+    "is_live",
     "is_made_by_stock",
     "is_of_other_ranks",
     "is_one_graph_compiled",
