@@ -17,6 +17,7 @@ from .backends import (
     split_options,
     why_all_ranks,
 )
+from .callers import fsdp2_is_creating
 from .creation import (
     NEW_GROUP_KEEPS_ORDER,
     create_by_all,
@@ -147,6 +148,7 @@ __all__ = [
     "find_interrupted",
     "flight_recorder_status",
     "from_torch_layout",
+    "fsdp2_is_creating",
     "group_ranks_of",
     "groups_of_process",
     "has_no_values",
