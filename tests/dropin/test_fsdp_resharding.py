@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import meshverse
 from helpers.crew import Crew
 from helpers.observation import Family
 from helpers.sides import SIDES, mesh_class, side
+from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import TOLERANCE, make_model, train, train_alone
 from helpers.worlds import fake_world, group_names, groups_created
@@ -99,6 +101,34 @@ def test_sixteen_blocks_share_two_groups_and_learn_as_on_stock(crew: Crew, way: 
             assert answer["created"] == n_groups[name]
             assert answer["classes"] == {mesh_class("stock" if is_stock else name)}
             assert answer["ranks"] == {"[[0, 1], [2, 3]]"}
+
+
+def _revived(way: str, folder: str) -> dict[str, Any]:
+    with side("installed") as family:
+        mesh = _MESHES[way](family)
+        model = _wrap(mesh, blocks=2)
+        losses = train(model, clip=False)
+        made = _resharded_on(model)
+        sleep(folder)
+        assert meshverse.revive()
+        again = train(model, clip=False)
+        with groups_created(0 if way == "one axis" else 2):  # the default meshes of this world
+            model = _wrap(mesh, blocks=2)
+        return {
+            "losses": losses + again,
+            "one mesh": made[0] == _resharded_on(model)[0],
+            "undisturbed": train(_wrap(mesh, blocks=2), clip=False),
+        }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["one axis", "default"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_they_go_on_in_a_revived_world(crew: Crew, way: str, tmp_path: Path) -> None:
+    for answer in crew.run(_revived, 4, way, str(tmp_path)):
+        assert answer["losses"][:3] == answer["undisturbed"]
+        assert answer["losses"][3] < answer["losses"][0]
+        assert answer["one mesh"]
 
 
 # --- which meshes share: rank 5 of 8, backend "fake" ----------------------------------------------
