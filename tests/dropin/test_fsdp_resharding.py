@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ def _trained(side_name: str, way: str) -> dict[str, Any]:
             "losses": train(model, data or family.init_device_mesh("cpu", (4,))),
             "classes": {type(each) for each in made},
             "ranks": {str(each.mesh.tolist()) for each in made},
-            "coordinates": {tuple(each.get_coordinate() or ()) for each in made},
         }
         dist.barrier()
         if isinstance(made[0], DeviceMesh):
@@ -89,18 +89,20 @@ def _trained(side_name: str, way: str) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize("way", in_tiers(_MESHES, ["one axis"]))
-def test_sixteen_blocks_share_two_groups_and_learn_as_on_stock(crew: Crew, way: str) -> None:
+@pytest.mark.parametrize(
+    ("side_name", "way"), in_tiers(product(SIDES, _MESHES), [("ours", "one axis")])
+)
+def test_sixteen_blocks_share_two_groups_and_learn_as_one_process(
+    crew: Crew, side_name: str, way: str
+) -> None:
     losses, _ = train_alone(blocks=_BLOCKS)
-    # `default` makes torch's own meshes, unless Meshverse is installed.
-    n_groups = {"stock": 32, "ours": 32 if way == "default" else 2, "installed": 2}
-    for name in SIDES:
-        is_stock = name == "stock" or (name, way) == ("ours", "default")
-        for answer in crew.run(_trained, 4, name, way):
-            assert answer["losses"] == pytest.approx(losses, rel=TOLERANCE)
-            assert answer["created"] == n_groups[name]
-            assert answer["classes"] == {mesh_class("stock" if is_stock else name)}
-            assert answer["ranks"] == {"[[0, 1], [2, 3]]"}
+    # FSDP2's default mesh is torch's own, unless Meshverse is installed.
+    is_stock = side_name == "stock" or (side_name, way) == ("ours", "default")
+    for answer in crew.run(_trained, 4, side_name, way):
+        assert answer["losses"] == pytest.approx(losses, rel=TOLERANCE)
+        assert answer["created"] == (2 * _BLOCKS if is_stock else 2)
+        assert answer["classes"] == {mesh_class("stock" if is_stock else "ours")}
+        assert answer["ranks"] == {"[[0, 1], [2, 3]]"}
 
 
 def _revived(way: str, folder: str) -> dict[str, Any]:
