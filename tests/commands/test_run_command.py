@@ -224,7 +224,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 method, rank = f"file://{sys.argv[1]}", int(sys.argv[2])
 dist.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))  # of the groups of meshes
+# Of the groups of meshes. short-timeout: it must elapse
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
 init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 """
 

@@ -24,7 +24,6 @@ from .creation import (
     create_by_members,
     create_by_split,
     create_connected,
-    create_provisional,
     find_interrupted,
     is_of_other_ranks,
 )
@@ -44,7 +43,6 @@ from .flight_recorder import (
 )
 from .groups import (
     abort_all,
-    abort_world,
     can_be_reconfigured,
     canonical_backend,
     check_backend,
@@ -112,7 +110,6 @@ from .tracing import (
     untraced,
     warn_as_stock,
 )
-from .unblock import open_sockets, unblock_collectives
 
 __all__ = [
     "FLATTENED_ARE_DISTINCT",
@@ -127,7 +124,6 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
-    "abort_world",
     "backend_in_words",
     "base_of",
     "can_be_reconfigured",
@@ -141,7 +137,6 @@ __all__ = [
     "create_by_members",
     "create_by_split",
     "create_connected",
-    "create_provisional",
     "creation_blocks",
     "current_default_group",
     "default_backend",
@@ -178,7 +173,6 @@ __all__ = [
     "needs_own_world_group",
     "new_like",
     "on_simulated_ranks",
-    "open_sockets",
     "read_flight_recorder",
     "read_stock_state",
     "real_mesh",
@@ -201,7 +195,6 @@ __all__ = [
     "tags_of",
     "thread_id",
     "to_torch_layout",
-    "unblock_collectives",
     "untraced",
     "wait_of_frame",
     "waited",

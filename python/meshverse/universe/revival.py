@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from .universe import Universe
 
 _log = logging.getLogger(__name__)
 
-_NO_LIMIT = timedelta.max
 _SHOWN = 4  # problems of a rank that an error lists
 
 
@@ -89,43 +88,10 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
             "revive() needs a default process group: call init_process_group() before, with the "
             "rank and world_size that the ended one had."
         )
-    return _revive(current, World.ended_last(), timeout, None, creates_all=False)
+    return _revive(current, World.ended_last(), timeout)
 
 
-def revive_with_new_ranks(check: Callable[[], None]) -> tuple[Universe, ...]:
-    """Revive the meshes of a world in which other processes have taken the places of lost ranks.
-
-    All ranks call this. In a process that has taken a place, the current world is provisional: its
-    meshes were built by the same program, and their groups connect nobody yet.
-
-    Args:
-        check: function that is called about once a second while this rank waits for the others; it
-            raises if waiting is pointless.
-
-    Raises:
-        The errors of `revive`, and whatever `check` raises.
-    """
-    current = World.current()
-    assert current is not None
-    if not current.is_provisional:
-        return _revive(current, World.ended_last(), _NO_LIMIT, check, creates_all=True)
-    for universe in universes_not_ended():
-        for use in universe.groups if universe.world is current else ():
-            if use.group is not None and not use.borrowed:
-                use.group.end(abort=False)
-    current.is_provisional = False
-    current.state(ComparedCalls).stop_all("this process has taken the place of a lost rank")
-    return _revive(current, current, _NO_LIMIT, check, creates_all=True)
-
-
-def _revive(
-    current: World,
-    world: World | None,
-    timeout: timedelta | None,
-    check: Callable[[], None] | None,
-    *,
-    creates_all: bool,
-) -> tuple[Universe, ...]:
+def _revive(current: World, world: World | None, timeout: timedelta | None) -> tuple[Universe, ...]:
     n_frozen = gc.get_freeze_count()
     if n_frozen:
         gc.unfreeze()  # the search for references does not see frozen objects
@@ -142,13 +108,12 @@ def _revive(
         if n_frozen:
             gc.freeze()
     try:
-        _agree(current, held, problems, timeout, check)
+        _agree(current, held, problems, timeout)
         if world is None or not universes:
             return ()
-        if world is not current:
-            world.revive(current)
+        world.revive(current)
         _keep_counts(world, universes)
-        _create_groups(plan, world, creates_all=creates_all)
+        _create_groups(plan, world)
     except BaseException:
         del plan, universes  # a traceback that somebody keeps would keep them
         raise
@@ -285,7 +250,6 @@ def _agree(
     held: Sequence[tuple[str, str, int]],
     problems: Sequence[str],
     timeout: timedelta | None,
-    check: Callable[[], None] | None,
 ) -> None:
     """Compare what the ranks are about to revive.
 
@@ -294,7 +258,6 @@ def _agree(
         held: the universes, each with a key, a name, and the number of ranks that must revive it.
         problems: reasons why this rank cannot.
         timeout: as of `revive`.
-        check: as of `revive_with_new_ranks`.
 
     Raises:
         RuntimeError: a rank has a problem, or ranks have different universes.
@@ -306,9 +269,7 @@ def _agree(
         limit = timeout or current.default_options.timeout
         rendezvous = current.state(Rendezvous)
         try:
-            texts = rendezvous.join(
-                current, "revive", "revive()", ranks, limit, check=check, text=mine
-            ).texts
+            texts = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine).texts
         except RuntimeError as error:
             raise RuntimeError(f"revive() has changed nothing: {error}") from None
     by_text: dict[str, list[int]] = {}
@@ -354,7 +315,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
-def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
+def _create_groups(plan: _Plan, world: World) -> None:
     """Create the groups again; groups that all ranks create together come first.
 
     All ranks use the same order.
@@ -362,7 +323,6 @@ def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
     Args:
         plan: everything that this rank revives.
         world: world that goes on.
-        creates_all: whether to create also lazy groups that were not used yet.
     """
     for group in plan.groups.values():
         group.revive()
@@ -373,7 +333,7 @@ def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
         for group in plan.groups.values():
             if group.borrowed:
                 group.take_over(world.default_group)
-            elif group.state is State.PLANNED and (group.was_live or creates_all):
+            elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
     finally:
         new: dict[int, Any] = {}
