@@ -17,6 +17,7 @@ from .backends import (
     split_options,
     why_all_ranks,
 )
+from .callers import fsdp2_is_creating
 from .creation import (
     NEW_GROUP_KEEPS_ORDER,
     create_by_all,
@@ -29,10 +30,13 @@ from .creation import (
 from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
 from .flight_recorder import (
     FrameWait,
+    RecordedCall,
     flight_recorder_status,
     groups_of_process,
     read_flight_recorder,
+    recorded_calls,
     recorded_pickle,
+    recorder_size,
     stands_in_p2p,
     wait_of_frame,
     why_not_recording,
@@ -117,6 +121,7 @@ __all__ = [
     "FrameWait",
     "HeldGroup",
     "ProcessGroup",
+    "RecordedCall",
     "StockDeviceMesh",
     "StockState",
     "TorchLayout",
@@ -144,6 +149,7 @@ __all__ = [
     "find_interrupted",
     "flight_recorder_status",
     "from_torch_layout",
+    "fsdp2_is_creating",
     "group_ranks_of",
     "groups_held_by",
     "groups_of_process",
@@ -174,7 +180,9 @@ __all__ = [
     "read_flight_recorder",
     "read_stock_state",
     "real_mesh",
+    "recorded_calls",
     "recorded_pickle",
+    "recorder_size",
     "resolve_group",
     "resume",
     "said_timeout",

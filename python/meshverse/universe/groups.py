@@ -765,6 +765,11 @@ def share_world_wide(share: bool) -> None:
     _shares_world_wide = share
 
 
+def shares_world_wide() -> bool:
+    """Return whether universes created now share their groups with one another."""
+    return _shares_world_wide
+
+
 _shares_world_wide = False  # in all threads
 
 
