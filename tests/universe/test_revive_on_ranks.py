@@ -393,9 +393,9 @@ def _late(folder: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sleep(folder)
     if dist.get_rank() == 2:
-        time.sleep(4)  # longer than the others wait: it is the time that is tested
+        time.sleep(4)  # sleep: longer than the others wait
     with pytest.raises(RuntimeError, match=r"^revive\(\) has changed nothing: ") as caught:
-        meshverse.revive(timeout=timedelta(seconds=2))
+        meshverse.revive(timeout=timedelta(seconds=2))  # short-timeout: it must elapse
     assert mesh.universe in meshverse.revive()
     assert sum(reached_by(mesh.get_group("dp"))) == 2
     return str(caught.value)
@@ -410,7 +410,7 @@ def test_a_rank_that_does_not_call_it_is_named(crew: Crew, tmp_path: Path) -> No
 
 def _failed_in_between(folder: str) -> list[list[int]]:
     """A group cannot be created, as if a rank had died; the next world has them all."""
-    limit = timedelta(seconds=5)
+    limit = timedelta(seconds=5)  # short-timeout: it must elapse where the other rank is lost
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
     holder = nn.Module()
     holder.dp, holder.tp = mesh.get_group("dp"), mesh.get_group("tp")
@@ -456,7 +456,7 @@ def _some_have_meshes(folder: str) -> list[list[int]]:
         sleep(folder)
         revived = meshverse.revive()
         assert len(revived) == (rank < 2)
-        limit = timedelta(seconds=20)
+        limit = timedelta(seconds=60)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
         reached.append(reached_by(mesh.get_group("tp")))
         if trainer is not None:
@@ -474,7 +474,8 @@ def test_ranks_without_meshes_take_part(crew: Crew, tmp_path: Path) -> None:
 
 def _some_have_derived(folder: str, fails: bool) -> bool:
     """Some ranks have made a call before that the others make later; then all make one more."""
-    rank, limit = dist.get_rank(), timedelta(seconds=3)
+    # short-timeout: it must elapse if the call fails
+    rank, limit = dist.get_rank(), timedelta(seconds=8 if fails else 60)
     mesh = init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit, lazy=not fails
     )
