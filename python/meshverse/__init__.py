@@ -9,6 +9,9 @@ group per distinct list of ranks and options; `mesh.universe.explain()` shows wh
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
@@ -44,8 +47,17 @@ __version__ = _core.__version__
 watch_by_environment()
 
 
+_LOADED_WHEN_NAMED = ("doctor", "parallel", "planner")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LOADED_WHEN_NAMED:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_LOADED_WHEN_NAMED]
 
 
 __all__ = [

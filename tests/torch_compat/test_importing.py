@@ -48,6 +48,16 @@ changed = [key for key, value in before.items() if after.get(key) is not value]
 print(sorted(changed + list(set(after) - set(before))))
 """
 
+_LOADING = """
+import sys
+costly = ("torch.distributed.fsdp", "torch.distributed.pipelining", "meshverse.parallel")
+assert not any(name in sys.modules for name in costly)
+import meshverse
+print([name for name in costly if name in sys.modules])
+print(meshverse.planner.plan.__name__, meshverse.doctor.examine.__name__)
+print(meshverse.parallel.__name__, hasattr(meshverse, "parallels"))
+"""
+
 _IMPORT_WITHOUT = """
 import importlib, sys
 assert "meshverse" not in sys.modules
@@ -85,7 +95,7 @@ _LACKING = [_names()[1], _names()[-1]]
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit code and output of each program."""
-    programs = {"importing": _IMPORTING, "pretending": _PRETEND}
+    programs = {"importing": _IMPORTING, "pretending": _PRETEND, "loading": _LOADING}
     for module, owner, name in _LACKING:
         programs[name] = _IMPORT_WITHOUT.format(module=module, owner=owner, name=name)
     folder = tmp_path_factory.mktemp("programs")
@@ -107,6 +117,12 @@ def test_importing_changes_two_attributes_of_torch(ended: dict[str, tuple[int, s
     if MESHES_ARE_PLAIN_CLASSES:
         expected.append(("DeviceMeshVariable", "is_device_mesh"))
     assert ast.literal_eval(printed) == expected
+
+
+def test_importing_loads_nothing_costly_and_subpackages_when_they_are_named(
+    ended: dict[str, tuple[int, str]],
+) -> None:
+    assert ended["loading"] == (0, "[]\nplan examine\nmeshverse.parallel False\n")
 
 
 @pytest.mark.parametrize("name", [name for *_, name in _LACKING])

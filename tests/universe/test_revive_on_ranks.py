@@ -374,7 +374,7 @@ def _message(holder: object = None) -> str:
 
 _REASONS = {
     "unknown": r"it cannot tell which process groups an object of type lock holds: give modules",
-    "wrapped": r"DistributedDataParallel.process_group, which its C\+\+ parts use too: wrap",
+    "wrapped": r"DistributedDataParallel.process_group, which its other parts use too: wrap",
     "own group": r"Identity.group is an ended process group that no mesh has: create it again",
     "given": r"was created by the program, which must create it again",
     "other meshes": r"only ranks 0, 2, 3 still hold meshes of the universe of ranks 0 to 3, num",
@@ -534,7 +534,7 @@ def _wrapped_over_all(folder: str) -> str:
 @pytest.mark.long
 def test_a_model_wrapped_over_the_default_group_is_refused(crew: Crew, tmp_path: Path) -> None:
     for message in crew.run(_wrapped_over_all, 4, str(tmp_path)):
-        assert "DistributedDataParallel.process_group, which its C++ parts use too" in message
+        assert "DistributedDataParallel.process_group, which its other parts use too" in message
 
 
 def _compiled_with_the_group(folder: str) -> list[list[float]]:

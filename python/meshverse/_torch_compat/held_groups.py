@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -60,15 +59,18 @@ def groups_held_by(one: object) -> list[HeldGroup] | None:
 
 
 def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
-    why_fixed = ""
-    if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-        why_fixed = "which its C++ parts use too: wrap the model again, after revive()"
-    yield from _attributes([module], why_fixed)
-    if isinstance(module, FSDPModule):
+    # Whoever has such a module has imported FSDP, which takes 0.6 s.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    is_wrapper = isinstance(module, DistributedDataParallel) or (
+        fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    )
+    why_fixed = "which its other parts use too: wrap the model again, after revive()"
+    yield from _attributes([module], why_fixed if is_wrapper else "")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         yield from _attributes(_parts_of_fsdp(module))
 
 
-def _parts_of_fsdp(module: FSDPModule) -> Iterator[object]:
+def _parts_of_fsdp(module: Any) -> Iterator[object]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # before 2.13: at most one
     for group in [state._fsdp_param_group] if groups is None else groups:
