@@ -10,6 +10,7 @@ of torch. A stock mesh is one of torch's own class.
 from __future__ import annotations
 
 from .backends import (
+    backend_for,
     backend_in_words,
     can_split,
     creation_blocks,
@@ -72,6 +73,7 @@ from .layouts import (
     to_torch_layout,
     with_flattened_tag,
 )
+from .merged_steps import check_merged_steps
 from .one_graph import (
     compiles_one_graph,
     coordinate_symbol,
@@ -123,12 +125,14 @@ __all__ = [
     "TorchLayout",
     "abort_all",
     "abort_world",
+    "backend_for",
     "backend_in_words",
     "base_of",
     "can_be_reconfigured",
     "can_split",
     "canonical_backend",
     "check_backend",
+    "check_merged_steps",
     "clone_store",
     "compiles_one_graph",
     "coordinate_symbol",

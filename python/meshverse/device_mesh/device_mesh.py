@@ -1139,6 +1139,40 @@ class DeviceMesh(StockDeviceMesh):
         ]
         return compat.with_flattened_tag(layout, tags, merge_tags(tags))
 
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        # DTensor calls this before each redistribution. So its module is imported by now, which
+        # `import meshverse` does not do (0.4 s), and the check is there before it is needed.
+        compat.check_merged_steps(DeviceMesh, DeviceMesh._may_merge)
+        return StockDeviceMesh._is_current_rank_part_of_mesh(self)
+
+    def _may_merge(
+        self, axes: Sequence[int], flattened: StockDeviceMesh, order_matters: bool
+    ) -> bool:
+        """Return whether a collective over several axes may run on their flattened mesh.
+
+        All meshes of a universe find the same flattened meshes. So this one may have been made for
+        another view: with other options, or with its ranks in another order than this mesh has.
+
+        Args:
+            axes: indices of the axes.
+            flattened: mesh of these axes flattened.
+            order_matters: whether the order of the ranks in its group matters.
+        """
+        if not isinstance(flattened, DeviceMesh) or flattened._device_type != self._device_type:
+            return False
+        groups = self._universe.groups
+        # torch sorts the ranks of a group, unless its mesh preserves their order.
+        axis = flattened._description.layout[0]
+        keeps_order = flattened._preserve_rank_order or groups.ascends(axis)
+        if order_matters and not keeps_order:
+            return False
+        # Reading a name by its index would create a lazy group.
+        name, *others = (
+            list.__getitem__(mesh._dim_group_names, axis)
+            for mesh, axis in [(flattened, 0), *((self, axis) for axis in axes)]
+        )
+        return groups.can_stand_for(name, others, self._device_type)
+
     # --- equality: meshes of one world with the same ranks and the same description are equal -----
 
     def __eq__(self, other: object) -> bool:

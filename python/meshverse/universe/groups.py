@@ -283,6 +283,21 @@ class UniverseGroups:
             return compat.find_group(name) is None
         return group.state is State.DESTROYED
 
+    def can_stand_for(self, name: str, others: Sequence[str], device_type: str) -> bool:
+        """Return whether a group can be used, and has the backend that other groups have.
+
+        Args:
+            name: c10d name of the group.
+            others: c10d names of the other groups; unknown ones are ignored.
+            device_type: type of the device of the tensors.
+        """
+        group = self._registry.find(name)
+        if group is None or group.state not in (State.PLANNED, State.BEING_MADE, State.LIVE):
+            return False
+        known = [self._registry.find(other) for other in others]
+        backends = {one.request.options.backend for one in (group, *known) if one is not None}
+        return len({compat.backend_for(device_type, backend) for backend in backends}) == 1
+
     def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is not created yet, else None."""
         group = None if name is None else self._registry.find(name)
