@@ -64,7 +64,7 @@ from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
 from .drawing import draw
-from .group_names import GroupNames, MissingGroups, PromisedGroups
+from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
 from .logged_once import register_root, warn_of_sorted_ranks
 
 _NO_RANK = -1  # as in c10d
@@ -459,8 +459,13 @@ class DeviceMesh(StockDeviceMesh):
             except TypeError:  # a tuple that contains a list cannot be hashed; `_slice` raises
                 known = None
             if known is not None:
+                if type(known._dim_group_names) is not list:
+                    prepare_for_graph()
                 return known
-        return self._slice(mesh_dim_names)
+        sliced = self._slice(mesh_dim_names)
+        if type(sliced._dim_group_names) is not list:
+            prepare_for_graph()
+        return sliced
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         own = self._mesh_dim_names or check_has_names(self._description, "slice", RuntimeError)
@@ -624,6 +629,7 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         if is_dynamo_compiling():  # torch.compile can trace torch's method, but not ours
             return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
+        prepare_for_graph()
         return DeviceMesh.flatten(self, mesh_dim_name, backend_override)
 
     def _create_flatten_mesh(  # type: ignore[override]

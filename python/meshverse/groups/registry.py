@@ -44,6 +44,12 @@ class GroupRegistry(WorldState):
         """Return the group of this c10d name, or None."""
         return self._by_name.get(name)
 
+    @staticmethod
+    def find_current(name: str) -> Group | None:
+        """Return the group of this c10d name in the current world, or None."""
+        world = World.current()
+        return None if world is None else world.state(GroupRegistry).find(name)
+
     def duplicates(self, *, beyond_first: bool = False) -> set[str]:
         """Return the names of groups that exist several times: equal, but in different scopes.
 

@@ -164,15 +164,11 @@ class UniverseGroups:
             return ""
         return ""
 
-    def note_change(self, *, is_live: bool) -> None:
+    def note_change(self, name: str) -> None:
         """Update the meshes' lists of group names after a group became live, or ceased to be."""
         universe = self._universe()
-        may_change = self._world.may_change
-        if universe is not None and not may_change and (not is_live or self._are_all_live()):
-            universe.meshes.set_plain_names(is_live)
-
-    def _are_all_live(self) -> bool:
-        return all(use.name is None or use.name in self.process_groups for use in self)
+        if universe is not None:
+            universe.meshes.renew_names(name)
 
     def go_on(self) -> None:
         """Forget the keys that this rank wrote: they are in the store of the world that ended."""
