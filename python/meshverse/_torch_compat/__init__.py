@@ -28,7 +28,7 @@ from .creation import (
     find_interrupted,
     is_of_other_ranks,
 )
-from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
+from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_a_group, waited
 from .flight_recorder import (
     FrameWait,
     flight_recorder_status,
@@ -172,6 +172,7 @@ __all__ = [
     "is_strided_shard",
     "is_unread",
     "keeps_rank_order",
+    "lacks_a_group",
     "lacks_memory",
     "let_compile_know",
     "let_graphs_read",

@@ -415,14 +415,21 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
-        # A mesh without a tag prints as in torch; errors about two meshes tell a tagged one apart.
-        text, tags = self._repr_without_tags(), self._description.tags
-        if not tags or not text.endswith(")"):
+        # A mesh without a tag and with all its groups prints as in torch; errors about two meshes
+        # tell other ones apart.
+        text, tags = self._repr_as_stock(), self._description.tags
+        if not text.endswith(")"):
             return text
-        shown: object = dict(zip(self._description.labels, tags, strict=True))
-        return f"{text[:-1]}, isolate={(tags[0] if len(set(tags)) == 1 else shown)!r})"
+        more = ""
+        if tags:
+            shown: object = dict(zip(self._description.labels, tags, strict=True))
+            more = f", isolate={(tags[0] if len(set(tags)) == 1 else shown)!r}"
+        destroyed = self._destroyed_axes()
+        if destroyed:
+            more += f", destroyed={(destroyed[0] if len(destroyed) == 1 else destroyed)!r}"
+        return f"{text[:-1]}{more})"
 
-    def _repr_without_tags(self) -> str:
+    def _repr_as_stock(self) -> str:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
         # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
         universe, layout = self._universe, self._description.layout
@@ -1192,11 +1199,13 @@ class DeviceMesh(StockDeviceMesh):
                 return self._equals_stock(other)
         if self._identity != other._identity:
             return False
+        # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
+        # groups have ended.
+        if self._has_other_groups(other) and (self._destroyed_axes() or other._destroyed_axes()):
+            return False
         mine, theirs = self._universe, other._universe
         if mine is theirs:
             return True
-        # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
-        # groups have ended.
         if mine.is_over or theirs.is_over:
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
@@ -1210,8 +1219,35 @@ class DeviceMesh(StockDeviceMesh):
             or bool(self._description.tags)
             or self._universe.is_over
             or not self._may_be_of(World.current())
+            or self._destroyed_axes()
         )
-        return not is_separate and compat.equals_stock(self, stock)
+        return (
+            not is_separate
+            and compat.equals_stock(self, stock)
+            and not compat.lacks_a_group(stock, self._ranks_by_axis())
+        )
+
+    def _has_other_groups(self, other: DeviceMesh) -> bool:
+        return not list.__eq__(self._dim_group_names, other._dim_group_names)
+
+    def _destroyed_axes(self) -> list[str]:
+        """Return the axes whose process group the program has destroyed."""
+        names = getattr(self, "_dim_group_names", None)  # None while this mesh is being made
+        if names is None or isinstance(names, MissingGroups):
+            return []
+        was_destroyed = self._universe.groups.was_destroyed
+        pairs = zip(self._description.labels, list.__iter__(names), strict=False)
+        return [axis for axis, name in pairs if name and was_destroyed(name)]
+
+    def _ranks_by_axis(self) -> list[list[int]]:
+        """Return the global ranks of this rank's group along each axis, in ascending order."""
+        universe = self._universe
+        if universe.position is None:
+            return []
+        return [
+            sorted(RankGroups(axis, universe.rank_map).ranks_of(universe.position))
+            for axis in self._description.layout
+        ]
 
     def _may_be_of(self, world: World | None) -> bool:
         # In torch's caches, a mesh of this world must not find an entry of a mesh of an earlier
@@ -1248,14 +1284,19 @@ class DeviceMesh(StockDeviceMesh):
             key = *key, self._universe.rank, self._names_of_groups
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
-    @computed
+    @property
     def _compile_guard(self) -> tuple[object, ...]:
         """Values that must stay equal for a compiled graph to be reused: those that `==` compares.
 
-        They include the world, and how many of its universes had ended, because a graph refers to
-        its process groups by name. They are short, whereas torch's guard compares the tuple of all
-        ranks at every call.
+        They include the world, how many of its universes had ended, and how many of its groups the
+        program has destroyed, because a graph refers to its process groups by name. They are
+        short, whereas torch's guard compares the tuple of all ranks at every call.
         """
+        n_destroyed = self._universe.groups.n_destroyed
+        return *self._fixed_guard, n_destroyed, n_destroyed > 0 and bool(self._destroyed_axes())
+
+    @computed
+    def _fixed_guard(self) -> tuple[object, ...]:
         world, generation = self._universe.world, self._universe.generation
         return *self._stable_key(), generation, None if world is None else world.label
 
@@ -1442,7 +1483,7 @@ class DeviceMesh(StockDeviceMesh):
         self._description = self._description.with_tags(tags)
         # These may have been computed for another rank, universe or tags.
         self._forget_coordinate()
-        for computed_before in ("mesh", "_compile_guard", "_key_digests", "_layout"):
+        for computed_before in ("mesh", "_fixed_guard", "_key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
                 delattr(self, computed_before)
         self._enter(universe)

@@ -279,6 +279,11 @@ class UniverseGroups:
             return compat.find_group(name) is None
         return group.state is State.DESTROYED
 
+    @property
+    def n_destroyed(self) -> int:
+        """Number of groups of this world, of any universe, that the program has destroyed."""
+        return self._registry.n_destroyed
+
     def can_stand_for(self, name: str, others: Sequence[str], device_type: str) -> bool:
         """Return whether a group can be used, and has the backend that other groups have.
 
