@@ -1201,7 +1201,11 @@ class DeviceMesh(StockDeviceMesh):
             return False
         # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
         # groups have ended.
-        if self._has_other_groups(other) and (self._destroyed_axes() or other._destroyed_axes()):
+        names, other_names = self._dim_group_names, other._dim_group_names
+        # Plain lists mean that all groups are live.
+        if not (type(names) is type(other_names) is list or list.__eq__(names, other_names)) and (
+            self._destroyed_axes() or other._destroyed_axes()
+        ):
             return False
         mine, theirs = self._universe, other._universe
         if mine is theirs:
@@ -1227,13 +1231,10 @@ class DeviceMesh(StockDeviceMesh):
             and not compat.lacks_a_group(stock, self._ranks_by_axis())
         )
 
-    def _has_other_groups(self, other: DeviceMesh) -> bool:
-        return not list.__eq__(self._dim_group_names, other._dim_group_names)
-
     def _destroyed_axes(self) -> list[str]:
         """Return the axes whose process group the program has destroyed."""
         names = getattr(self, "_dim_group_names", None)  # None while this mesh is being made
-        if names is None or isinstance(names, MissingGroups):
+        if names is None or type(names) is list or isinstance(names, MissingGroups):
             return []
         was_destroyed = self._universe.groups.was_destroyed
         pairs = zip(self._description.labels, list.__iter__(names), strict=False)
