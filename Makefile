@@ -68,10 +68,11 @@ docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/do
 bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch; ARGS=--quick for a short form
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
-lint: $(TOOLS)/.tools ## check style, format, imports and words of Python, style and format of C++
+lint: $(TOOLS)/.tools ## check style, format, imports, words and tests of Python, style and format of C++
 	$(TOOLS)/bin/ruff check $(LINTED_PYTHON)
 	$(TOOLS)/bin/ruff format --check $(LINTED_PYTHON)
 	@git ls-files -z '*.py' '*.pyi' '*.h' '*.hpp' '*.cpp' '*.md' ':!CHANGELOG.md' | xargs -0 $(TOOLS)/bin/python tools/check_words.py
+	@git ls-files -z 'tests/*.py' ':!tests/helpers/test_rules_of_tests.py' | xargs -0 $(TOOLS)/bin/python tools/check_tests.py
 	PYTHONPATH=python $(TOOLS)/bin/lint-imports --no-cache
 	$(TOOLS)/bin/clang-format --dry-run -Werror $(LINTED_CPP)
 

@@ -45,7 +45,6 @@ SUITES = [
     "one_graph",
     "experts",
     "reshard",
-    "repair",
     "gpu",
 ]
 

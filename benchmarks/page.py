@@ -74,7 +74,6 @@ _RAN_ON = {
     "hang": "four gloo processes, wall clock; dumps: one process, wall clock",
     "experts": "two gloo processes; processor time of one thread",
     "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
-    "repair": "gloo processes on one machine; wall clock",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
 }
 """Backend, ranks and clock of each suite, for captions."""

@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"meshverse\.\w+\..*"),  # classes in the rooms that are not public
 ]
 
-_PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor", ".repair")
+_PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
 from . import _torch_compat as compat
 from .device_mesh.device_mesh import DeviceMesh
+from .device_mesh.fsdp2_meshes import source_of
 from .saved_mesh.stock_pickles import take_in
 from .universe.groups import share_world_wide
 
@@ -40,7 +41,9 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if root is not None:  # torch derives a mesh: it gets its root's class
         return isinstance(root, DeviceMesh)
     # copy and pickle call this without arguments, to fill in a mesh of torch's class.
-    return bool(args or kwargs) and _is_installed()
+    if _is_installed():
+        return bool(args or kwargs)
+    return source_of(args[1] if len(args) > 1 else kwargs.get("mesh")) is not None
 
 
 def _is_installed() -> bool:

@@ -24,7 +24,7 @@ dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 def rendezvous(where):
     store.add(where, 1)
     while store.add(where, 0) < size:
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
 
 def come_after(first, step):  # once one of these has written into the store in its next call
     store.add(f"at {step}", 0)
@@ -32,7 +32,7 @@ def come_after(first, step):  # once one of these has written into the store in 
     known = store.num_keys()
     rendezvous(f"at {step}")  # from here on, only what a call tells the others is new in the store
     while rank not in first and store.num_keys() == known:
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 shape = [(2, 2), (4, 1)][attempt]
@@ -42,7 +42,7 @@ if attempt == 0:
         store.add("made", 1)
     if rank == 2:
         while store.add("made", 0) < (4 if crash == "after its mesh" else 3):
-            time.sleep(0.05)
+            time.sleep(0.05)  # sleep: it looks again
         os._exit(3)
     threading.Event().wait()  # torchrun ends this process
 come_after([2], "the mesh")  # the one that crashed is the first

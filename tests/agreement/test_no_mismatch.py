@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
-from helpers.differing import AXES, ODD_RANK, ending_of, small_mesh
+from helpers.differing import AXES, ODD_RANK, error_of, small_mesh
 from meshverse import (
     DeviceMesh,
     init_device_mesh,
@@ -86,14 +86,15 @@ def test_what_ranks_may_do_differently(crew: Crew, program: Callable[[], list[in
 
 def _late_for_one_of_several() -> list[str]:
     """Every other group of an axis fails, as a member is late; then all go on."""
-    mesh = small_mesh(timeout=timedelta(seconds=2))
+    # short-timeout: it must elapse on ranks 0 and 2
+    mesh = small_mesh(timeout=timedelta(seconds=6))
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if dist.get_rank() == ODD_RANK:
         store.wait(["another has failed"])
     said = []
     for name in "xyz":
-        said.append(ending_of(partial(mesh["dp"].flatten, name, isolate=name)).message)
+        said.append(error_of(partial(mesh["dp"].flatten, name, isolate=name)))
         if said[0] != "no error":
             store.set("another has failed", "")
         dist.barrier()

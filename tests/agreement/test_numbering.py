@@ -35,7 +35,7 @@ def _fail_to_compare() -> None:
 
 def _fail_to_meet() -> None:
     with pytest.raises(RuntimeError, match="1 of 2 members joined"):
-        _mesh(timeout=timedelta(seconds=0.3))
+        _mesh(timeout=timedelta(seconds=0.3))  # short-timeout: it must elapse
 
 
 def _make_a_universe() -> None:

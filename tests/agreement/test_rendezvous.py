@@ -13,12 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from helpers.turns import wait_until_they_wait
+from helpers.turns import wait_until, wait_until_they_wait
 from meshverse.agreement import Rendezvous
 from meshverse.agreement.deadlock import Wait, note_key, read_wait
 from meshverse.world.run_store import Run, RunStore
 
-_LONG, _SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
+_LONG = timedelta(seconds=60)
+_SHORT = timedelta(seconds=0.3)  # short-timeout: it must elapse
 
 
 class _World(NamedTuple):
@@ -94,8 +95,7 @@ def test_who_joined_just_now_is_not_said_to_be_absent() -> None:
 
     other = threading.Thread(target=join)  # which writes no note that it waits
     other.start()
-    while not _world(store, 0).run_store.count("rendezvous/x/0/joined", 0):
-        time.sleep(0.01)
+    wait_until(lambda: _world(store, 0).run_store.count("rendezvous/x/0/joined", 0))
     with pytest.raises(
         RuntimeError, match=r"2 of 3 members joined; missing: 1 of ranks \[1, 2\]\."
     ):
@@ -165,14 +165,14 @@ def test_a_group_of_one_waits_for_nobody() -> None:
     assert _join(None, "x", [3], 3, text="mine") == (0, ["mine"])
 
 
-def _interrupted() -> tuple[str, float]:
+def _interrupted() -> str:
     """Rank 0 is interrupted in its wait for rank 2; the error that the others get, and how soon."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     rank, outcome, own = dist.get_rank(), "all joined", Rendezvous()
-    store, start = _store(), time.monotonic()
+    store = _store()
     if rank == 0:
         usual = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.7)
@@ -181,20 +181,18 @@ def _interrupted() -> tuple[str, float]:
             _join(store, "x", [0, 1, 2], rank, own=own)
         except (RuntimeError, KeyboardInterrupt) as error:
             outcome = repr(error)
-    seconds = time.monotonic() - start
     if rank == 0:
         signal.signal(signal.SIGALRM, usual)
     dist.barrier()
     if rank < 3:
         _join(store, "x", [0, 1, 2], rank, own=own)
-    return outcome, seconds
+    return outcome
 
 
 def test_one_that_is_interrupted_tells_the_others(crew: Crew) -> None:
-    (first, _), (second, seconds), *_ = crew.run(_interrupted, 4)
+    first, second, *_ = crew.run(_interrupted, 4)
     assert first == "KeyboardInterrupt()"
     assert second == "RuntimeError('rank 0 left it: KeyboardInterrupt')"
-    assert seconds < _LONG.total_seconds() / 2
 
 
 # --- ranks that are elsewhere --------------------------------------------------------------------
@@ -210,19 +208,19 @@ def _join_in(
     delays: dict[int, float],
     after: dict[int, list[int]] | None = None,
 ) -> Any:
-    """Let each rank join its group of these; return its outcome, and after how long."""
+    """Let each rank join its group of these; return its outcome."""
     rank, store = dist.get_rank(), _store()
     dist.barrier()  # a rank that comes after the others got their error joins the next rendezvous
-    time.sleep(delays.get(rank, 0))
+    time.sleep(delays.get(rank, 0))  # sleep: others look for a deadlock meanwhile; it may be longer
     wait_until_they_wait(*(after or {}).get(rank, []), store=_world(store, rank).run_store)
-    start, outcome = time.monotonic(), "all joined"
+    outcome = "all joined"
     ranks, limit = groups[rank], seconds[rank] if isinstance(seconds, dict) else seconds
     try:
         world = _world(store, rank)
         Rendezvous().join(world, f"{ranks}", f"group of {rank}", ranks, timedelta(seconds=limit))
     except RuntimeError as error:
         outcome = str(error)
-    return outcome, time.monotonic() - start
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -241,13 +239,12 @@ def test_all_whose_group_is_in_a_deadlock_get_an_error_soon(
     crew: Crew, groups: dict[int, list[int]]
 ) -> None:
     late = [rank for rank in (1, 2, 3) if groups[rank] != [rank]]  # rank 0 comes when these wait
-    for rank, (answer, seconds) in enumerate(crew.run(_join_in, 4, groups, 30, {}, {0: late})):
+    for rank, answer in enumerate(crew.run(_join_in, 4, groups, 60, {}, {0: late})):
         if groups[rank] == [rank]:
             assert answer == "all joined"
             continue
         assert answer.startswith("deadlock: rank ")
         assert answer.count("waits to create group of") >= 2
-        assert seconds < 15  # half of the time that they would have waited
 
 
 @pytest.mark.parametrize(
@@ -268,19 +265,19 @@ def test_a_note_of_a_large_group_says_that_it_names_some_of_its_ranks(
 @pytest.mark.long
 def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [2, 3]}
-    seen = crew.run(_join_in, 4, groups, 6, {3: 4})  # after rank 0 has looked for a cycle twice
-    assert [result for result, _ in seen[2:]] == ["all joined"] * 2
-    result, seconds = seen[0]
+    seconds = {0: 6, 1: 6, 2: 60, 3: 60}
+    # Rank 3 comes after rank 0 has looked for a cycle twice.
+    result, _, *others = crew.run(_join_in, 4, groups, seconds, {3: 4})
+    assert others == ["all joined"] * 2
     # Rank 1 gives up at about the same time: it may or may not be found waiting for rank 2.
     assert result.startswith("rank 0 waited 0:00:06: 1 of 2 members joined; ")
-    assert seconds >= 6
 
 
 @pytest.mark.long
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
     seconds = {0: 1.5, 1: 10, 2: 10, 3: 10}  # rank 1 still waits when rank 0 gives up
-    (result, _), *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
+    result, *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
     where = (
         r"1 of 2 members joined; "
         r"rank 1 waits to create group of 1 with ranks \[1, 2\] at \S+, for rank 2\. Those that "
@@ -293,6 +290,7 @@ def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
     rank, store, own, seen = dist.get_rank(), _store(), Rendezvous(), []
 
     def come(name: str) -> None:
+        # sleep: the other rank looks for a deadlock meanwhile; it may be longer
         time.sleep(delays.get((rank, name), 0))
         try:
             own.join(_world(store, rank), name, name, [0, 1], _LONG)

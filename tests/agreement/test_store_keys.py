@@ -32,7 +32,7 @@ class _Noting:
 
 
 def _mesh(shape: tuple[int, ...] = (2, 2), **changed: Any) -> DeviceMesh:
-    given = {"mesh_dim_names": _AXES, "timeout": timedelta(seconds=20), **changed}
+    given = {"mesh_dim_names": _AXES, "timeout": timedelta(seconds=60), **changed}
     return init_device_mesh("cpu", shape, **given)
 
 
@@ -66,7 +66,7 @@ def _waited() -> list[DeviceMesh]:
 
 def _failed() -> list[DeviceMesh]:
     """Rendezvous that failed, for groups that are made later or never."""
-    mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))
+    mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))  # short-timeout: it must elapse
     if dist.get_rank() in (0, 2):
         for axis in _AXES if dist.get_rank() == 0 else ("tp",):
             with pytest.raises(RuntimeError, match="could not create"):

@@ -117,7 +117,7 @@ def test_with_tag_changes_the_tag_only():
 
 
 def test_without_timeout_leaves_the_rest():
-    full = key(DataclassOptions(rings=4), timeout=datetime.timedelta(seconds=9), tag="x")
+    full = key(DataclassOptions(rings=4), timeout=datetime.timedelta(seconds=69), tag="x")
     assert full.without_timeout() == key(DataclassOptions(rings=4), tag="x") != full
     assert full.without_timeout() == full.without_timeout().without_timeout()
 
@@ -136,7 +136,7 @@ NAN, OTHER_NAN = (struct.unpack("d", struct.pack("Q", 0x7FF8 << 48 | n))[0] for 
 
 VALUES = [
     False, True, 0, 1, -1, 2**63, 2**64, -(2**64), 0.0, -0.0, 1.0, math.inf, NAN, OTHER_NAN,
-    "", "1", "None", "list", b"", b"1", datetime.timedelta(0), datetime.timedelta(seconds=1),
+    "", "1", "None", "list", b"", b"1", datetime.timedelta(0), datetime.timedelta(seconds=61),
     Color.RED, Color.BLUE, Level.LOW, Level.HIGH, Level.LOW | Level.HIGH,
     dist.DebugLevel.OFF, dist.DebugLevel.INFO,
     [], [None], [[]], (), {}, {"a": 1}, {"a": "1"}, {1: 1}, {"1": 1}, {"a": {"b": 1}}, {"a.b": 1},
@@ -506,10 +506,10 @@ class _Picklable:
     "key",
     [
         OptionsKey.of("gloo"),
-        OptionsKey.of("nccl", timeout=datetime.timedelta(seconds=7), tag="x"),
+        OptionsKey.of("nccl", timeout=datetime.timedelta(seconds=67), tag="x"),
         OptionsKey.of(
             "nccl",
-            _Picklable(3, -0.0, "é\0", True, b"\xff", [1, 2], datetime.timedelta(seconds=1), 4),
+            _Picklable(3, -0.0, "é\0", True, b"\xff", [1, 2], datetime.timedelta(seconds=61), 4),
         ),
     ],
     ids=str,

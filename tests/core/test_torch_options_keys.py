@@ -22,7 +22,7 @@ def test_gloo_options():
     assert shown_fields(keys[0]) == ["_devices[0]"]
     one._threads = 7
     assert "_threads=7" in repr(OptionsKey.of("gloo", one, ignored=C10D_FIELDS))
-    one._timeout = datetime.timedelta(seconds=3)
+    one._timeout = datetime.timedelta(seconds=63)
     assert OptionsKey.of("gloo", one, ignored=C10D_FIELDS) != keys[0]
     assert "_timeout" in shown_fields(OptionsKey.of("gloo", one))
 
@@ -45,7 +45,7 @@ def test_an_nccl_key_outlives_the_change_of_its_options():
     options.config.net_name = "eth0"
     before = OptionsKey.of("nccl", options, ignored=C10D_FIELDS)
     options.config.net_name = "eth1"
-    options.group_name, options._timeout = "17", datetime.timedelta(seconds=1)
+    options.group_name, options._timeout = "17", datetime.timedelta(seconds=61)
     assert repr(before) == (
         "OptionsKey('nccl', config.net_name='eth0', is_high_priority_stream=True)"
     )

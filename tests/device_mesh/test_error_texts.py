@@ -183,12 +183,12 @@ _SLIPS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], list[str]]
         ["same length as mesh_sizes in unflatten! Got names ('a',) for sizes (2, 2)"],
     ),
     "a timeout for an existing universe": (
-        lambda m: _mesh(universe=m.universe, timeout=timedelta(seconds=9)),
+        lambda m: _mesh(universe=m.universe, timeout=timedelta(seconds=90)),
         ValueError,
         ["got universe= together with timeout=: this is a setting of the universe", "Leave it out"],
     ),
     "two settings for an existing universe": (
-        lambda m: _mesh(universe=m.universe, timeout=timedelta(seconds=9), lazy=True),
+        lambda m: _mesh(universe=m.universe, timeout=timedelta(seconds=90), lazy=True),
         ValueError,
         ["universe= together with timeout= and lazy=: these are settings", "Leave them out"],
     ),

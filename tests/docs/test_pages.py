@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,6 +27,7 @@ import meshverse
 from helpers.crew import Crew
 from helpers.forked import Forked
 from helpers.pages import ROOT, Program, blocks_of, pages, programs_of
+from helpers.turns import wait_until
 from helpers.worlds import fake_world
 
 _SCRIPT_SECONDS = 500  # of a script in all its processes, which import torch under torchrun
@@ -149,8 +149,7 @@ def _rank_0_first() -> None:
     store = dist.distributed_c10d._get_default_store()
     known = store.num_keys()
     dist.barrier()
-    while dist.get_rank() != 0 and store.num_keys() == known:
-        time.sleep(0.01)
+    wait_until(lambda: dist.get_rank() == 0 or store.num_keys() != known)
 
 
 def _filled_in(init: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import re
 
 from helpers.pages import ROOT
 
-_MODULES = ["", ".doctor", ".hang", ".parallel", ".pictures", ".planner", ".repair"]
+_MODULES = ["", ".doctor", ".hang", ".parallel", ".pictures", ".planner"]
 # What configuration files name, and what public functions give.
 _BY_PATH = {
     "meshverse.planner.crossings.Crossing",

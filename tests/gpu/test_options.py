@@ -133,6 +133,7 @@ def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., lis
         assert seen["others"] == [1, 1, 1, 1], "the default group works on"
     # Not before its time, and not as late as with the timeout of the default group.
     too_late = WORLD_TIMEOUT_SECONDS * PLATFORMS[world.platform].slowness
+    # duration: which of two timeouts is in force
     assert seconds - 0.5 <= answers[1]["waited"] < too_late
 
 

@@ -238,10 +238,10 @@ def test_a_fork_may_end_a_group_that_a_thread_of_its_parent_is_making() -> None:
     if child == 0:
         group.end(abort=False)
         os._exit(0 if group.state is State.ENDED else 1)
-    deadline, ended = time.monotonic() + 30, (0, 0)
+    deadline, ended = time.monotonic() + 60, (0, 0)
     while ended[0] == 0 and time.monotonic() < deadline:
         ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
     if ended[0] == 0:
         os.kill(child, signal.SIGKILL)
     go.set()

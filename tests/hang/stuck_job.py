@@ -63,7 +63,7 @@ def sleeps(job: Job) -> None:
 
 
 def load_data() -> None:
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def loops(job: Job) -> None:
@@ -94,7 +94,7 @@ def raises_and_goes_on(job: Job) -> None:
         dist.all_reduce(job.tensor, group=job.tp)
     except ValueError:
         pass
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def orders_two_axes_otherwise(job: Job) -> None:
@@ -108,7 +108,7 @@ def calls_another_operation(job: Job) -> None:
         dist.broadcast(job.tensor, group=job.tp, group_src=0)
     else:
         dist.all_reduce(job.tensor, group=job.tp)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def has_another_shape(job: Job) -> None:
@@ -125,7 +125,7 @@ def has_another_dtype(job: Job) -> None:
 
 def has_another_root(job: Job) -> None:
     dist.broadcast(job.tensor, 3 if job.is_odd else 0)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def calls_from_two_threads(job: Job) -> None:
@@ -139,7 +139,7 @@ def calls_from_two_threads(job: Job) -> None:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
-        time.sleep(0.2)  # in which it calls: that is the order that the ranks disagree in
+        time.sleep(0.2)  # sleep: it calls meanwhile, in the order that the ranks disagree in
     for thread in threads:
         thread.join()
 
@@ -149,7 +149,7 @@ def loses_a_receive(job: Job) -> None:
         dist.recv(job.tensor, group=job.pp, group_src=0)
     elif job.rank != 1:
         dist.send(job.tensor, group=job.pp, group_dst=1)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 class _Stage(torch.nn.Module):
@@ -173,22 +173,22 @@ def sleeps_in_a_pipeline(job: Job) -> None:
         schedule.step(torch.ones(4, 4))
     else:
         schedule.step(target=targets)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def exchanges_without_one(job: Job) -> None:
     experts = job.mesh["dp", "tp"].flatten("ep").get_group()
     if not job.is_odd:  # which has no tokens for the others, and forgets that they have some
         dist.all_to_all_single(torch.empty(4), job.tensor, group=experts)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def is_slow(job: Job) -> None:
     if job.is_odd:
         while not any(FOLDER.glob("verdict*")):
-            time.sleep(0.1)
+            time.sleep(0.1)  # sleep: it looks again
     dist.all_reduce(job.tensor)
-    time.sleep(_FOREVER)
+    time.sleep(_FOREVER)  # sleep: for ever
 
 
 def trains(job: Job) -> None:
@@ -198,7 +198,7 @@ def trains(job: Job) -> None:
     while go_on.item():
         for group in (job.pp, job.dp, job.tp, None):
             dist.all_reduce(job.tensor, group=group)
-        # Others wait in a step out of fifty, and that is no hang.
+        # Others wait in a step out of fifty, and that is no hang. sleep: the work of a step
         time.sleep(LIMIT_SECONDS / 3 if step % 50 == job.rank else 0.05)
         step += 1
         go_on.fill_(time.monotonic() < end)
@@ -240,7 +240,7 @@ def _write(hang: Hang) -> None:
 
 def _dump_when_asked(job: Job) -> None:
     while not (FOLDER / "dump").exists():
-        time.sleep(0.1)
+        time.sleep(0.1)  # sleep: it looks again
     write_dump(FOLDER / "dumps")
     if job.rank == 4 and isinstance(job.mesh, meshverse.DeviceMesh):
         (FOLDER / "mesh.json").write_text(job.mesh.universe.explain().to_json())
@@ -255,7 +255,7 @@ def _main() -> None:
     (FOLDER / f"begun{job.rank}").touch()
     # Only what each rank does on purpose may keep others waiting, however busy the machine is.
     while len(list(FOLDER.glob("begun*"))) < dist.get_world_size():
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
     watch = meshverse.watch(LIMIT_SECONDS, on_stuck=_write)
     assert watch is not None
     JOBS[sys.argv[1]](job)

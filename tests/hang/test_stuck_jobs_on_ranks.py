@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.forked import SECONDS, Forked
+from helpers.ports import held_port
 from meshverse.commands.main import main
 
 pytestmark = pytest.mark.processes
@@ -25,7 +25,7 @@ _AGENT = """
 import sys, time
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-time.sleep(1000)
+time.sleep(1000)  # sleep: until it is ended
 """
 
 
@@ -41,9 +41,7 @@ class Running:
 
     def __init__(self, name: str, folder: Path, *arguments: str, has_agent: bool = False) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = held_port()
         common = {"WORLD_SIZE": str(_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.agent = Forked(["-c", _AGENT, str(port)]) if has_agent else None
         if has_agent:
@@ -59,8 +57,8 @@ class Running:
     def wait_for(self, is_there: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + SECONDS
         while not (found := is_there()):
-            assert time.monotonic() < deadline, self.end()
-            time.sleep(0.1)
+            assert time.monotonic() < deadline, self.end()  # duration: of a hang, by SECONDS
+            time.sleep(0.1)  # sleep: it looks again
         return found
 
     def verdicts(self, kind: str = "verdict") -> list[dict[str, Any]]:

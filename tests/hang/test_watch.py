@@ -210,7 +210,7 @@ def _with_recorder_off() -> list[str]:
         if dist.get_rank() == 0:
             wait_until(lambda: bool(lines.texts))
         dist.barrier()
-        time.sleep(1)  # in which it looks again
+        time.sleep(1)  # sleep: it looks again meanwhile; nothing depends on it
     finally:
         del os.environ["TORCH_FR_BUFFER_SIZE"]
         meshverse.watch(None)

@@ -125,7 +125,7 @@ class Crew:
         return answers
 
     def _exit_code(self, rank: int) -> int | None:
-        self._processes[rank].join(1)
+        self._processes[rank].join(1)  # short-timeout: None is an answer
         return self._processes[rank].exitcode
 
     def _start(self, world_size: int) -> None:

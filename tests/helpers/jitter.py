@@ -80,7 +80,7 @@ class Jitter:
             return
         seconds = _LONG_SECONDS if how_long < _LONG_ONES else length * _SHORT_SECONDS
         self._left_seconds -= seconds
-        time.sleep(seconds)
+        time.sleep(seconds)  # sleep: the pauses that this module is for
 
 
 _current: Jitter | None = None

@@ -27,8 +27,8 @@ import sys
 from helpers.forked import Forked
 
 def test_fails():
-    forked = Forked(["-c", "import time; time.sleep(1000)"])
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    forked = Forked(["-c", "input()"])
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     print("left", forked.pid, other.pid)
     assert False
 
@@ -43,11 +43,11 @@ def _pid(crew: Crew) -> int:
 
 
 def test_those_that_a_test_started_end_and_those_of_the_crew_stay(crew: Crew) -> None:
-    other = Forked(["-c", "import time; time.sleep(1000)"])
+    other = Forked(["-c", "import threading; threading.Event().wait()"])
     kept, moment = _pid(crew), time.time() + 0.2
     while time.time() <= moment:  # the system counts ages in ticks
         pass
-    left = Forked(["-c", "import time; time.sleep(1000)"])
+    left = Forked(["-c", "import threading; threading.Event().wait()"])
     assert processes.end_those_since(moment) == [left.pid]
     assert left.communicate()[0] < 0
     assert other.is_alive()

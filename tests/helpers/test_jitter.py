@@ -46,9 +46,10 @@ def test_pauses_are_mostly_short_and_come_to_an_end(pauses: list[float]) -> None
         pausing = jitter.Jitter(str(seed), "test")
         for number in range(2000):
             pausing.pause(f"place {number % 10}")
-        assert sum(pauses) < jitter.BUDGET_SECONDS + 1
-        assert all(0 <= seconds <= 1 for seconds in pauses)
-        assert sum(seconds > 0.1 for seconds in pauses) < len(pauses) / 5
+        assert sum(pauses) < jitter.BUDGET_SECONDS + 1  # duration: nothing sleeps
+        assert all(0 <= pause <= 1 for pause in pauses)
+        n_long = sum(pause > 0.1 for pause in pauses)
+        assert n_long < len(pauses) / 5
         pauses.clear()
     sys.setswitchinterval(usual)
 

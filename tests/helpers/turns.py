@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"After {_SECONDS:.0f} seconds: {condition}")
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
 
 
 def wait_until_they_wait(*ranks: int, store: RunStore | None = None) -> None:

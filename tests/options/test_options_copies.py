@@ -39,7 +39,7 @@ class ArgumentOptions(_C10dOptions):  # type: ignore[misc]
     made = 0
 
     def __init__(self, rings: int, value: Any = None) -> None:
-        super().__init__("ring", timedelta(seconds=7))
+        super().__init__("ring", timedelta(seconds=70))
         if rings < 1:
             raise ValueError("a ring or more")
         type(self).made += 1
@@ -281,10 +281,10 @@ def test_a_type_that_takes_arguments_is_copied_without_making_it_anew() -> None:
     mine = copy_of(options)
     assert type(mine) is ArgumentOptions
     assert mine is not options
-    assert (mine.rings, mine.backend, mine._timeout) == (3, "ring", timedelta(seconds=7))
-    mine._timeout, mine.rings = timedelta(seconds=9), 5
+    assert (mine.rings, mine.backend, mine._timeout) == (3, "ring", timedelta(seconds=70))
+    mine._timeout, mine.rings = timedelta(seconds=90), 5
     mine.value.append(1)
-    assert (options._timeout, options.rings, options.value) == (timedelta(seconds=7), 3, [lock])
+    assert (options._timeout, options.rings, options.value) == (timedelta(seconds=70), 3, [lock])
     assert ArgumentOptions.made == made
 
 

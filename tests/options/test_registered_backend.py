@@ -98,7 +98,7 @@ def _options_that_take_arguments() -> dict[str, Any]:
 
     class _Options(base):  # type: ignore[misc, valid-type]
         def __init__(self, rings: int) -> None:
-            super().__init__("ring", timedelta(seconds=25))
+            super().__init__("ring", timedelta(seconds=75))
             self.rings = rings
             self.hints = ["a"]
 
@@ -108,7 +108,7 @@ def _options_that_take_arguments() -> dict[str, Any]:
         "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": ("ring", given)}
     )
     (received,) = seen
-    received.rings, received._timeout = 0, timedelta(seconds=1)
+    received.rings, received._timeout = 0, timedelta(seconds=31)
     received.hints.append("b")
     return {
         "type": type(received) is _Options,
@@ -120,7 +120,7 @@ def _options_that_take_arguments() -> dict[str, Any]:
 def test_options_that_take_arguments_are_a_snapshot_too(crew: Crew) -> None:
     for rank, seen in enumerate(crew.run(_options_that_take_arguments, 4)):
         assert seen["type"]
-        assert seen["given"] == (3, ["a"], 25.0)
+        assert seen["given"] == (3, ["a"], 75.0)
         assert seen["reached"] == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
 
 

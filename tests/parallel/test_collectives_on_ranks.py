@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.ports import held_port
 from helpers.worlds import group_names
 from meshverse.parallel import Collective, MeshCollective, Meshes, SingleProcessCollective
 
@@ -223,9 +223,9 @@ def _close_twice() -> list[tuple[set[str], int, int]]:
     collective.close()
     collective.local.close()
     dist.barrier()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while _held() != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the system lists a thread for a moment after it was joined
+        time.sleep(0.01)  # sleep: it looks again, as a joined thread is listed for a moment
     return [before, during, _held()]
 
 
@@ -270,14 +270,14 @@ def _given_meshes() -> bool:
 
 
 def test_it_starts_and_ends_the_world_itself(crew, tmp_path) -> None:
-    assert crew.run(_own_world, 2, str(tmp_path / "store")) == [(2, False), (2, False)]
+    assert crew.run(_own_world, 2, held_port(), str(tmp_path / "store")) == [(2, False), (2, False)]
 
 
-def _own_world(store: str) -> tuple[float, bool]:
+def _own_world(port: int, store: str) -> tuple[float, bool]:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port_of(store, rank)))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     collective = MeshCollective(rank, 2, local_world_size=2, local_rank=rank, device_type="cpu")
     tensor = torch.ones(())
     collective.all_reduce(tensor)
@@ -289,13 +289,3 @@ def _own_world(store: str) -> tuple[float, bool]:
     # The crew ends the world it started: give it one.
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     return tensor.item(), not ended
-
-
-def _port_of(store: str, rank: int) -> int:
-    """A free port that both ranks know."""
-    exchange = dist.FileStore(store + "-port", 2)
-    if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            exchange.set("port", str(probe.getsockname()[1]))
-    return int(exchange.get("port"))

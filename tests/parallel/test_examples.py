@@ -221,7 +221,7 @@ def test_training_goes_on_when_a_rank_is_killed(on_crew: Run, tmp_path: Path) ->
     job = torchrun(4, _TRAIN, *arguments, folder=logs, restarts=2, env=environment())
     while 5 not in losses_in(printed_by(0, logs)) or not any(checkpoints.glob("*/.metadata")):
         assert job.is_alive(), job.communicate()
-        time.sleep(0.05)
+        time.sleep(0.05)  # sleep: it looks again
     [process] = writers_of(logs, rank=2)
     os.kill(process, signal.SIGKILL)
     status, out, err = job.communicate(_SECONDS)

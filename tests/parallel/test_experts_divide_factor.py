@@ -16,13 +16,18 @@ from helpers.crew import Crew
 from helpers.tiers import in_tiers
 from meshverse.parallel import (
     ParallelismSizes,
+    Replicated,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
     get_flat_mesh,
 )
 
 _SEQUENCES, _LENGTH = 24, 2
-_PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+_PLAN = {
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    **dict.fromkeys(("layers.*.norm", "layers.*.mlp"), Replicated()),
+}
 
 # Numbers of ranks, and degrees.
 MESHES: dict[str, tuple[int, dict[str, int]]] = {

@@ -253,15 +253,15 @@ def train_with_sleeps(
         optimizer = make_optimizer(model, "adam")
         seen = [train(model, optimizer, share, data.size(), 0.5)]
         for _ in range(n_sleeps):
-            rest()
+            rest(model, optimizer)
             seen.append(train(model, optimizer, share, data.size(), 0.5))
         return seen
 
-    def rest() -> None:
+    def rest(*holders: object) -> None:
         sleep(folder)
-        assert meshverse.revive()
+        assert meshverse.revive(*holders)
 
-    return [run(lambda: None), run(rest)]
+    return [run(lambda *_: None), run(rest)]
 
 
 @pytest.mark.parametrize(

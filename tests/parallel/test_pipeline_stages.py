@@ -27,7 +27,7 @@ from meshverse.parallel import (
 )
 from meshverse.parallel.pipeline.stage import layers_of_stages
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def test_stages_have_each_parameter_once_under_its_own_name() -> None:
@@ -160,9 +160,45 @@ def scaled_between_layers() -> nn.Module:
     return model
 
 
+def tells_layers_where_hidden_states_came_from() -> nn.Module:
+    """A model that gives its layers another argument if it gets no tokens."""
+    model = make()
+    inner = model.model
+
+    class Telling(type(inner)):  # type: ignore[misc]
+        def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+            scale = 2.0 if inputs_embeds is None else 1.0
+            hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            rotary = self.rotary_emb(hidden, torch.arange(hidden.size(1))[None])
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=rotary, scale=scale)
+            return type("Output", (), {"last_hidden_state": self.norm(hidden)})()
+
+    inner.__class__ = Telling
+    return model
+
+
+def _of_transformers(name: str, **settings: Any) -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, **settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config)  # type: ignore[no-any-return]
+
+
+def adds_positions_to_the_embedding() -> nn.Module:
+    return _of_transformers("BioGpt")
+
+
+def embeds_hidden_states_too() -> nn.Module:
+    special = dict.fromkeys((f"{each}_token_id" for each in ("bos", "cls", "eos", "sep")), 1)
+    return _of_transformers("ModernBertDecoder", pad_token_id=0, **special)
+
+
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [
+        (adds_positions_to_the_embedding, "it fails on hidden states, without its embedding"),
+        (embeds_hidden_states_too, "it fails on hidden states, without its embedding"),
+        (tells_layers_where_hidden_states_came_from, "its layers get another 'scale' without its"),
         (OneParameter, "OneParameter has no list of as many layers"),
         (shares_a_layer, r"are one parameter, in stages \[0, 1\]"),
         (scaled_between_layers, "states that its layers get are not the output of the layer"),

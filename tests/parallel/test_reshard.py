@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helpers.crew import Crew
+from helpers.turns import wait_until
 from meshverse import DeviceMesh, Topology, init_device_mesh
 from meshverse.parallel import Reshard, redistribute
 
@@ -348,7 +348,7 @@ def test_one_dtensor_onto_another_mesh(crew: Crew) -> None:
 
 
 def _onto_its_own_mesh() -> None:
-    rank, soon = dist.get_rank(), timedelta(seconds=4)
+    rank, soon = dist.get_rank(), timedelta(seconds=60)
     mesh = init_device_mesh("cpu", (2,), ranks=[0, 1])
     whole = torch.arange(35.0).view(7, 5)
     tensor = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) if rank < 2 else None
@@ -379,8 +379,7 @@ def _run_that_nobody_waits_for() -> list[str]:
         if dist.get_rank() == 1:
             storage.resize_(n_bytes)
         work = move(async_op=True)
-        while not work.is_completed():
-            time.sleep(0.01)
+        wait_until(work.is_completed)
     work.wait()
     assert dist.get_rank() == 0 or torch.equal(target["w"], torch.ones(8))
     return records

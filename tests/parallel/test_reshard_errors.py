@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ from meshverse.parallel import Reshard
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
-_SOON = timedelta(seconds=4)
+_SOON = timedelta(seconds=4)  # short-timeout: it must elapse
 
 
 def _raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
@@ -119,12 +118,10 @@ def _wrong_settings() -> None:
         (LookupError, "no such name", {"rename": fails}),
     ]
     for kind, words, given in cases:
-        began = time.monotonic()
         if rank == 0:
             _raises(kind, words, lambda g=given: Reshard(ones, None, **g))
         else:
             _raises(RuntimeError, "rank 0 cannot take part", lambda: Reshard(None, zeros))
-        assert time.monotonic() - began < 15, given
     for kind, words, ranks in (
         (ValueError, "rank 7|7.*which is not among", [0, 7]),
         (ValueError, "list every global rank once", [0, 0, 1]),

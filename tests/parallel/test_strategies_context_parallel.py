@@ -1,4 +1,8 @@
-"""Context parallelism: what is split, and what is refused where torch has no attention for it."""
+"""Context parallelism: equal to one process, what is split, and what is refused on CPUs.
+
+torch has no attention for parts of sequences on CPUs; `cpu_attention` has the kernels that it
+lacks. All else is torch's own: the exchange of keys and values, on gloo, and its backward.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from cpu_attention import attention_for_cpus
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse.parallel import ParallelismSizes, context_parallel, create_fsdp2_device_mesh
+from meshverse.parallel import (
+    ParallelismSizes,
+    context_parallel,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+)
 from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 from meshverse.parallel.strategies import context_parallel as implementation
 
@@ -65,23 +79,58 @@ def test_each_rank_has_a_part_from_the_front_and_from_the_end(crew: Crew, on_axi
         assert answer["kept"] == mine
 
 
-def _attention() -> tuple[str, list[float], bool]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    query = torch.arange(2.0 * _LENGTH).view(1, 1, _LENGTH, 2)
-    before, function = query.clone(), F.scaled_dot_product_attention
-    split = context_parallel(mesh, buffers=[query], buffer_seq_dims=[2])
-    with pytest.raises(NotImplementedError) as raised, _cpu_allowed(), split:
-        F.scaled_dot_product_attention(query, query, query, is_causal=True)
-    same = function is F.scaled_dot_product_attention
-    return str(raised.value), (query - before).flatten().tolist(), same
+_SIZES = {
+    "cp 2": (2, {"cp_size": 2}),
+    "cp 4": (4, {"cp_size": 4}),
+    "cp 2 x 2 shards": (4, {"cp_size": 2}),
+    "cp 2, tp 2": (4, {"cp_size": 2, "tp_size": 2}),
+}
+_BOUND, _EXACT = 1e-5, MixedPrecisionPolicy()
 
 
-def test_torch_has_no_attention_for_parts_of_sequences_on_cpu(crew: Crew) -> None:
-    # When it has, the refusal by device is to go.
-    for message, difference, same in crew.run(_attention, 2):
-        assert "_scaled_dot_product_flash_attention_for_cpu" in message
-        assert set(difference) == {0.0}
-        assert same
+def _llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _loss(model: nn.Module, inputs: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    logits = model(inputs, position_ids=positions, use_cache=False).logits
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _train(sizes: dict[str, int]) -> float:
+    """Return the largest relative error of the loss and the gradients, against one process."""
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(32)[None].clone()
+    alone, model = _llama(), _llama()
+    expected = _loss(alone, *batch)
+    expected.backward()
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
+    model = fsdp2_strategy_parallelize(model, mesh, mp_policy=_EXACT)
+    split = context_parallel(mesh, buffers=batch, buffer_seq_dims=[1, 1, 1])
+    with _cpu_allowed(), attention_for_cpus(), split:
+        own = _loss(model, *batch)
+        own.backward()
+    summed = own.detach().clone()
+    dist.all_reduce(summed, group=mesh["cp"].get_group())
+    errors = [abs(float(summed / expected) - 1)]
+    for theirs, mine in zip(alone.parameters(), model.parameters(), strict=True):
+        # FSDP2 averages over all shares, of which those along cp have different tokens.
+        gradient = mine.grad.full_tensor() * mesh["cp"].size()
+        errors.append(float((gradient - theirs.grad).norm() / theirs.grad.norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", in_tiers(_SIZES, ["cp 2"]))
+def test_training_equals_one_process(crew: Crew, name: str) -> None:
+    size, sizes = _SIZES[name]
+    assert max(crew.run(_train, size, sizes)) < _BOUND
 
 
 def _refused() -> tuple[str, bool]:

@@ -246,7 +246,7 @@ def test_groups_that_differ_or_are_shared_or_gone_exist_once(way: str) -> None:
         arguments: dict[str, dict[str, Any]] = {
             "shared universe": {"universe": first.universe},
             "other tag": {"isolate": "role"},
-            "other timeout": {"timeout": timedelta(seconds=5)},
+            "other timeout": {"timeout": timedelta(seconds=50)},
         }
         second = init_device_mesh("cpu", (4, 4), **arguments.get(way, {}))
         if way == "destroyed":

@@ -18,7 +18,7 @@ from meshverse import Topology, init_device_mesh
 from meshverse.topology import detection
 from meshverse.world.world import World
 
-_SHORT = timedelta(seconds=1)
+_SHORT = timedelta(seconds=1)  # short-timeout: it must elapse
 
 
 def _on_this_machine() -> dict[str, dict[str, str]]:

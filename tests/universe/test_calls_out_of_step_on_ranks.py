@@ -77,7 +77,7 @@ def test_threads_may_number_universes_in_another_order(crew: Crew) -> None:
 
 def _again_after_some_failed() -> list[int]:
     """Ranks 0 and 1 fail, the others destroy what they made; all make it again and derive."""
-    short = timedelta(seconds=4)
+    short = timedelta(seconds=4)  # short-timeout: it must elapse
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             join, calls = creation._join, list[int]()

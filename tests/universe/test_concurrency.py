@@ -208,7 +208,7 @@ def test_a_part_waits_for_a_group_that_another_thread_is_making(
             first.start()
             assert begun.wait(30)
             second.start()
-            second.join(0.3)
+            second.join(0.3)  # short-timeout: if it waits later, the result is the same
             go.set()
             first.join(30)
             second.join(30)

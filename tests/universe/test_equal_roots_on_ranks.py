@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from time import sleep
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ import meshverse
 from helpers.crew import Crew
 from helpers.groups_used import collectives
 from helpers.tiers import in_tiers
+from helpers.turns import wait_until
 from meshverse import init_device_mesh
 
 _WIDTH = 4
@@ -41,7 +41,7 @@ def _options() -> Any:
     # Options of its own, so that the axis is on a group of its own though it is the whole world;
     # and a timeout by which a deadlock is known.
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=2)
+    options._timeout = timedelta(seconds=2)  # short-timeout: of a deadlock, in which it must elapse
     return options
 
 
@@ -163,8 +163,8 @@ def _two_models(how: str) -> dict[str, Any]:
     before = collectives()
 
     def use(name: str) -> None:
-        while name == follower and collectives() == before:
-            sleep(0.001)  # until the leader waits for the other rank
+        # Until the leader waits for the other rank.
+        wait_until(lambda: name != follower or collectives() != before)
         with torch.no_grad():
             seen[name] = _outcome(lambda: models[name](torch.ones(1, _WIDTH)))
 

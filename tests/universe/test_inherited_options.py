@@ -60,16 +60,16 @@ def test_an_axis_may_say_another() -> None:
     mesh = _mesh(
         timeout=_MINUTE,
         options=fake_options(),
-        backend_override={"tp": fake_options(raises=False), "dp": fake_options(seconds=7)},
+        backend_override={"tp": fake_options(raises=False), "dp": fake_options(seconds=70)},
     )
     assert _timeout(mesh["tp"]) == _MINUTE  # a fresh object says no timeout
     assert not raises(mesh.get_group("tp"))
-    assert _timeout(mesh["dp"]) == timedelta(seconds=7)
+    assert _timeout(mesh["dp"]) == timedelta(seconds=70)
 
 
 def test_options_may_carry_the_timeout_and_the_argument_wins() -> None:
-    assert _timeout(_mesh(options=fake_options(seconds=7))["tp"]) == timedelta(seconds=7)
-    assert _timeout(_mesh(options=fake_options(seconds=7), timeout=_MINUTE)["tp"]) == _MINUTE
+    assert _timeout(_mesh(options=fake_options(seconds=70))["tp"]) == timedelta(seconds=70)
+    assert _timeout(_mesh(options=fake_options(seconds=70), timeout=_MINUTE)["tp"]) == _MINUTE
 
 
 def test_options_are_for_groups_of_their_backend_only() -> None:
@@ -138,9 +138,10 @@ def test_what_c10d_is_given_has_every_field_of_nccl_options() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
+        # short-timeout: it is refused
         ({"timeout": 5}, TypeError, r"timeout=5 of type int: give a datetime\.timedelta"),
         ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
-        ({"timeout": timedelta(seconds=-1)}, ValueError, "longer than zero"),
+        ({"timeout": -timedelta(seconds=60)}, ValueError, "longer than zero"),
         ({"options": "fake"}, TypeError, "options='fake' of type str: give an options object"),
     ],
 )

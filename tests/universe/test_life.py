@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from helpers.ports import held_port
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
@@ -230,11 +231,11 @@ def test_a_universe_made_beforehand(world) -> None:
 
 
 def test_a_default_group_is_started_if_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(unused_tcp_port),
+        "MASTER_PORT": str(held_port()),
         "RANK": "0",
         "WORLD_SIZE": "1",
     }.items():
@@ -247,8 +248,3 @@ def test_a_default_group_is_started_if_there_is_none(
     finally:
         dist.destroy_process_group()
     assert not dist.is_initialized()
-
-
-@pytest.fixture
-def unused_tcp_port() -> int:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port

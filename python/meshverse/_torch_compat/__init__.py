@@ -18,30 +18,32 @@ from .backends import (
     split_options,
     why_all_ranks,
 )
+from .callers import fsdp2_is_creating
 from .creation import (
     NEW_GROUP_KEEPS_ORDER,
     create_by_all,
     create_by_members,
     create_by_split,
     create_connected,
-    create_provisional,
     find_interrupted,
     is_of_other_ranks,
 )
 from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_a_group, waited
 from .flight_recorder import (
     FrameWait,
+    RecordedCall,
     flight_recorder_status,
     groups_of_process,
     read_flight_recorder,
+    recorded_calls,
     recorded_pickle,
+    recorder_size,
     stands_in_p2p,
     wait_of_frame,
     why_not_recording,
 )
 from .groups import (
     abort_all,
-    abort_world,
     can_be_reconfigured,
     canonical_backend,
     check_backend,
@@ -61,6 +63,7 @@ from .groups import (
     when_destroyed,
     world_lifetime,
 )
+from .held_groups import HeldGroup, groups_held_by, is_live
 from .layouts import (
     FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
@@ -113,7 +116,6 @@ from .tracing import (
     untraced,
     warn_as_stock,
 )
-from .unblock import open_sockets, unblock_collectives
 
 __all__ = [
     "FLATTENED_ARE_DISTINCT",
@@ -122,12 +124,13 @@ __all__ = [
     "NEW_GROUP_KEEPS_ORDER",
     "BackendOptions",
     "FrameWait",
+    "HeldGroup",
     "ProcessGroup",
+    "RecordedCall",
     "StockDeviceMesh",
     "StockState",
     "TorchLayout",
     "abort_all",
-    "abort_world",
     "backend_for",
     "backend_in_words",
     "base_of",
@@ -143,7 +146,6 @@ __all__ = [
     "create_by_members",
     "create_by_split",
     "create_connected",
-    "create_provisional",
     "creation_blocks",
     "current_default_group",
     "default_backend",
@@ -154,7 +156,9 @@ __all__ = [
     "find_interrupted",
     "flight_recorder_status",
     "from_torch_layout",
+    "fsdp2_is_creating",
     "group_ranks_of",
+    "groups_held_by",
     "groups_of_process",
     "has_no_values",
     "hash_as_stock",
@@ -163,6 +167,7 @@ __all__ = [
     "is_backend_options",
     "is_dynamo_at_work",
     "is_faking",
+    "is_live",
     "is_made_by_stock",
     "is_of_other_ranks",
     "is_one_graph_compiled",
@@ -183,11 +188,12 @@ __all__ = [
     "new_like",
     "not_traced",
     "on_simulated_ranks",
-    "open_sockets",
     "read_flight_recorder",
     "read_stock_state",
     "real_mesh",
+    "recorded_calls",
     "recorded_pickle",
+    "recorder_size",
     "resolve_group",
     "resume",
     "said_timeout",
@@ -204,7 +210,6 @@ __all__ = [
     "tags_of",
     "thread_id",
     "to_torch_layout",
-    "unblock_collectives",
     "untraced",
     "wait_of_frame",
     "waited",

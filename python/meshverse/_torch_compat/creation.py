@@ -83,31 +83,6 @@ def create_by_members(
     return group
 
 
-def create_provisional(ranks: list[int], default_group: ProcessGroup, name: str) -> ProcessGroup:
-    """Create a process group that connects nobody: its collectives end at once and do nothing.
-
-    Args:
-        ranks: global ranks of the group, in group-rank order; this rank is one of them.
-        default_group: the default process group.
-        name: name that no live group has.
-    """
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
-
-    group = create_by_members(
-        ranks,
-        default_group,
-        dist.HashStore(),
-        backend="fake",
-        backend_options=None,
-        timeout=timedelta(minutes=1),  # c10d wants one; nothing waits
-        name=name,
-        attempt="",
-        description="provisional",
-    )
-    assert group is not None
-    return group
-
-
 def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
     """Return the group that c10d created before `create_by_members` was interrupted, or None.
 

@@ -33,13 +33,35 @@ class FrameWait(NamedTuple):
     root: int | None
 
 
+class RecordedCall(NamedTuple):
+    """A collective, a send or a receive in the flight recorder.
+
+    Attributes:
+        group: c10d's name of the process group.
+        thread_id: identifier of the calling thread, as Python's `threading.get_ident()`.
+        thread_name: the operating system's name of that thread.
+        time_ns: time of the call, in nanoseconds since the epoch.
+    """
+
+    group: str
+    thread_id: int
+    thread_name: str
+    time_ns: int
+
+
+def recorder_size() -> int:
+    """Return the number of calls that the flight recorder keeps; 0 if it is off."""
+    sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
+    size = next((each for each in sizes if each is not None), str(_USUAL_SIZE)).strip()
+    is_number = _dump is not None and size.lstrip("-").isdecimal()
+    return max(int(size), 0) if is_number else 0
+
+
 def why_not_recording() -> str:
     """Return why the flight recorder is off, and how to turn it on; "" if it is on."""
     if _dump is None:
         return "this torch has no flight recorder for its backends"
-    sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
-    size = next((each for each in sizes if each is not None), str(_USUAL_SIZE))
-    if size.strip().lstrip("-").isdecimal() and int(size) > 0:
+    if recorder_size():
         return ""
     return (
         f"torch's flight recorder is off: set {_SIZE_VARIABLES[0]}={_USUAL_SIZE} before the "
@@ -57,6 +79,21 @@ def read_flight_recorder(*, with_lines: bool) -> dict[str, Any]:
     assert _dump is not None
     dump: dict[str, Any] = pickle.loads(_dump(True, with_lines, False))  # written by torch
     return dump
+
+
+def recorded_calls() -> Iterator[RecordedCall]:
+    """Yield the recorder's calls, oldest first, if it records threads. O(size of its buffer). 2.13.
+
+    Nothing is recorded of backends without a flight recorder.
+    """
+    if not recorder_size():
+        return
+    for entry in read_flight_recorder(with_lines=False)["entries"]:
+        if "thread_id" in entry:
+            group, _ = entry["process_group"]
+            thread_name = str(entry.get("thread_name", ""))
+            time_ns = entry["time_created_ns"]
+            yield RecordedCall(group, int(entry["thread_id"]), thread_name, time_ns)
 
 
 def flight_recorder_status() -> dict[str, Any]:

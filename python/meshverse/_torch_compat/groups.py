@@ -263,30 +263,28 @@ def abort_all() -> None:
 
 @contextlib.contextmanager
 def _left_behind(groups: list[ProcessGroup]) -> Iterator[None]:
-    """Keep groups that the block aborts until their operations have timed out.
+    """Keep gloo groups that the block aborts until their operations have timed out.
 
     gloo cannot abort an operation: the destructor of a group waits for those that are running, and
     so for other ranks. It must not run in the caller, which would wait; nor, for long, in another
     thread: Python ends the process with an error if that comes back while the process exits.
     """
-    seconds = max((one.total_seconds() for one in map(_timeout_of, groups) if one), default=1800.0)
+    held = [group for group in groups if not _is_nccl(group)]
+    seconds = max((one.total_seconds() for one in map(_timeout_of, held) if one), default=1800.0)
     try:
         yield
     finally:
-        # A process that ends before neither waits for this thread nor destroys the groups.
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), groups.clear)
-        timer.name, timer.daemon = "meshverse aborted groups", True
-        timer.start()
+        if held:
+            # A process that ends before neither waits for this thread nor destroys the groups.
+            timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), held.clear)
+            timer.name, timer.daemon = "meshverse aborted groups", True
+            timer.start()
 
 
-def abort_world() -> None:
-    """Abort all groups, if there are any, so that `init_process_group` can be called again.
-
-    If that failed, c10d would otherwise use other keys in the store the next time. 2.13.
-    """
-    if dist.is_initialized():
-        abort_all()
-    c10d._world.group_count = 0
+def _is_nccl(group: ProcessGroup) -> bool:
+    nccl = getattr(c10d, "ProcessGroupNCCL", None)  # None in a build without it
+    backends = [group._get_backend(device) for device in group._device_types]
+    return nccl is not None and all(isinstance(backend, nccl) for backend in backends)
 
 
 # Returns the live process group that is registered under a name; RuntimeError if there is none.

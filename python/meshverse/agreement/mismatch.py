@@ -106,11 +106,11 @@ class Description(NamedTuple):
 class _Calls:
     """This rank's compared calls for one set of ranks."""
 
-    def __init__(self, why_stopped: str) -> None:
+    def __init__(self) -> None:
         self.n_compared = 0
         self.n_universes = 0
         self.mismatch = ""  # the error message, once these ranks disagree
-        self.why_stopped = why_stopped  # the reason, once this rank compares no more calls
+        self.why_stopped = ""  # the reason, once this rank compares no more calls
         self.has_logged_stop = False
 
 
@@ -119,7 +119,6 @@ class ComparedCalls(WorldState):
 
     def __init__(self) -> None:
         self._by_ranks: dict[str, _Calls] = {}
-        self._why_stopped = ""  # the reason, once this rank compares no calls at all
 
     def go_on(self, current: World) -> None:
         """Keep this world's counts, not those of `current`.
@@ -211,12 +210,6 @@ class ComparedCalls(WorldState):
         calls = self._of(ranks)
         calls.why_stopped = calls.why_stopped or why
 
-    def stop_all(self, why: str) -> None:
-        """Compare no more calls of this rank. Arguments as for `stop`."""
-        self._why_stopped = why
-        for ranks in list(self._by_ranks):
-            self.stop(ranks, why)
-
     def _log_stop(self, calls: _Calls, warns: bool) -> None:
         if not calls.has_logged_stop:
             calls.has_logged_stop = True
@@ -235,7 +228,7 @@ class ComparedCalls(WorldState):
 
     def _of(self, ranks: str) -> _Calls:
         known = self._by_ranks.get(ranks)
-        return known or self._by_ranks.setdefault(ranks, _Calls(self._why_stopped))
+        return known or self._by_ranks.setdefault(ranks, _Calls())
 
     def _error(self, ranks: str, both: str) -> RanksDifferError:
         descriptions = sorted(Description(*each) for each in json.loads(both))  # by rank

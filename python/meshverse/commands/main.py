@@ -15,7 +15,6 @@ from .doctor_command import add_doctor
 from .hang_command import add_hang
 from .plan_command import add_plan
 from .run_command import add_run
-from .store_command import add_store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +57,6 @@ def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
     add_doctor(commands)
     add_hang(commands)
     add_run(commands)
-    add_store(commands)
     commands.add_parser(
         "versions", help="print versions of this environment, for bug reports"
     ).set_defaults(run=_print_versions)

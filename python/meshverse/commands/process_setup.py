@@ -9,7 +9,9 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from meshverse import _torch_compat as compat
 from meshverse.dropin import install
+from meshverse.report.calling_threads import CallingThreads
 from meshverse.report.explain import in_surplus
 from meshverse.report.summary import in_numbers, what_queues
 from meshverse.universe.registry import WorldUniverses
@@ -70,13 +72,13 @@ class _Report(WorldState):
 
     def __init__(self) -> None:
         self._universes: WorldUniverses | None = None
-        self._size = 0
+        self._size = self._since_ns = 0
         self._explains = False
 
     def begin(self, world: World, setup: Setup) -> None:
         """Store what the report on this world needs."""
         self._universes, self._size = world.state(WorldUniverses), world.size
-        self._explains = setup.explains
+        self._explains, self._since_ns = setup.explains, world.since_ns
 
     def leave_to_parent(self) -> None:
         """Print no report in a forked process: the parent prints it."""
@@ -88,7 +90,9 @@ class _Report(WorldState):
         if universes is None:
             return
         # The program may have ended its world, as it should: that is not worth a line here.
-        explanations = [replace(universe.explain(), ended="") for universe in universes.kept]
+        threads = CallingThreads(self._since_ns)  # read once for all universes
+        explained = [universe._explain(None, None, threads) for universe in universes.kept]
+        explanations = [replace(explanation, ended="") for explanation in explained]
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:
             lines.append(
@@ -104,6 +108,8 @@ class _Report(WorldState):
             lines += ["Axes that share a process group, whose collectives run one after the other:"]
             lines += [f"  {line}" for line in queues]
             lines += ["To let two of them overlap, give one an isolate tag."]
+            if any(group.threads for each in explanations for group in each.groups):
+                lines[-1] += f" Calls: of the last {compat.recorder_size():,} on this rank."
         if self._explains:
             lines += [str(explanation) for explanation in explanations]
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

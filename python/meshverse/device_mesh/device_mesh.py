@@ -64,6 +64,7 @@ from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
 from .drawing import draw
+from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
 from .logged_once import register_root, warn_of_sorted_ranks
 
@@ -170,6 +171,10 @@ class DeviceMesh(StockDeviceMesh):
             if _layout is not None or _rank_map is not None:
                 raise TypeError("Cannot provide _layout and/or _rank_map if passing explicit mesh")
             layout, rank_map = read_mesh(mesh)
+            source = None if universe is not None else source_of(mesh)
+            if source is not None:
+                universe = source._universe
+                tags_before = (merge_tags(source._description.axis_tags),) * len(layout)
         elif _layout is None or _rank_map is None:
             raise TypeError("The mesh argument is required except for PRIVATE USAGE ONLY!")
         else:
@@ -178,6 +183,8 @@ class DeviceMesh(StockDeviceMesh):
                 universe = _root_mesh._universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
+            if _root_mesh is None and universe is None and not backend_override:
+                universe = universe_of_default_mesh(layout, rank_map)
         names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
         if _root_mesh is None:
             warn_of_odd_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
@@ -1116,7 +1123,9 @@ class DeviceMesh(StockDeviceMesh):
         strides = [stride for axis in layout for stride in axis.strides]
         with compat.untraced():
             ranks = self._rank_map.as_strided(sizes, strides, first)
-            return ranks.clone(memory_format=torch.contiguous_format).view(layout.shape)
+            own = ranks.clone(memory_format=torch.contiguous_format)
+            note_source(own, self)
+            return own.view(layout.shape)
 
     def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
         try:

@@ -5,7 +5,6 @@
   universe.
 - `registry`: `GroupRegistry`, all groups of a world. (A world is the lifetime of one default
   process group, from `init_process_group` to its end; a revived world also has that of the next.)
-- `references`: the Python objects that refer to a group, to give them another one.
 - `creation`: the choice between torch's ways to create a group, and the creation itself.
 
 This room does not decide whether a group is needed: the `universe` room does.

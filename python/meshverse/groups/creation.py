@@ -64,11 +64,6 @@ def create_by_all(
     Returns:
         This rank's group, or None if this rank is outside the rank map.
     """
-    if world.is_provisional:
-        if request.position is None:
-            return None
-        name = _new_name(request, world)
-        return compat.create_provisional(request.my_ranks(), world.default_group, name)
     return _split(request, world, name) if origin is Origin.SPLIT else _make_by_all(request, world)
 
 
@@ -155,8 +150,6 @@ def create_by_members(
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
-    if world.is_provisional:
-        return compat.create_provisional(ranks, world.default_group, group.name)
     attempt = _join(group, ranks, world)
     create = compat.create_by_members
     if attempt is not None:

@@ -13,11 +13,14 @@ from meshverse._core import RankMap
 from meshverse.groups.group import GroupUse, Origin, State
 from meshverse.pictures import Picture
 from meshverse.topology import Topology
-from meshverse.wording import aligned, in_bytes, rank_list
+from meshverse.wording import aligned, counted, in_bytes, rank_list
 
+from .calling_threads import CallingThreads
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from .group_explanation import GroupExplanation
 from .pictured import ExplainedView, picture_of
+
+_SHOWN_THREADS = 6
 
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
@@ -157,6 +160,13 @@ class Explanation:
             "addition. torch creates one per request, unless it uses the default group too."
         )
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
+        for group in self.groups:
+            if len(group.threads) > 1:
+                foot += (
+                    f"\nShared, and called by several threads: {', '.join(group.requests)} (ranks "
+                    f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
+                    "calls must overlap, give one axis an isolate tag."
+                )
         if self.n_duplicates:
             foot += (
                 f"\n{in_other_universes(self.n_duplicates)} To share them, call "
@@ -199,6 +209,13 @@ def in_other_universes(n_duplicates: int) -> str:
     )
 
 
+def threads_in_words(threads: Mapping[str, int]) -> str:
+    """Return the threads that called in a group, such as "MainThread (2 calls), other (1 call)"."""
+    each = [f"{name} ({counted(times, 'call')})" for name, times in threads.items()]
+    left_out = len(each) - _SHOWN_THREADS
+    return ", ".join(each if left_out <= 0 else [*each[:_SHOWN_THREADS], f"{left_out} more"])
+
+
 def _row(group: GroupExplanation) -> tuple[str, ...]:
     times = sum(group.requests.values())
     return (
@@ -231,6 +248,7 @@ def explain(
     duplicates: Collection[str] = (),
     surplus: Collection[str] = (),
     ended: str = "",
+    threads: CallingThreads | None = None,
 ) -> Explanation:
     """Return the report on a universe's groups; see `Universe.explain`.
 
@@ -246,11 +264,12 @@ def explain(
         duplicates: c10d names of groups that several universes created.
         surplus: those of them that were not the first of their kind.
         ended: why the groups have ended; "" while they can be used.
+        threads: threads that called in the groups; None to leave them out.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
     explained = tuple(
-        _explain_group(group, over, figures, topology)
+        _explain_group(group, over, figures, topology, threads)
         for group, over in _with_parts(Portion(str(rank_map), groups), parts)
     )
     explanation = Explanation(
@@ -315,6 +334,7 @@ def _explain_group(
     over: tuple[str, ...],
     figures: Mapping[str, int],
     topology: Topology | None,
+    threads: CallingThreads | None,
 ) -> GroupExplanation:
     request = group.request
     options = request.options
@@ -338,7 +358,13 @@ def _explain_group(
         nodes=None if topology is None else topology.spans("node", ranks),
         salt=options.name_digest,
         over=over,
+        threads=threads.of(group.name) if threads is not None and _is_shared(group) else {},
     )
+
+
+def _is_shared(group: GroupUse) -> bool:
+    uses = [] if group.group is None else group.group.uses.alive()
+    return len(group.requests) > 1 or len(uses) > 1
 
 
 def how_it_came(group: GroupUse) -> str:

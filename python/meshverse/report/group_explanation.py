@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class GroupExplanation:
         salt: digest of the options; the names of these groups on all ranks are derived from it.
         over: in a universe with parts, the ranks of the meshes that requested it, in words: those
             of all ranks, of a part, or both.
+        threads: of a group that several axes or universes use: how often each thread of this
+            process called in it, by thread name, among the calls that torch's flight recorder
+            keeps; empty if it has none.
     """
 
     name: str | None
@@ -45,3 +48,4 @@ class GroupExplanation:
     nodes: int | None = None
     salt: str = ""
     over: tuple[str, ...] = ()
+    threads: dict[str, int] = field(default_factory=dict)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from meshverse.wording import counted, in_bytes, rank_list
 
-from .explain import Explanation
+from .explain import Explanation, threads_in_words
+from .group_explanation import GroupExplanation
 
 _SHOWN = 5  # process groups shared by several axes
 
@@ -28,21 +29,24 @@ def in_numbers(explanations: Iterable[Explanation]) -> str:
 
 
 def what_queues(explanations: Iterable[Explanation]) -> list[str]:
-    """Return a line for each process group that several axes share, without the default group.
+    """Return a line for each process group that several axes share.
 
-    Their collectives run one after the other, because they are on one communicator.
+    Their collectives run one after the other, because they are on one communicator. Groups that
+    several threads called come first: their calls could have overlapped.
     """
     axes: dict[str, dict[str, None]] = {}
-    ranks: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, GroupExplanation] = {}
     for explanation in explanations:
         for group in explanation.groups:
             if group.name is not None and len(group.ranks) > 1:
                 axes.setdefault(group.name, {}).update(dict.fromkeys(group.requests))
-                ranks[group.name] = group.ranks
-    lines = [
-        f"{' and '.join(names)} (ranks {rank_list(ranks[name])})"
-        for name, names in axes.items()
-        if len(names) > 1
-    ]
+                groups[group.name] = group
+    shared = [groups[name] for name, names in axes.items() if len(names) > 1]
+    shared.sort(key=lambda group: -len(group.threads))
+    lines = []
+    for group in shared:
+        by = f", called by {threads_in_words(group.threads)}" if group.threads else ""
+        names = " and ".join(axes[group.name or ""])
+        lines.append(f"{names} (ranks {rank_list(group.ranks)}){by}")
     left_out = len(lines) - _SHOWN
     return lines if left_out <= 0 else [*lines[:_SHOWN], f"and {left_out} more"]

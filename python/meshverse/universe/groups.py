@@ -97,8 +97,6 @@ class UniverseGroups:
         self._universe, self._part_of = universe, part_of
         has_store = world is not None and world.store is not None
         self._is_compared = check_consistency and position is not None and has_store
-        if world is not None and world.is_provisional:
-            self._is_compared = False
         in_order = rank_map.sorted()
         self.ranks_fingerprint, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
         self._largest_rank = in_order.rank_at(in_order.size - 1)
@@ -781,6 +779,11 @@ def share_world_wide(share: bool) -> None:
     """Set whether universes created from now on share their groups with one another."""
     global _shares_world_wide
     _shares_world_wide = share
+
+
+def shares_world_wide() -> bool:
+    """Return whether universes created now share their groups with one another."""
+    return _shares_world_wide
 
 
 _shares_world_wide = False  # in all threads

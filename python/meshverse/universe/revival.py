@@ -2,9 +2,10 @@
 
 A program that ends its default process group, to give device memory back or to leave a broken job,
 and then creates it again with the same ranks, would have to build every mesh and model anew: their
-process groups are gone. Reviving creates these groups again, under their names, and gives them to
-whatever refers to the old ones. The `World` object that ended replaces the one that was created for
-the new default group.
+process groups are gone. Reviving creates these groups again, under their names: meshes, DTensors
+and compiled graphs keep names. Objects that keep a group itself, such as FSDP2's, get the new one
+if the program gives them to `revive()`. The `World` object that ended replaces the one that was
+created for the new default group.
 """
 
 from __future__ import annotations
@@ -12,17 +13,15 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse.agreement import ComparedCalls, Rendezvous
 from meshverse.groups.creation import create_by_all, create_by_members, how
 from meshverse.groups.group import Group, GroupUse, Origin, State
-from meshverse.groups.references import Referrer, find_references
 from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
 from meshverse.world.world import World
@@ -32,7 +31,6 @@ from .universe import Universe
 
 _log = logging.getLogger(__name__)
 
-_NO_LIMIT = timedelta.max
 _SHOWN = 4  # problems of a rank that an error lists
 
 
@@ -43,29 +41,32 @@ class _Plan(NamedTuple):
         universes: universes of the ended world that are alive.
         groups: process groups to create again, and lazy ones that were never created; by name, in
             the order of names.
-        old: the ended group objects that something still refers to, by name of the group.
-        referrers: the objects that refer to these.
-        problems: references that cannot be replaced, in words.
+        old: names of the groups, by the id of an ended group object; it is kept alive by `held`.
+        held: attributes of given objects whose values are ended groups.
+        problems: why a given object cannot get new groups, in words.
     """
 
     universes: Sequence[Universe]
     groups: dict[str, Group]
-    old: dict[str, list[compat.ProcessGroup]]
-    referrers: list[Referrer]
+    old: dict[int, str]
+    held: list[compat.HeldGroup]
     problems: list[str]
 
 
-def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
+def revive(*holders: object, timeout: timedelta | None = None) -> tuple[Universe, ...]:
     """Revive the last world in which meshes were made, with the current default process group.
 
-    Call it on all ranks right after `destroy_process_group()` and `init_process_group()`, with the
-    rank and number of ranks as before, and before the first mesh. It creates the process groups of
-    that world's universes again, under their old names and with their old options; not of universes
-    that were destroyed or aborted. Their meshes, DTensors on them, models, optimizers and compiled
-    graphs can then be used as before. Objects that refer to an old process group itself, such as
-    FSDP2's or a pipeline's stages, get the new one.
+    Experimental. Call it on all ranks right after `destroy_process_group()` and
+    `init_process_group()`, with the rank and number of ranks as before, and before the first mesh.
+    It creates the process groups of that world's universes again, under their old names and with
+    their old options; not of universes that were destroyed or aborted. Their meshes, DTensors on
+    them and compiled graphs can then be used as before.
 
     Args:
+        holders: objects that keep process groups themselves, in lists and dictionaries or not:
+            modules (with FSDP2's groups inside), torch's pipeline stages and schedules, and
+            `PipelineSchedule`. They get the new groups. Optimizers, tensors, meshes and `Reshard`
+            keep none, and may be given.
         timeout: how long ranks wait for one another; by default the timeout of the default group.
 
     Returns:
@@ -73,125 +74,97 @@ def revive(*, timeout: timedelta | None = None) -> tuple[Universe, ...]:
 
     Raises:
         RuntimeError: a rank or the number of ranks has changed, a mesh was made already, ranks have
-            different universes, or a reference to an old group cannot be replaced. All ranks raise
-            it, and nothing has changed. Or a process group could not be created: then end the
-            default group, create it again, and call this again.
+            different universes, or a given object is of an unknown kind or holds a group that
+            cannot be replaced. All ranks raise it, and nothing has changed. Or a process group
+            could not be created: then end the default group, create it again, and call this again.
         ValueError: there is no default process group.
 
     Example:
         >>> dist.destroy_process_group()  # doctest: +SKIP
         >>> dist.init_process_group("nccl")  # doctest: +SKIP
-        >>> meshverse.revive()  # doctest: +SKIP
+        >>> meshverse.revive(model, optimizer)  # doctest: +SKIP
     """
-    current = World.current()
+    current, world = World.current(), World.ended_last()
     if current is None:
         raise ValueError(
             "revive() needs a default process group: call init_process_group() before, with the "
             "rank and world_size that the ended one had."
         )
-    return _revive(current, World.ended_last(), timeout, None, creates_all=False)
-
-
-def revive_with_new_ranks(check: Callable[[], None]) -> tuple[Universe, ...]:
-    """Revive the meshes of a world in which other processes have taken the places of lost ranks.
-
-    All ranks call this. In a process that has taken a place, the current world is provisional: its
-    meshes were built by the same program, and their groups connect nobody yet.
-
-    Args:
-        check: function that is called about once a second while this rank waits for the others; it
-            raises if waiting is pointless.
-
-    Raises:
-        The errors of `revive`, and whatever `check` raises.
-    """
-    current = World.current()
-    assert current is not None
-    if not current.is_provisional:
-        return _revive(current, World.ended_last(), _NO_LIMIT, check, creates_all=True)
-    for universe in universes_not_ended():
-        for use in universe.groups if universe.world is current else ():
-            if use.group is not None and not use.borrowed:
-                use.group.end(abort=False)
-    current.is_provisional = False
-    current.state(ComparedCalls).stop_all("this process has taken the place of a lost rank")
-    return _revive(current, current, _NO_LIMIT, check, creates_all=True)
-
-
-def _revive(
-    current: World,
-    world: World | None,
-    timeout: timedelta | None,
-    check: Callable[[], None] | None,
-    *,
-    creates_all: bool,
-) -> tuple[Universe, ...]:
-    n_frozen = gc.get_freeze_count()
-    if n_frozen:
-        gc.unfreeze()  # the search for references does not see frozen objects
-    try:
-        gc.collect()  # a universe that only garbage refers to would be revived on some ranks
-        known = universes_not_ended()
-        universes = [one for one in known if world is not None and one.world is world]
-        plan = _plan(universes)
-        held = [(*_key(one), needed) for one in _numbered(universes) if (needed := _n_needed(one))]
-        problems = _why_not(current, plan)
-        if world is not None and universes:
-            problems += _what_changed(current, world)
-    finally:
-        if n_frozen:
-            gc.freeze()
-    try:
-        _agree(current, held, problems, timeout, check)
-        if world is None or not universes:
-            return ()
-        if world is not current:
-            world.revive(current)
-        _keep_counts(world, universes)
-        _create_groups(plan, world, creates_all=creates_all)
-    except BaseException:
-        del plan, universes  # a traceback that somebody keeps would keep them
-        raise
+    gc.collect()  # a universe that only garbage refers to would be revived on some ranks
+    known = universes_not_ended()
+    universes = [one for one in known if world is not None and one.world is world]
+    plan = _plan(universes, holders)
+    needs = [(*_key(one), needed) for one in _numbered(universes) if (needed := _n_needed(one))]
+    problems = _why_not(current, plan)
+    if world is not None and universes:
+        problems += _what_changed(current, world)
+    _agree(current, needs, problems, timeout)
+    if world is None or not universes:
+        return ()
+    world.revive(current)
+    _keep_counts(world, universes)
+    _create_groups(plan, world)
     n_groups = sum(group.state is State.LIVE for group in plan.groups.values())
     _log.info("revived %d universes with %d process groups", len(universes), n_groups)
-    ended = [
-        (plan.groups[name], [weakref.ref(handle) for handle in handles])
-        for name, handles in plan.old.items()
-        if name in plan.groups
-    ]
-    del plan
-    _warn_of_others(ended)
+    groups = list(plan.groups.values())
+    del plan  # which refers to the ended groups
+    _warn_of_others(groups)
     return tuple(universes)
 
 
-def _warn_of_others(ended: Sequence[tuple[Group, Sequence[weakref.ref[Any]]]]) -> None:
-    """Log which groups that have ended are still referred to."""
-    for group, handles in ended:
+def _warn_of_others(groups: Sequence[Group]) -> None:
+    """Log which ended groups are still referred to."""
+    for group in groups:
         # The first default group of a process stays alive in torch.
-        if not group.borrowed and any(handle() is not None for handle in handles):
+        if not group.borrowed and group.ended_handles():
             _log.warning(
-                "revive(): the ended %s is still referenced by something that Python's garbage "
-                "collector does not show, such as a NumPy array of objects or an extension. That "
-                "reference cannot be used: there, get the group from mesh.get_group(axis) again.",
+                "revive(): an object that was not given to it still refers to the ended %s. Do not "
+                "use that reference: give revive() the models and pipeline schedules that keep "
+                "groups, and elsewhere keep the mesh, whose get_group(axis) returns the new group.",
                 group.in_words(),
             )
 
 
-def _plan(universes: Sequence[Universe]) -> _Plan:
+def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
     found = {use.group.name: use.group for one in universes for use in one.groups if use.group}
     creatable = (State.ENDED, State.PLANNED)
     groups = {name: found[name] for name in sorted(found) if found[name].state in creatable}
-    names, handles = _ended_handles(universes, groups)
-    references = find_references(handles)
-    old: dict[str, list[compat.ProcessGroup]] = {}
-    for name, handle in zip(names, handles, strict=True):
-        old.setdefault(name, []).append(handle)
-    held = []
-    for index, what in references.problems:
-        group = groups.get(names[index])
-        described = "default process group" if group is None else group.in_words()
-        held.append(f"the {described} is held by {what}")
-    return _Plan(universes, groups, old, references.referrers, held)
+    old = {id(handle): name for name, handle in _ended_handles(universes, groups)}
+    held, problems = _held_by(holders)
+    for one in held:
+        if one.why_fixed:
+            problems.append(f"{one} holds a process group")
+        elif id(one.group) not in old:
+            problems.append(
+                f"{one} is an ended process group that no mesh has: create it again, and set it"
+            )
+    return _Plan(universes, groups, old, held, problems)
+
+
+def _held_by(holders: Sequence[object]) -> tuple[list[compat.HeldGroup], list[str]]:
+    """Return the ended groups that objects hold, and which objects are of an unknown kind."""
+    found: dict[tuple[int, str], compat.HeldGroup] = {}
+    unknown, seen, waiting = [], set[int](), list(holders)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += one
+        elif (parts := getattr(type(one), "parts_to_revive", None)) is not None:
+            waiting += parts(one)
+        elif (held := compat.groups_held_by(one)) is not None:
+            ended = [each for each in held if not compat.is_live(each.group)]
+            found |= {(id(each.owner), each.name): each for each in ended}
+        elif one is not None and not isinstance(one, compat.StockDeviceMesh | Universe):
+            unknown.append(
+                f"it cannot tell which process groups an object of type {type(one).__qualname__} "
+                "holds: give modules, optimizers, and pipeline stages and schedules"
+            )
+    return list(found.values()), list(dict.fromkeys(unknown))
 
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
@@ -218,21 +191,15 @@ def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
 
 def _ended_handles(
     universes: Sequence[Universe], groups: Mapping[str, Group]
-) -> tuple[list[str], list[compat.ProcessGroup]]:
-    """Return the ended group objects that something still refers to, with the names of groups."""
-    names: list[str] = []
-    handles: list[compat.ProcessGroup] = []
-    worlds = {universe.world for universe in universes if universe.world is not None}
-    for world in worlds:
+) -> Iterator[tuple[str, compat.ProcessGroup]]:
+    """Yield the ended group objects that something still refers to, with the names of groups."""
+    for world in {universe.world for universe in universes if universe.world is not None}:
         default_group = world.ended_default_group
-        if default_group is not None and default_group.group_name not in groups:
-            names.append(default_group.group_name)
-            handles.append(default_group)
+        if default_group is not None:
+            yield default_group.group_name, default_group
     for name, group in groups.items():
         for handle in group.ended_handles():
-            names.append(name)
-            handles.append(handle)
-    return names, handles
+            yield name, handle
 
 
 def _what_changed(current: World, world: World) -> list[str]:
@@ -285,7 +252,6 @@ def _agree(
     held: Sequence[tuple[str, str, int]],
     problems: Sequence[str],
     timeout: timedelta | None,
-    check: Callable[[], None] | None,
 ) -> None:
     """Compare what the ranks are about to revive.
 
@@ -294,7 +260,6 @@ def _agree(
         held: the universes, each with a key, a name, and the number of ranks that must revive it.
         problems: reasons why this rank cannot.
         timeout: as of `revive`.
-        check: as of `revive_with_new_ranks`.
 
     Raises:
         RuntimeError: a rank has a problem, or ranks have different universes.
@@ -306,9 +271,7 @@ def _agree(
         limit = timeout or current.default_options.timeout
         rendezvous = current.state(Rendezvous)
         try:
-            texts = rendezvous.join(
-                current, "revive", "revive()", ranks, limit, check=check, text=mine
-            ).texts
+            texts = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine).texts
         except RuntimeError as error:
             raise RuntimeError(f"revive() has changed nothing: {error}") from None
     by_text: dict[str, list[int]] = {}
@@ -354,7 +317,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
-def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
+def _create_groups(plan: _Plan, world: World) -> None:
     """Create the groups again; groups that all ranks create together come first.
 
     All ranks use the same order.
@@ -362,7 +325,6 @@ def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
     Args:
         plan: everything that this rank revives.
         world: world that goes on.
-        creates_all: whether to create also lazy groups that were not used yet.
     """
     for group in plan.groups.values():
         group.revive()
@@ -373,17 +335,14 @@ def _create_groups(plan: _Plan, world: World, *, creates_all: bool) -> None:
         for group in plan.groups.values():
             if group.borrowed:
                 group.take_over(world.default_group)
-            elif group.state is State.PLANNED and (group.was_live or creates_all):
+            elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
     finally:
-        new: dict[int, Any] = {}
-        for name, handles in plan.old.items():
-            known = plan.groups.get(name)
+        for held in plan.held:
+            known = plan.groups.get(plan.old[id(held.group)])
             handle = world.default_group if known is None else known.handle
             if handle is not None:
-                new |= {id(old): handle for old in handles}
-        for referrer in plan.referrers:
-            referrer.replace(new)
+                held.replace(handle)
 
 
 def _split(use: GroupUse, world: World) -> None:

@@ -19,6 +19,7 @@ from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Defaults
 from meshverse.pictures import Picture
+from meshverse.report.calling_threads import CallingThreads
 from meshverse.report.explain import Explanation, Portion, explain
 from meshverse.report.pictured import ExplainedView, node_size_here
 from meshverse.topology import Topology
@@ -177,7 +178,8 @@ class Universe:
             communicator_bytes: device memory of one communicator, in bytes, by backend name. It
                 replaces the figures of `meshverse.report.communicator_memory`.
         """
-        return self._explain(communicator_bytes, node_size_here())
+        threads = None if self.world is None else CallingThreads(self.world.since_ns)
+        return self._explain(communicator_bytes, node_size_here(), threads)
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
         """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
@@ -200,7 +202,10 @@ class Universe:
         return picture if axis is None else picture.of_axes(axis)
 
     def _explain(
-        self, communicator_bytes: Mapping[str, int] | None, node_size: int | None
+        self,
+        communicator_bytes: Mapping[str, int] | None,
+        node_size: int | None,
+        threads: CallingThreads | None = None,
     ) -> Explanation:
         views = self._views()
         parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
@@ -216,6 +221,7 @@ class Universe:
             duplicates=self.groups.duplicates(),
             surplus=self.groups.surplus(),
             ended=self.groups.why_ended(),
+            threads=threads,
         )
 
     def _all_groups(self) -> list[UniverseGroups]:

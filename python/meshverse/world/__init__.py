@@ -5,7 +5,6 @@ A room is a subpackage of Meshverse (docs/architecture.md).
 - `world`: `World`, which lasts from one `init_process_group` to the end of the default group.
   `World.state` gives each room an object of its own for each world, so that no state carries over
   to the next world by accident, and no room depends on another room's state.
-- `text_store`: `TextStore`, a store with strings as values.
 - `run_store`: `RunStore`, the default group's store with keys that belong to one run of the group.
 - `weak_registry`: `WeakRegistry`, weakly held objects that threads may add while others list them.
 

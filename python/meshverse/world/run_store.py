@@ -17,7 +17,10 @@ import threading
 import time
 from typing import Any
 
-from .text_store import TextStore
+# No key ever has this value. `compare_set` with it changes nothing and returns the key's value: a
+# read in one operation that does not wait. (`get` waits until the key exists; `check` before it
+# would be a second operation.)
+_NEVER_WRITTEN = "?"
 
 # Limit for all waiting ranks of a job together, on average. The busiest second has up to half as
 # much again, at most 20,000. A TCPStore serves some 40,000 operations a second on two cores
@@ -126,8 +129,8 @@ def _restarts_on_this_store() -> int:
     return int(restarts) if _is_kept_by_launcher() and restarts.isdecimal() else 0
 
 
-class RunStore(TextStore):
-    """The keys of one run.
+class RunStore:
+    """The keys of one run, with strings as values. Each method makes one operation.
 
     Create one when it is needed, and do not keep it: it references the store, and a TCPStore keeps
     its port open as long as it is referenced.
@@ -138,8 +141,42 @@ class RunStore(TextStore):
     """
 
     def __init__(self, store: Any, run: Run) -> None:
-        super().__init__(store, f"meshverse/{run.world_size}/{run.number(store)}")
+        self._store, self._prefix = store, f"meshverse/{run.world_size}/{run.number(store)}"
         self._run = run
+
+    def read(self, key: str) -> str:
+        """Return the value of a key, "" if it has none. Does not wait for a value."""
+        text = self.replace(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
+        return "" if text == _NEVER_WRITTEN else text
+
+    def replace(self, key: str, old: str, new: str) -> str:
+        """Write a value if the key has `old`, "" for none; return the value that it has then."""
+        found: bytes = self._store.compare_set(self._key(key), old, new)
+        return found.decode()
+
+    def put_first(self, key: str, text: str) -> str:
+        """Write a value if the key has none; return the value that it has then."""
+        return self.replace(key, "", text)
+
+    def write(self, key: str, text: str) -> None:
+        """Write a value, whether or not the key has one."""
+        self._store.set(self._key(key), text)
+
+    def append(self, key: str, text: str) -> None:
+        """Append to the value of a key, which is "" at first."""
+        self._store.append(self._key(key), text)
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to the number of a key, which is 0 at first; return the sum."""
+        total: int = self._store.add(self._key(key), amount)
+        return total
+
+    def remove(self, key: str) -> None:
+        """Remove a key, if it exists."""
+        self._store.delete_key(self._key(key))
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
 
     def pause(self, at_least_seconds: float = 0.0) -> None:
         """Sleep before a store operation of a rank that waits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -56,16 +57,16 @@ class World:
             may differ between ranks.
         may_change: whether the default group can be reconfigured. Then each use of the world checks
             whether its rank and size have changed.
+        since_ns: time when this process first saw it, in nanoseconds since the epoch.
         has_universes: whether universes were made in this world.
-        is_provisional: whether process groups that are created now connect nobody, until
-            `revive()` replaces them: this process builds its meshes while the other ranks wait.
         run: the run of the default group, which has a number among the runs on the same store.
     """
 
     def __init__(self, default_group: compat.ProcessGroup) -> None:
         self._states: dict[type[WorldState], Any] = {}
         self._process_id = os.getpid()
-        self.has_universes = self.is_provisional = False
+        self.since_ns = time.time_ns()
+        self.has_universes = False
         self.is_of_parent = False  # whether this is a copy in a forked process
         self.rank = default_group.rank()
         self.size = default_group.size()

@@ -116,14 +116,14 @@ def pipeline_schedule(
     _check_schedule(name, count, n_microbatches, size)
     kind = pp_mesh.device_type
     local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
-    device, group = torch.device(kind, *local), pp_mesh.get_group()
+    device = torch.device(kind, *local)
 
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return loss_function(output, target) / n_microbatches
 
     def make() -> Any:
         torch_stages = [
-            PipelineStage(stage, own.index, own.count, device, group=group)
+            PipelineStage(stage, own.index, own.count, device, group=pp_mesh.get_group())
             for stage, own in zip(stages, owned, strict=True)
         ]
         make_schedule: Any = (_ONE | _SEVERAL)[name]
@@ -155,7 +155,7 @@ class PipelineSchedule:
     ) -> None:
         self.stages = tuple(stages)
         self._owned = [own for own in map(stage_of, stages) if own is not None]
-        self._group, self._device = pp_mesh.get_group(), device
+        self._mesh, self._device = pp_mesh, device
         self._n_microbatches = n_microbatches
         self._tied = TiedParameter(stages, pp_mesh)
         self._batches, self._evaluated = (
@@ -164,6 +164,10 @@ class PipelineSchedule:
         self.schedule, self._make = make(), make
         # A separate schedule: in some versions of torch, a schedule cannot train after evaluation.
         self._evaluation: Any = None
+
+    def parts_to_revive(self) -> list[object]:
+        """Return what `meshverse.revive` gives new process groups."""
+        return [self.schedule, self._evaluation]
 
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Run forward and backward of a batch, and add to the parameters' gradients.
@@ -229,8 +233,8 @@ class PipelineSchedule:
         gradients = [e.grad for e in every if e is not twice and e.grad is not None]
         # In fp32 on all ranks: the dtypes of gradients may differ between stages.
         own = get_total_norm(gradients, norm_type).to(self._device, torch.float32)
-        norms = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(norms, own, group=self._group)
+        norms = [torch.empty_like(own) for _ in range(self._mesh.size())]
+        dist.all_gather(norms, own, group=self._mesh.get_group())
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         scale_gradients([each for each in every if each.grad is not None], max_norm, total)
         return total
@@ -392,7 +396,7 @@ class TiedParameter:
     """
 
     def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
-        self._group = pp_mesh.get_group()
+        self._mesh = pp_mesh
         self._parameter: nn.Parameter | None = None
         self._is_first = False
         self._peer = -1
@@ -425,7 +429,7 @@ class TiedParameter:
         added = after if before is None else after - before
         others = torch.empty_like(added)
         ways = (dist.isend, added.contiguous()), (dist.irecv, others)
-        peer: Any = {"group": self._group, "group_peer": self._peer}
+        peer: Any = {"group": self._mesh.get_group(), "group_peer": self._peer}
         for work in dist.batch_isend_irecv([dist.P2POp(*way, **peer) for way in ways]):
             work.wait()
         # Add the earlier gradient last: then both stages round in the same way.
@@ -433,12 +437,12 @@ class TiedParameter:
         after.copy_(total if before is None else total.add_(before))
 
     def _check(self, name: str, parameter: nn.Parameter) -> None:
-        own, theirs = _description(parameter), [""]
+        own, theirs, group = _description(parameter), [""], self._mesh.get_group()
         if self._is_first:  # one of the two must send first
-            dist.send_object_list([own], group=self._group, group_dst=self._peer)
-        dist.recv_object_list(theirs, group=self._group, group_src=self._peer)
+            dist.send_object_list([own], group=group, group_dst=self._peer)
+        dist.recv_object_list(theirs, group=group, group_src=self._peer)
         if not self._is_first:
-            dist.send_object_list([own], group=self._group, group_dst=self._peer)
+            dist.send_object_list([own], group=group, group_dst=self._peer)
         if theirs[0] != own:
             raise ValueError(
                 f"{name} is tied to a parameter of another pipeline stage, but they differ: {own} "

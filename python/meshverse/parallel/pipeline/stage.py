@@ -24,7 +24,7 @@ from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.modules import AbsentModule, StageOf, mark_as_stage, stage_of
 
-from .structure import Structure, copy_attributes, describe, hidden_of, shallow_copy
+from .structure import IdleModule, Structure, copy_attributes, describe, hidden_of, shallow_copy
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -174,14 +174,6 @@ class _AbsentLayer(AbsentModule):
         return (hidden, None) if passage.in_tuples else hidden
 
 
-class _Idle(AbsentModule):
-    """Stand-in for a module before or after the layers, whose output is not used."""
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the first argument."""
-        return next(iter((*arguments, *keywords.values())))
-
-
 def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     stage = shallow_copy(model)
     inner: nn.Module = stage
@@ -197,9 +189,9 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
         for number, layer in enumerate(layers)
     )
     idle = (*(() if own.is_first else structure.before), *(() if own.is_last else structure.after))
-    inner._modules.update({name: _Idle() for name in idle})
+    inner._modules.update({name: IdleModule() for name in idle})
     if not own.is_last and structure.inner:
-        others = {name: _Idle() for name in stage._modules if name != structure.inner}
+        others = {name: IdleModule() for name in stage._modules if name != structure.inner}
         stage._modules.update(others)
     mark_as_stage(stage, own)
     # A partial, not a closure: deepcopy copies it, so that a copied stage runs its own layers.

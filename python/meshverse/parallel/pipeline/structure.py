@@ -60,7 +60,7 @@ def describe(model: nn.Module) -> Structure:
     elif not (reason := _needs_all_layers(config)):
         trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
         for trial in trials:
-            trial.reason = trial.run()
+            trial.reason = trial.run() or trial.run_as_later_stage()
             if not trial.reason:
                 sides = trial.sides()
                 return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
@@ -140,6 +140,34 @@ class _Trial:
     def run(self) -> str:
         """Run the trial, and return the reason why the model cannot be split, in words; else ""."""
         tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
+        if reason := self._run(input_ids=tokens):
+            return f"it fails without its layers ({reason})"
+        return next(self._objections(tokens), "")
+
+    def run_as_later_stage(self) -> str:
+        """Run it as a later stage runs; return why its layers would get other arguments, or "".
+
+        A later stage has no embedding, and gets hidden states instead of tokens.
+        """
+        hidden = torch.zeros_like(self.probes[0].hidden)
+        later = copy.copy(self)
+        later.events = []
+        later.probes = [probe.again(later.events) for probe in self.probes]
+        later._inner = shallow_copy(self._inner)
+        later._inner._modules[self._layers] = nn.ModuleList(later.probes)
+        children = dict.fromkeys(name for side in self.sides() for name in side)
+        later._inner._modules.update({name: IdleModule() for name in children})
+        if reason := later._run(inputs_embeds=hidden):
+            return f"it fails on hidden states, without its embedding ({reason})"
+        for probe, given in zip(later.probes, self.probes, strict=True):
+            if probe.hidden is None or probe.hidden.shape != hidden.shape:
+                return "without its embedding, its layers get no hidden states of the same shape"
+            if name := probe.first_difference(given):
+                return f"its layers get another {name!r} without its embedding"
+        return ""
+
+    def _run(self, **inputs: Tensor) -> str:
+        """Run the model; return the error that it raises, in words, or ""."""
         kind = self._device.type
         devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
         with ExitStack() as context:
@@ -150,12 +178,12 @@ class _Trial:
                 hook = module.register_forward_hook(partial(_record, self.events, name))
                 context.callback(hook.remove)
             try:
-                output: Any = self._inner(input_ids=tokens, use_cache=False)
+                output: Any = self._inner(**inputs, use_cache=False)
             except _FROM_MODELS as error:
-                return f"it fails without its layers ({type(error).__name__}: {error})"
+                return f"{type(error).__name__}: {error}"
         if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
             return f"{type(self._inner).__name__} returns no last_hidden_state"
-        return next(self._objections(tokens), "")
+        return ""
 
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the children with parameters that run before the layers, and after them."""
@@ -227,6 +255,21 @@ class _Probe(AbsentModule):
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
 
+    def again(self, events: list[str]) -> _Probe:
+        """Return a probe of the same layer, for another run."""
+        probe = copy.copy(self)
+        probe._events, probe.calls, probe.hidden, probe.others = events, 0, None, []
+        return probe
+
+    def first_difference(self, other: _Probe) -> str:
+        """Return the first argument, besides the hidden states, that the other has not; or ""."""
+        mine, theirs = dict(self.others), dict(other.others)
+        for name in {**mine, **theirs}:
+            leaves = tree_leaves(mine.get(name)), tree_leaves(theirs.get(name))
+            if len(leaves[0]) != len(leaves[1]) or not all(map(_are_equal, *leaves)):
+                return name
+        return ""
+
     def objections(self, tokens: Tensor) -> Iterator[str]:
         """Yield, in words, the arguments that only the stage of another layer would have."""
         for name, value in self.others:
@@ -238,6 +281,21 @@ class _Probe(AbsentModule):
                 if each is tokens or (isinstance(each, Tensor) and each.requires_grad):
                     origin = "which is computed from the tokens before the first layer"
                     yield f"its layers get {name!r}, {origin}"
+
+
+class IdleModule(AbsentModule):
+    """Stand-in for a module before or after the layers, whose output is not used."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the first argument."""
+        return next(iter((*arguments, *keywords.values())))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    is_plain = isinstance(one, bool | int | float | str)
+    return type(one) is type(other) and (not is_plain or one == other)
 
 
 def _record(events: list[str], name: str, module: nn.Module, arguments: Any, output: Any) -> Any:

@@ -273,6 +273,10 @@ class Reshard:
         """
         return ReshardBytes(self._plan, self._group.rank, self._target_bytes)
 
+    def parts_to_revive(self) -> tuple[object, ...]:
+        """Return (): it asks its mesh for the process group at each run."""
+        return ()
+
     def close(self) -> None:
         """Free the process group. All `ranks` call this; no run is possible afterwards.
 

@@ -1,0 +1,102 @@
+"""Process groups that modules, FSDP2, and pipeline stages and schedules hold. 2.11-2.15.
+
+All other parts of torch that Meshverse supports keep a group's name, or a mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .private_names import ProcessGroup, c10d
+
+# Objects of torch that hold no process group.
+_HOLD_NONE = (Tensor, Optimizer, LRScheduler)
+
+
+class HeldGroup(NamedTuple):
+    """An attribute whose value is a process group.
+
+    Attributes:
+        owner: object that has the attribute.
+        name: name of the attribute.
+        group: the group.
+        why_fixed: why the owner cannot be given another group, in words; "" if it can.
+    """
+
+    owner: Any
+    name: str
+    group: ProcessGroup
+    why_fixed: str = ""
+
+    def replace(self, group: ProcessGroup) -> None:
+        """Give the owner another group."""
+        setattr(self.owner, self.name, group)
+
+    def __str__(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}{self.why_fixed and f', {self.why_fixed}'}"
+
+
+def is_live(group: ProcessGroup) -> bool:
+    """Return whether c10d still has a group."""
+    return group in c10d._world.pg_names
+
+
+def groups_held_by(one: object) -> list[HeldGroup] | None:
+    """Return the groups that an object of torch holds; None if it is of no known kind."""
+    if isinstance(one, nn.Module):
+        return [held for module in one.modules() for held in _of_module(module)]
+    if isinstance(one, _HOLD_NONE):
+        return []
+    return _of_pipeline(one)
+
+
+def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
+    why_fixed = ""
+    if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+        why_fixed = "which its C++ parts use too: wrap the model again, after revive()"
+    yield from _attributes([module], why_fixed)
+    if isinstance(module, FSDPModule):
+        yield from _attributes(_parts_of_fsdp(module))
+
+
+def _parts_of_fsdp(module: FSDPModule) -> Iterator[object]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before 2.13: at most one
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            yield from (group._all_gather_comm, group._reduce_scatter_comm)
+            for owner in (group, *group.fsdp_params):
+                yield from (owner.mesh_info, owner.post_forward_mesh_info)
+
+
+def _of_pipeline(one: object) -> list[HeldGroup] | None:
+    # Whoever has such an object has imported its module, which takes a second.
+    pipelining: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    if pipelining is None:
+        return None
+    if isinstance(one, pipelining.PipelineScheduleSingle):
+        stages = [one._stage]
+    elif isinstance(one, pipelining.PipelineScheduleMulti):
+        stages = one._stages
+    elif isinstance(one, pipelining._PipelineStageBase):
+        stages = [one]
+    else:
+        return None
+    modules = [held for stage in stages for held in groups_held_by(stage.submod) or ()]
+    return [*_attributes(stages), *modules]
+
+
+def _attributes(owners: Iterable[object], why_fixed: str = "") -> Iterator[HeldGroup]:
+    for owner in owners:
+        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            if isinstance(value, dist.ProcessGroup):
+                yield HeldGroup(owner, name, value, why_fixed)
