@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -60,6 +59,9 @@ def groups_held_by(one: object) -> list[HeldGroup] | None:
 
 
 def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
+    # Not at the top of the file: it imports DTensor too, which takes 0.4 s.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     why_fixed = ""
     if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
         why_fixed = "which its C++ parts use too: wrap the model again, after revive()"
@@ -68,7 +70,7 @@ def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
         yield from _attributes(_parts_of_fsdp(module))
 
 
-def _parts_of_fsdp(module: FSDPModule) -> Iterator[object]:
+def _parts_of_fsdp(module: Any) -> Iterator[object]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # before 2.13: at most one
     for group in [state._fsdp_param_group] if groups is None else groups:
