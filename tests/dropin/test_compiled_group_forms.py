@@ -94,7 +94,8 @@ def test_lists_of_names_are_plain_while_all_groups_are_live() -> None:
     assert type(lazy._dim_group_names) is not list
     part = lazy["dp"]
     part.get_group()
-    assert type(part._dim_group_names) is not list  # another group of the universe is not made yet
+    assert type(part._dim_group_names) is list  # whether or not other groups are made
+    assert type(lazy._dim_group_names) is not list
     lazy.get_group("tp")
     assert type(part._dim_group_names) is type(lazy._dim_group_names) is list
     dist.destroy_process_group(lazy.get_group("tp"))
@@ -102,4 +103,5 @@ def test_lists_of_names_are_plain_while_all_groups_are_live() -> None:
         funcol.all_reduce(torch.ones(2), "sum", (lazy, 1))
     with pytest.raises(RuntimeError, match="was destroyed"):
         lazy["tp"]._dim_group_names[0]
+    assert type(part._dim_group_names) is list
     assert lazy["dp"].get_group().size() == 2

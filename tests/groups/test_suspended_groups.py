@@ -15,6 +15,7 @@ from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
 from meshverse import init_device_mesh, init_mesh_partition
+from meshverse.device_mesh.group_names import check_in_graph
 
 _AXES = ("dp", "tp")
 
@@ -49,6 +50,11 @@ def _one_axis_is_suspended(library: str, folder: str, is_bound: bool) -> dict[st
         "functional": _outcome_of(lambda: funcol.all_reduce(torch.ones(1), "sum", (mesh, 1))),
         "of a view": _outcome_of(lambda: view.get_group("ep")),
         "warm up": _outcome_of(lambda: universe.warm_up(["tp"])),
+        "in a graph": _outcome_of(lambda: check_in_graph(tp.group_name)),
+        # torch.compile reads a mesh that a graph slices only if its names are in a plain list.
+        "plain": [
+            type(each._dim_group_names) is list for each in (mesh, mesh["dp"], mesh["tp"], view)
+        ],
         "others": reached_by(mesh.get_group("dp")),
         "world": reached_by(other.get_group()),
         "coordinate": mesh.get_coordinate(),
@@ -78,7 +84,8 @@ def test_one_axis_is_suspended_and_resumed(
         bound_crew.run(_one_axis_is_suspended, 4, library, folder, is_bound)
     ):
         line = [0, 1] if rank < 2 else [2, 3]
-        for use in ("use", "functional", "of a view", "warm up"):
+        assert seen["plain"] == [False, True, False, False]
+        for use in ("use", "functional", "of a view", "warm up", "in a graph"):
             assert f"The process group of axis 'tp' or 'ep' with ranks {line} is sus" in seen[use]
             assert "All its ranks must call mesh.universe.resume()" in seen[use]
         assert seen["others"] == seen["before"]["dp"]

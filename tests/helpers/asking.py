@@ -143,7 +143,10 @@ OF_UNIVERSE_INSIDE: dict[str, Question] = {
     "groups": lambda mesh: list(mesh.universe.groups),
     "universes over": lambda mesh: universes_over(mesh.universe.rank_map),
     "find universe": lambda mesh: find_universe(mesh.universe.rank_map, mesh.universe.serial),
-    "set plain names": lambda mesh: mesh.universe.meshes.set_plain_names(False),
+    "renew names": lambda mesh: [
+        mesh.universe.meshes.renew_names(name) for name in mesh.group_names or ()
+    ],
+    "check all names": lambda mesh: mesh.universe.meshes.check_all_names(),
     "forget coordinates": lambda mesh: (
         mesh.universe.meshes.forget_coordinates(),
         mesh.get_coordinate(),

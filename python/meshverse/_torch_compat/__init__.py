@@ -10,6 +10,7 @@ of torch. A stock mesh is one of torch's own class.
 from __future__ import annotations
 
 from .backends import (
+    backend_for,
     backend_in_words,
     can_split,
     creation_blocks,
@@ -27,7 +28,7 @@ from .creation import (
     find_interrupted,
     is_of_other_ranks,
 )
-from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, waited
+from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_a_group, waited
 from .flight_recorder import (
     FrameWait,
     RecordedCall,
@@ -75,9 +76,11 @@ from .layouts import (
     to_torch_layout,
     with_flattened_tag,
 )
+from .merged_steps import check_merged_steps
 from .one_graph import (
     compiles_one_graph,
     coordinate_symbol,
+    is_dynamo_at_work,
     is_one_graph_compiled,
     is_one_graph_traced,
     let_inductor_call,
@@ -105,7 +108,9 @@ from .tracing import (
     is_stocks_own,
     lacks_memory,
     let_compile_know,
+    let_graphs_read,
     lies_in_memory,
+    not_traced,
     real_mesh,
     stock_concatenate,
     untraced,
@@ -126,12 +131,14 @@ __all__ = [
     "StockState",
     "TorchLayout",
     "abort_all",
+    "backend_for",
     "backend_in_words",
     "base_of",
     "can_be_reconfigured",
     "can_split",
     "canonical_backend",
     "check_backend",
+    "check_merged_steps",
     "clone_store",
     "compiles_one_graph",
     "coordinate_symbol",
@@ -158,6 +165,7 @@ __all__ = [
     "held_by",
     "hook_concatenate",
     "is_backend_options",
+    "is_dynamo_at_work",
     "is_faking",
     "is_live",
     "is_made_by_stock",
@@ -169,13 +177,16 @@ __all__ = [
     "is_strided_shard",
     "is_unread",
     "keeps_rank_order",
+    "lacks_a_group",
     "lacks_memory",
     "let_compile_know",
+    "let_graphs_read",
     "let_inductor_call",
     "lies_in_memory",
     "memory_stats",
     "needs_own_world_group",
     "new_like",
+    "not_traced",
     "on_simulated_ranks",
     "read_flight_recorder",
     "read_stock_state",

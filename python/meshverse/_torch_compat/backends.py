@@ -54,6 +54,11 @@ def by_device(backend: str) -> Mapping[str, str]:
     return c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
+def backend_for(device_type: str, backend: str) -> str | None:
+    """Return the backend that a group of this backend string has for a device type, or None."""
+    return by_device(backend).get(device_type)
+
+
 def backend_in_words(backend: str) -> str:
     """Return the backend of a group as users write it.
 

@@ -34,6 +34,21 @@ def group_ranks_of(mesh: Any) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in found if group is not None]
 
 
+def lacks_a_group(stock: Any, ranks: list[list[int]]) -> bool:
+    """Return whether a stock mesh was made with process groups, and one of them has ended.
+
+    A later world may have another group of the same name.
+
+    Args:
+        stock: mesh of torch's class.
+        ranks: ascending global ranks of this rank's group along each axis.
+    """
+    names = getattr(stock, "_dim_group_names", None) or []
+    if len(names) != len(ranks) or None in names:
+        return False
+    return [sorted(found) for found in group_ranks_of(stock)] != ranks
+
+
 def held_by(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
     """Return a DTensor's own local tensor and spec, or a plain tensor and None.
 

@@ -55,7 +55,7 @@ def coordinate_symbol(size: int) -> torch.SymInt | None:
 
     symbol: torch.SymInt = shape_env.create_unbacked_symint()
     symbolic_shapes._constrain_range_for_size(symbol, min=0, max=size - 1)
-    if torch.compiler.is_dynamo_compiling() or _is_dynamo_at_work():
+    if torch.compiler.is_dynamo_compiling() or is_dynamo_at_work():
         # Dynamo's graph has one node for an operation on DTensors. This symbol is created inside
         # such an operation, so that graph does not contain it. When the operation is later traced
         # in detail, it gets a new symbol.
@@ -63,7 +63,8 @@ def coordinate_symbol(size: int) -> torch.SymInt | None:
     return symbol
 
 
-def _is_dynamo_at_work() -> bool:
+def is_dynamo_at_work() -> bool:
+    """Whether Dynamo is tracing, and runs this function to know its result. 2.11-2.15."""
     symbolic_convert: Any = sys.modules.get("torch._dynamo.symbolic_convert")
     if symbolic_convert is None:
         return False

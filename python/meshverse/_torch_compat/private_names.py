@@ -95,14 +95,17 @@ _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
     (opaque_object, "_OPAQUE_TYPES"),
     (stock_module, "_register_distributed_opaque_types"),
 )
-# Names by module, read only while a program compiles. Importing these modules takes seconds, so a
-# test checks the names, and not the import of this package.
+# Names by module, read only once a program has imported it: to compile, or to use DTensors.
+# Importing these modules takes seconds, so a test checks the names, and not the import of this
+# package.
 _PRIVATE_NAMES_WHILE_COMPILING: dict[str, tuple[str, ...]] = {
     "torch._dynamo.symbolic_convert": ("InstructionTranslator",),
+    "torch._dynamo.variables.builder": ("SourcelessBuilder",),
     "torch._inductor.ir": ("FallbackKernel",),
     "torch._inductor.lowering": ("lowerings", "register_lowering"),
     "torch._ops": ("OpOverloadPacket",),
     "torch.distributed._local_tensor": ("LocalIntNode", "enabled_local_tensor_mode"),
+    "torch.distributed.tensor._redistribute": ("_optimize_transform_infos",),
     "torch.fx.experimental.symbolic_shapes": ("_constrain_range_for_size",),
 }
 

@@ -65,7 +65,7 @@ from meshverse.world.world import World
 
 from .drawing import draw
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
-from .group_names import GroupNames, MissingGroups, PromisedGroups
+from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
 from .logged_once import register_root, warn_of_sorted_ranks
 
 _NO_RANK = -1  # as in c10d
@@ -422,14 +422,21 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
-        # A mesh without a tag prints as in torch; errors about two meshes tell a tagged one apart.
-        text, tags = self._repr_without_tags(), self._description.tags
-        if not tags or not text.endswith(")"):
+        # A mesh without a tag and with all its groups prints as in torch; errors about two meshes
+        # tell other ones apart.
+        text, tags = self._repr_as_stock(), self._description.tags
+        if not text.endswith(")"):
             return text
-        shown: object = dict(zip(self._description.labels, tags, strict=True))
-        return f"{text[:-1]}, isolate={(tags[0] if len(set(tags)) == 1 else shown)!r})"
+        more = ""
+        if tags:
+            shown: object = dict(zip(self._description.labels, tags, strict=True))
+            more = f", isolate={(tags[0] if len(set(tags)) == 1 else shown)!r}"
+        destroyed = self._destroyed_axes()
+        if destroyed:
+            more += f", destroyed={(destroyed[0] if len(destroyed) == 1 else destroyed)!r}"
+        return f"{text[:-1]}{more})"
 
-    def _repr_without_tags(self) -> str:
+    def _repr_as_stock(self) -> str:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
         # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
         universe, layout = self._universe, self._description.layout
@@ -466,8 +473,13 @@ class DeviceMesh(StockDeviceMesh):
             except TypeError:  # a tuple that contains a list cannot be hashed; `_slice` raises
                 known = None
             if known is not None:
+                if type(known._dim_group_names) is not list:
+                    prepare_for_graph()
                 return known
-        return self._slice(mesh_dim_names)
+        sliced = self._slice(mesh_dim_names)
+        if type(sliced._dim_group_names) is not list:
+            prepare_for_graph()
+        return sliced
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         own = self._mesh_dim_names or check_has_names(self._description, "slice", RuntimeError)
@@ -631,6 +643,7 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         if is_dynamo_compiling():  # torch.compile can trace torch's method, but not ours
             return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
+        prepare_for_graph()
         return DeviceMesh.flatten(self, mesh_dim_name, backend_override)
 
     def _create_flatten_mesh(  # type: ignore[override]
@@ -1148,6 +1161,40 @@ class DeviceMesh(StockDeviceMesh):
         ]
         return compat.with_flattened_tag(layout, tags, merge_tags(tags))
 
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        # DTensor calls this before each redistribution. So its module is imported by now, which
+        # `import meshverse` does not do (0.4 s), and the check is there before it is needed.
+        compat.check_merged_steps(DeviceMesh, DeviceMesh._may_merge)
+        return StockDeviceMesh._is_current_rank_part_of_mesh(self)
+
+    def _may_merge(
+        self, axes: Sequence[int], flattened: StockDeviceMesh, order_matters: bool
+    ) -> bool:
+        """Return whether a collective over several axes may run on their flattened mesh.
+
+        All meshes of a universe find the same flattened meshes. So this one may have been made for
+        another view: with other options, or with its ranks in another order than this mesh has.
+
+        Args:
+            axes: indices of the axes.
+            flattened: mesh of these axes flattened.
+            order_matters: whether the order of the ranks in its group matters.
+        """
+        if not isinstance(flattened, DeviceMesh) or flattened._device_type != self._device_type:
+            return False
+        groups = self._universe.groups
+        # torch sorts the ranks of a group, unless its mesh preserves their order.
+        axis = flattened._description.layout[0]
+        keeps_order = flattened._preserve_rank_order or groups.ascends(axis)
+        if order_matters and not keeps_order:
+            return False
+        # Reading a name by its index would create a lazy group.
+        name, *others = (
+            list.__getitem__(mesh._dim_group_names, axis)
+            for mesh, axis in [(flattened, 0), *((self, axis) for axis in axes)]
+        )
+        return groups.can_stand_for(name, others, self._device_type)
+
     # --- equality: meshes of one world with the same ranks and the same description are equal -----
 
     def __eq__(self, other: object) -> bool:
@@ -1161,11 +1208,17 @@ class DeviceMesh(StockDeviceMesh):
                 return self._equals_stock(other)
         if self._identity != other._identity:
             return False
+        # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
+        # groups have ended.
+        names, other_names = self._dim_group_names, other._dim_group_names
+        # Plain lists mean that all groups are live.
+        if not (type(names) is type(other_names) is list or list.__eq__(names, other_names)) and (
+            self._destroyed_axes() or other._destroyed_axes()
+        ):
+            return False
         mine, theirs = self._universe, other._universe
         if mine is theirs:
             return True
-        # torch's caches are keyed by meshes. A new mesh must not find an entry of a mesh whose
-        # groups have ended.
         if mine.is_over or theirs.is_over:
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
@@ -1179,8 +1232,32 @@ class DeviceMesh(StockDeviceMesh):
             or bool(self._description.tags)
             or self._universe.is_over
             or not self._may_be_of(World.current())
+            or self._destroyed_axes()
         )
-        return not is_separate and compat.equals_stock(self, stock)
+        return (
+            not is_separate
+            and compat.equals_stock(self, stock)
+            and not compat.lacks_a_group(stock, self._ranks_by_axis())
+        )
+
+    def _destroyed_axes(self) -> list[str]:
+        """Return the axes whose process group the program has destroyed."""
+        names = getattr(self, "_dim_group_names", None)  # None while this mesh is being made
+        if names is None or type(names) is list or isinstance(names, MissingGroups):
+            return []
+        was_destroyed = self._universe.groups.was_destroyed
+        pairs = zip(self._description.labels, list.__iter__(names), strict=False)
+        return [axis for axis, name in pairs if name and was_destroyed(name)]
+
+    def _ranks_by_axis(self) -> list[list[int]]:
+        """Return the global ranks of this rank's group along each axis, in ascending order."""
+        universe = self._universe
+        if universe.position is None:
+            return []
+        return [
+            sorted(RankGroups(axis, universe.rank_map).ranks_of(universe.position))
+            for axis in self._description.layout
+        ]
 
     def _may_be_of(self, world: World | None) -> bool:
         # In torch's caches, a mesh of this world must not find an entry of a mesh of an earlier
@@ -1217,14 +1294,19 @@ class DeviceMesh(StockDeviceMesh):
             key = *key, self._universe.rank, self._names_of_groups
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
-    @computed
+    @property
     def _compile_guard(self) -> tuple[object, ...]:
         """Values that must stay equal for a compiled graph to be reused: those that `==` compares.
 
-        They include the world, and how many of its universes had ended, because a graph refers to
-        its process groups by name. They are short, whereas torch's guard compares the tuple of all
-        ranks at every call.
+        They include the world, how many of its universes had ended, and how many of its groups the
+        program has destroyed, because a graph refers to its process groups by name. They are
+        short, whereas torch's guard compares the tuple of all ranks at every call.
         """
+        n_destroyed = self._universe.groups.n_destroyed
+        return *self._fixed_guard, n_destroyed, n_destroyed > 0 and bool(self._destroyed_axes())
+
+    @computed
+    def _fixed_guard(self) -> tuple[object, ...]:
         world, generation = self._universe.world, self._universe.generation
         return *self._stable_key(), generation, None if world is None else world.label
 
@@ -1411,7 +1493,7 @@ class DeviceMesh(StockDeviceMesh):
         self._description = self._description.with_tags(tags)
         # These may have been computed for another rank, universe or tags.
         self._forget_coordinate()
-        for computed_before in ("mesh", "_compile_guard", "_key_digests", "_layout"):
+        for computed_before in ("mesh", "_fixed_guard", "_key_digests", "_layout"):
             with contextlib.suppress(AttributeError):
                 delattr(self, computed_before)
         self._enter(universe)

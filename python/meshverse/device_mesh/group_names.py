@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
+from meshverse import _torch_compat as compat
+from meshverse.groups.registry import GroupRegistry
 from meshverse.universe.universe import Universe
 
 
@@ -20,8 +22,8 @@ class GroupNames(list[str]):
     Used for meshes with a group that is lazy or suspended or has ended; other meshes have a plain
     list. (If the default group can be reconfigured, all meshes have this one.) When a name is read
     by its index, the universe creates the group if it is lazy, or raises the error that says why it
-    cannot be used. Iterating and slicing do neither, nor do reads while torch.compile traces, which
-    could not follow them.
+    cannot be used. While torch.compile traces, a lazy group is not created either, but an error is
+    raised. Iterating and slicing do neither.
 
     Attributes:
         universe: universe of the groups. The code that creates this list sets it.
@@ -34,12 +36,32 @@ class GroupNames(list[str]):
 
     def __getitem__(self, index: Any) -> Any:
         if is_dynamo_compiling():
-            return super().__getitem__(index)
+            traced = super().__getitem__(index)
+            if isinstance(traced, str):
+                check_in_graph(traced)
+            return traced
         found = list.__getitem__(self, index)  # twice as fast as super's, but not traceable
         universe = self.universe
         if not isinstance(index, slice) and found not in universe.ready_groups:
             universe.groups.before_use(found)
         return found
+
+
+@compat.not_traced
+def check_in_graph(name: str) -> None:
+    """Check that a graph of torch.compile can use the group of this c10d name.
+
+    Raises:
+        RuntimeError: it is a lazy group that is not created yet, or cannot be used any more.
+    """
+    group = GroupRegistry.find_current(name)
+    if group is not None:
+        group.check_in_graph()
+    elif compat.find_group(name) is None:
+        raise RuntimeError(
+            f"The process group {name} of a mesh in a compiled function has ended, with its "
+            "universe or world. Make the mesh again, or call meshverse.revive() if the world ended."
+        )
 
 
 class MissingGroups(GroupNames):
@@ -60,6 +82,25 @@ class MissingGroups(GroupNames):
         if not is_dynamo_compiling() and not isinstance(index, slice):
             self._refuse()
         return super().__getitem__(index)
+
+
+def prepare_for_graph() -> None:
+    """Let a graph of torch.compile read the names of a mesh that it derives from another one.
+
+    Does nothing if torch.compile is not tracing.
+    """
+    if compat.is_dynamo_at_work():
+        compat.let_graphs_read(GroupNames, _names_in_graph)
+        compat.let_graphs_read(MissingGroups, _names_in_graph)
+
+
+def _names_in_graph(names: GroupNames) -> list[str]:
+    if isinstance(names, MissingGroups):
+        names[0]  # raises
+    found = list(names)
+    for name in found:
+        check_in_graph(name)
+    return found
 
 
 class PromisedGroups(GroupNames):

@@ -235,7 +235,7 @@ class Group:
             use.process_groups[self.name] = handle
             # At an eager first creation there is nothing to notify: no mesh has the group yet.
             if use.how is Origin.NOT_YET or was_live:
-                use.notify(is_live=True)
+                use.notify()
         compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
     def _drop_handle(self) -> None:
@@ -243,7 +243,7 @@ class Group:
         self.handle = None
         for use in self.uses.alive():
             use.process_groups.pop(self.name, None)
-            use.notify(is_live=False)
+            use.notify()
 
     def ended_handles(self) -> list[compat.ProcessGroup]:
         """Return this group's earlier c10d groups that are still referenced."""
@@ -267,6 +267,20 @@ class Group:
         if handle is None:
             raise RuntimeError(self._why_unusable())
         return handle
+
+    def check_in_graph(self) -> None:
+        """Check that a graph of torch.compile can use the group.
+
+        Raises:
+            RuntimeError: the group is not live.
+        """
+        if self.state in (State.PLANNED, State.BEING_MADE):
+            raise RuntimeError(
+                f"The {self.in_words()} is lazy and not created yet, and torch.compile cannot "
+                "create it inside a compiled function. Call mesh.universe.warm_up() on all its "
+                "ranks before the first call of that function."
+            )
+        self.live_handle()
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""
@@ -350,11 +364,11 @@ class GroupUse:
     reason: str | None = None
     requests: dict[str, int] = field(default_factory=dict)
 
-    def notify(self, *, is_live: bool) -> None:
+    def notify(self) -> None:
         """Notify the universe that the group has become live, or is no longer live."""
         owner = self.owner()
-        if owner is not None:
-            owner.note_change(is_live=is_live)
+        if owner is not None and self.name is not None:
+            owner.note_change(self.name)
 
     def count_request(self, axis_name: str) -> None:
         """Count a request for the group by an axis of this name."""

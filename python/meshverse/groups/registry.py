@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -30,6 +31,8 @@ class GroupRegistry(WorldState):
     """
 
     def __init__(self) -> None:
+        self.n_destroyed = 0  # number of groups that the program has destroyed
+        self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
         self._by_name: dict[str, Group] = {}
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
@@ -43,6 +46,12 @@ class GroupRegistry(WorldState):
     def find(self, name: str) -> Group | None:
         """Return the group of this c10d name, or None."""
         return self._by_name.get(name)
+
+    @staticmethod
+    def find_current(name: str) -> Group | None:
+        """Return the group of this c10d name in the current world, or None."""
+        world = World.current()
+        return None if world is None else world.state(GroupRegistry).find(name)
 
     def duplicates(self, *, beyond_first: bool = False) -> set[str]:
         """Return the names of groups that exist several times: equal, but in different scopes.
@@ -104,6 +113,7 @@ class GroupRegistry(WorldState):
             return  # they all end with the world: see `end`
         if group is not None:
             group.note_destroyed()
+            self.n_destroyed = next(self._counter)
             if group.borrowed:
                 self._by_name.pop(name, None)
 

@@ -162,15 +162,11 @@ class UniverseGroups:
             return ""
         return ""
 
-    def note_change(self, *, is_live: bool) -> None:
+    def note_change(self, name: str) -> None:
         """Update the meshes' lists of group names after a group became live, or ceased to be."""
         universe = self._universe()
-        may_change = self._world.may_change
-        if universe is not None and not may_change and (not is_live or self._are_all_live()):
-            universe.meshes.set_plain_names(is_live)
-
-    def _are_all_live(self) -> bool:
-        return all(use.name is None or use.name in self.process_groups for use in self)
+        if universe is not None:
+            universe.meshes.renew_names(name)
 
     def go_on(self) -> None:
         """Forget the keys that this rank wrote: they are in the store of the world that ended."""
@@ -280,6 +276,26 @@ class UniverseGroups:
         if group is None:
             return compat.find_group(name) is None
         return group.state is State.DESTROYED
+
+    @property
+    def n_destroyed(self) -> int:
+        """Number of groups of this world, of any universe, that the program has destroyed."""
+        return self._registry.n_destroyed
+
+    def can_stand_for(self, name: str, others: Sequence[str], device_type: str) -> bool:
+        """Return whether a group can be used, and has the backend that other groups have.
+
+        Args:
+            name: c10d name of the group.
+            others: c10d names of the other groups; unknown ones are ignored.
+            device_type: type of the device of the tensors.
+        """
+        group = self._registry.find(name)
+        if group is None or group.state not in (State.PLANNED, State.BEING_MADE, State.LIVE):
+            return False
+        known = [self._registry.find(other) for other in others]
+        backends = {one.request.options.backend for one in (group, *known) if one is not None}
+        return len({compat.backend_for(device_type, backend) for backend in backends}) == 1
 
     def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is not created yet, else None."""

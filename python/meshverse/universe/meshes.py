@@ -41,8 +41,8 @@ class UniverseMeshes:
         root: first mesh of the universe, the root of all meshes under its isolation tags.
         keeps_coordinates: whether meshes store this rank's coordinate. False if this process may
             get another rank.
-        has_plain_names: whether a mesh's list of group names for torch may be a plain `list`. False
-            if a use of a group has to be checked first: then it is a `GroupNames`.
+        has_plain_names: whether a mesh's list of group names for torch is a plain `list` while all
+            its groups are live. If not, it is a `GroupNames`, which checks each use of a group.
     """
 
     def __init__(self, *, keeps_coordinates: bool, has_plain_names: bool) -> None:
@@ -108,11 +108,18 @@ class UniverseMeshes:
             mesh._join(target)
             del self._interned[key]
 
-    def set_plain_names(self, is_plain: bool) -> None:
-        """Set whether group names are in plain lists, or in lists that check each use."""
-        if is_plain or self.has_plain_names:
-            self.has_plain_names = is_plain
-            for mesh in (*self, *self._others.alive()):
+    def check_all_names(self) -> None:
+        """Put all group names into lists that check each use, for good."""
+        self.has_plain_names = False
+        for mesh in (*self, *self._others.alive()):
+            mesh._renew_group_names()
+
+    def renew_names(self, name: str) -> None:
+        """Choose the kind of list again for each mesh with this group."""
+        if not self.has_plain_names:
+            return
+        for mesh in (*self, *self._others.alive()):
+            if list.__contains__(mesh._dim_group_names, name):
                 mesh._renew_group_names()
 
     def forget_coordinates(self) -> None:

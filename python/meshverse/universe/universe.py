@@ -397,7 +397,7 @@ class Universe:
         if self.world is None or (self.is_over and self.groups.is_freed):
             return
         self.groups.ended = how
-        self.meshes.set_plain_names(False)
+        self.meshes.check_all_names()
         self.world.state(WorldUniverses).note_end(self)
         self.groups.free(abort=how == "aborted")
 
