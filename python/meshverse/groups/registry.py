@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from meshverse import _torch_compat as compat
+from meshverse.locks import state_lock
 from meshverse.world.world import World, WorldState
 
 from .group import Group, GroupUse, State
@@ -33,7 +33,6 @@ class GroupRegistry(WorldState):
         self._by_name: dict[str, Group] = {}
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
-        self._lock = threading.RLock()  # protects the three above and the uses of groups
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -51,7 +50,7 @@ class GroupRegistry(WorldState):
             beyond_first: whether to leave out the first of each set of equal groups: the others are
                 what sharing would save.
         """
-        with self._lock:
+        with state_lock:
             found = [(group.content, group.name) for group in self._by_content.values()]
         names: dict[Hashable, list[str]] = {}
         for content, name in found:
@@ -69,7 +68,7 @@ class GroupRegistry(WorldState):
         request = use.request
         ranks, identity = request.my_ranks_and_identity()
         content = scope, identity, request.options.digest
-        with self._lock:
+        with state_lock:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._new_name(identity), request, self, content=content)
@@ -79,7 +78,7 @@ class GroupRegistry(WorldState):
 
     def new_name(self, request: GroupRequest) -> str:
         """Return a name for a group that all ranks create together. `acquire` does not find it."""
-        with self._lock:
+        with state_lock:
             return self._new_name(request.my_ranks_and_identity()[1])
 
     def _new_name(self, identity: str) -> str:
@@ -89,7 +88,7 @@ class GroupRegistry(WorldState):
 
     def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
         """Attach an existing c10d group to a use. The registry then finds it by its name only."""
-        with self._lock:
+        with state_lock:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
                 name = handle.group_name
@@ -109,7 +108,7 @@ class GroupRegistry(WorldState):
 
     def share(self, group: Group, use: GroupUse) -> None:
         """Attach to a use a group that belongs to another universe."""
-        with self._lock:
+        with state_lock:
             self._add_use(group, use)
 
     @staticmethod
@@ -133,7 +132,7 @@ class GroupRegistry(WorldState):
         group = use.group
         if group is None:
             return
-        with self._lock:
+        with state_lock:
             group.uses.discard(use)
             use.process_groups.pop(group.name, None)
             others = group.uses.alive()
@@ -173,7 +172,7 @@ class GroupRegistry(WorldState):
         A kept group is kept by all its members, so they all compute the same name for the next
         group with the same digest.
         """
-        with self._lock:
+        with state_lock:
             kept = [group for group in self if group.uses.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {group.content: group for group in kept if group.content}
@@ -186,6 +185,5 @@ class GroupRegistry(WorldState):
 
     def leave_to_parent(self) -> None:
         """Drop the parent's groups without destroying them, in a forked process."""
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         for group in self:
             group.leave_to_parent()

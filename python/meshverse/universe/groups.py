@@ -178,6 +178,10 @@ class UniverseGroups:
         """Forget the keys that this rank wrote: they are in the store of the world that ended."""
         self._keys_written.clear()
 
+    def leave_to_parent(self) -> None:
+        """Forget, in a forked process, what threads of the parent were creating."""
+        self._by_axis.leave_to_parent()
+
     # --- look-ups -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GroupUse]:
