@@ -1,4 +1,4 @@
-"""What Meshverse's threads wait for, recorded: the order of docs/architecture.md is checked.
+"""Record of what Meshverse's threads wait for, to check the order of docs/architecture.md.
 
 Inside `recorded()`, a thread that waits out of order fails, whether or not another thread makes a
 deadlock of it this time. So does one that calls c10d or the store while it holds the lock.
@@ -36,7 +36,7 @@ _COMPAT = {"create_by_members", "create_by_split", "create_by_all", "clone_store
 
 
 class _Record:
-    """What each thread holds; how often which was taken while which was held; what was wrong."""
+    """Record of what each thread holds, which was taken while which was held, and mistakes."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str | None, str]] = Counter()

@@ -27,12 +27,17 @@ class GroupRegistry(WorldState):
     digest. All members of a group compute the same number, whatever other groups each of them has
     created. (torch's names count all groups of a process instead. Ranks that had created other
     groups before would give the next group different names, and wait until their timeout.)
+
+    A group that became live in a call that failed is *kept*: the other members may have it too, and
+    need not call again. The next calls that request a group of these ranks and options use it, in
+    whichever scope, as long as it is live.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Group] = {}
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
+        self._kept: dict[tuple[str, str], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -86,6 +91,31 @@ class GroupRegistry(WorldState):
         self._times_named[identity] = times + 1
         return f"meshverse-{identity}-{times}"
 
+    def next_name(self, request: GroupRequest) -> str:
+        """Return the name that the next new group of these ranks and options would get."""
+        identity = request.my_ranks_and_identity()[1]
+        return f"meshverse-{identity}-{self._times_named[identity]}"
+
+    def find_kept(self, request: GroupRequest) -> Group | None:
+        """Return the kept group of these ranks and options, or None; see the class."""
+        if not self._kept:
+            return None
+        key = _content_in_all_scopes(request)
+        group = self._kept.get(key)
+        if group is None or group.state is State.LIVE:
+            return group
+        self._kept.pop(key, None)
+        return None
+
+    def keep(self, group: Group) -> None:
+        """Keep a live group for later calls; see the class."""
+        self._kept[_content_in_all_scopes(group.request)] = group
+
+    def is_live(self, name: str) -> bool:
+        """Return whether the group of this c10d name is live."""
+        group = self._by_name.get(name)
+        return group is not None and group.state is State.LIVE
+
     def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
         """Attach an existing c10d group to a use. The registry then finds it by its name only."""
         with state_lock:
@@ -121,6 +151,8 @@ class GroupRegistry(WorldState):
     def release(self, use: GroupUse, *, abort: bool = False, has_failed: bool = False) -> None:
         """Detach the group of a use. With its last owning use, the group ends; see `Group.uses`.
 
+        If the call that requested it has failed, a live group is kept instead; see the class.
+
         Args:
             use: use to which `acquire`, `add` or `share` attached a group.
             abort: as for `Group.end`.
@@ -149,6 +181,9 @@ class GroupRegistry(WorldState):
                 self._free_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
+            if has_failed and group.state is State.LIVE and not group.borrowed:
+                self.keep(group)
+                return
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
         group.end(abort=abort)
@@ -165,6 +200,7 @@ class GroupRegistry(WorldState):
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
+        self._kept.clear()
 
     def go_on(self, current: World) -> None:
         """Drop groups without live uses; number new ones after the kept ones and `current`'s.
@@ -187,3 +223,7 @@ class GroupRegistry(WorldState):
         """Drop the parent's groups without destroying them, in a forked process."""
         for group in self:
             group.leave_to_parent()
+
+
+def _content_in_all_scopes(request: GroupRequest) -> tuple[str, str]:
+    return request.my_ranks_and_identity()[1], request.options.digest

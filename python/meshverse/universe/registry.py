@@ -12,6 +12,7 @@ from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 if TYPE_CHECKING:
+    from .groups import UniverseGroups
     from .universe import Universe
 
 
@@ -39,6 +40,11 @@ class WorldUniverses(WorldState):
             if not (universe.groups.is_kept or universe.is_over):
                 universe.groups.is_kept = True
                 self.kept.append(universe)
+
+    def drop(self, groups: UniverseGroups) -> None:
+        """Undo `keep` for a universe that its caller never gets, as the call has failed."""
+        with state_lock:
+            self.kept = [universe for universe in self.kept if universe.groups is not groups]
 
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
