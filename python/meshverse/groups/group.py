@@ -280,6 +280,12 @@ class Group:
         """Whether the group is destroyed or ended."""
         return self.state in (State.DESTROYED, State.ENDED)
 
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """Whether other members may have the group too, which this process has and created."""
+        is_alone = self.request.axis.size == 1
+        return self.state is State.LIVE and not (self.borrowed or is_alone)
+
     def live_handle(self) -> compat.ProcessGroup:
         """Return c10d's group.
 

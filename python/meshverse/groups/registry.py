@@ -181,7 +181,7 @@ class GroupRegistry(WorldState):
                 self._free_name(group.name)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
-            if has_failed and group.state is State.LIVE and not group.borrowed:
+            if has_failed and group.may_be_elsewhere:
                 self.keep(group)
                 return
             if self._by_name.get(group.name) is group:
