@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
-from helpers.turns import say_when_compared, wait_for_comparison
+from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
@@ -360,3 +361,34 @@ def test_one_that_got_a_group_and_was_interrupted_keeps_it(
     error = "KeyboardInterrupt" if number == signal.SIGINT else "_Stop"
     assert first == [error, "no error"]
     assert others == [["no error"] * (2 if others_too else 1)] * 3
+
+
+def _aborted_by_a_handler() -> tuple[str, int]:
+    """Rank 0 waits for rank 1 in a group that its handler then aborts; rank 1 makes it too late."""
+    mesh = init_device_mesh(
+        "cpu", (2,), mesh_dim_names=("dp",), lazy=True, isolate="a", timeout=timedelta(minutes=5)
+    )
+    store, outcome, rank = World.current().store, "no error", dist.get_rank()
+    usual = signal.signal(signal.SIGUSR1, lambda *_: mesh.abort())
+    store.set(f"process of {rank}", str(os.getpid()))
+    if rank == 1:
+        wait_until_they_wait(0)
+        os.kill(int(store.get("process of 0")), signal.SIGUSR1)
+        store.wait(["rank 0 has left"])
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            mesh.get_group("dp")
+        outcome = str(caught.value)
+        store.set("rank 0 has left", "")
+    signal.signal(signal.SIGUSR1, usual)
+    dist.barrier()
+    mesh.abort()
+    again = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="a")
+    return outcome, sum(reached_by(again.get_group("dp")))
+
+
+def test_a_handler_ends_a_group_that_its_rank_waits_for(crew: Crew) -> None:
+    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2, timeout=120)
+    assert "could not create the process group of axis 'dp'" in outcome
+    assert "was destroyed" in outcome
+    assert (reached, other) == (2, ("no error", 2))

@@ -240,6 +240,11 @@ def _join(
     world.run.add_user(group.name)
     calls = world.state(ComparedCalls)
     label = f"the process group of axis {group.request.axis_name!r}"
+
+    def check() -> None:
+        group.check_wanted()  # a signal handler or another thread may have ended it
+        calls.check(store)
+
     rendezvous = world.state(Rendezvous)
     try:
         return rendezvous.join(
@@ -248,7 +253,7 @@ def _join(
             label,
             ranks,
             group.request.options.timeout,
-            check=lambda: calls.check(store),
+            check=check,
             has_group=has_group,
         ).attempt
     except RanksDifferError:

@@ -143,8 +143,7 @@ class Group:
             finally:
                 if self.state is State.BEING_MADE:  # `_settle` was interrupted
                     self._settle(None)
-        if self.state is State.ENDED:
-            raise RuntimeError(self._why_unusable())
+        self.check_wanted()
         return True
 
     def _settle(self, handle: compat.ProcessGroup | None) -> None:
@@ -162,6 +161,8 @@ class Group:
             state_changed.notify_all()
         if not is_wanted:  # ended by another thread, a signal handler or the world
             compat.end_group(self.name, abort=False)
+            if (registry := self._registry()) is not None:
+                registry.free_name_of(self)
 
     def suspend(self) -> bool:
         """Suspend the group, which frees device memory; return False if it was suspended already.
@@ -296,6 +297,11 @@ class Group:
         if handle is None:
             raise RuntimeError(self._why_unusable())
         return handle
+
+    def check_wanted(self) -> None:
+        """Raise RuntimeError if the group was ended while it is being created."""
+        if self.state is State.ENDED:
+            raise RuntimeError(self._why_unusable())
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""

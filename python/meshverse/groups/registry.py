@@ -171,14 +171,8 @@ class GroupRegistry(WorldState):
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            # Free the name of a group that no member has created, so that all members give the next
-            # one the same name. With a backend that waits for all members, another member has
-            # created this group only if all have joined its rendezvous. With one that does not
-            # wait, another member may have created it at any time, so the name stays used, except
-            # after a failed call, which may be repeated.
-            waits = compat.creation_blocks(group.request.options.backend)
-            if group.state is State.PLANNED and (has_failed or waits) and not group.have_all_joined:
-                self._free_name(group.name)
+            if group.state is State.PLANNED:
+                self.free_name_of(group, has_failed=has_failed)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
             if has_failed and group.may_be_elsewhere:
@@ -188,10 +182,25 @@ class GroupRegistry(WorldState):
                 del self._by_name[group.name]
         group.end(abort=abort)
 
-    def _free_name(self, name: str) -> None:
-        identity, _, times = name.removeprefix("meshverse-").rpartition("-")
-        if self._times_named[identity] == int(times) + 1:
-            self._times_named[identity] = int(times)
+    def free_name_of(self, group: Group, *, has_failed: bool = False) -> None:
+        """Free the name of a group that no member has created, so that the next one gets it.
+
+        All members must give the next group the same name. With a backend that waits for all
+        members, another member has created this group only if all have joined its rendezvous. With
+        one that does not wait, another member may have created it at any time, so the name stays
+        used, except after a failed call, which may be repeated.
+
+        Args:
+            group: group that is released, and not created here.
+            has_failed: whether the call that requested it failed on this rank.
+        """
+        waits = compat.creation_blocks(group.request.options.backend)
+        if group.have_all_joined or not (has_failed or waits):
+            return
+        identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
+        with state_lock:
+            if self._times_named[identity] == int(times) + 1:
+                self._times_named[identity] = int(times)
 
     # --- the end of the world -------------------------------------------------------------------
 
