@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -43,6 +44,9 @@ struct GroupKeyHash {
 // a wait for another thread, and is destroyed after the cache's lock is released: it can release a
 // lock that the other thread needs. If its `may_give_up()` returns true, its `give_up_if_asked()`
 // is called every kLookAround, without the cache's lock; an exception from it ends the wait.
+//
+// Forks: `leave_to_parent` makes the copy of a cache in a forked process usable. It relies on what
+// Python's lock gives: at a fork, other threads are at most inside a wait.
 template <class Entry, class WhileWaiting>
 class GroupCache {
  public:
@@ -63,27 +67,27 @@ class GroupCache {
       std::shared_ptr<Slot> slot;
       bool mine = false;
       {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const std::lock_guard<std::mutex> lock(waits_->mutex);
         mine = slots_.find(key) == slots_.end();
         if (mine) slots_[key] = std::make_shared<Slot>(key);
         slot = slots_[key];
         if (slot->state == State::kReady) return slot->entry;
       }
       if (mine) return fill(slot, std::forward<Make>(make));
-      wait_for(*slot);
+      wait_for(slot);
     }
   }
 
   // The entry of `key`; Entry() if there is none yet.
   Entry get(const GroupKey& key) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     const auto found = slots_.find(key);
     return found == slots_.end() ? Entry() : found->second->entry;
   }
 
   // Every entry, in order of creation.
   std::vector<Item> items() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     std::vector<Item> items;
     items.reserve(created_.size());
     for (const auto& slot : created_) items.push_back({slot->key, slot->entry});
@@ -93,7 +97,7 @@ class GroupCache {
   // Calls visit(key, entry) for every entry, under the lock: it must neither block nor call back.
   template <class Visit>
   void visit_items(Visit&& visit) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     for (const auto& slot : created_) visit(slot->key, slot->entry);
   }
 
@@ -101,7 +105,7 @@ class GroupCache {
   static constexpr long kCopiesOfKey = 2;
 
   std::size_t size() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     return created_.size();
   }
 
@@ -111,7 +115,7 @@ class GroupCache {
   template <class IsWanted>
   bool remove(const GroupKey& key, IsWanted&& is_wanted) {
     std::shared_ptr<Slot> slot;  // destroyed after the lock is released, as in clear()
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     const auto found = slots_.find(key);
     if (found == slots_.end() || found->second->state != State::kReady) return false;
     if (!is_wanted(found->second->entry)) return false;
@@ -128,9 +132,25 @@ class GroupCache {
     // foreign code, which may call this cache.
     Slots slots;
     std::vector<std::shared_ptr<Slot>> created;
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     slots.swap(slots_);
     created.swap(created_);
+  }
+
+  // Call this in a forked process, in which other threads do not exist, before anything else.
+  // Drops the entries that they were creating. One that this thread is creating is returned to it,
+  // but not kept.
+  void leave_to_parent() {
+    // Never destroyed if a thread of the parent waits, as that thread has a reference to it.
+    waits_ = std::make_shared<Waits>();
+    std::vector<std::shared_ptr<Slot>> dropped;  // destroyed last, as that may run foreign code
+    for (auto entry = slots_.begin(); entry != slots_.end();) {
+      const std::shared_ptr<Slot> slot = entry->second;
+      entry = slot->state == State::kReady ? std::next(entry) : slots_.erase(entry);
+      if (slot->state == State::kReady) continue;
+      slot->state = State::kFailed;
+      dropped.push_back(slot);
+    }
   }
 
  private:
@@ -161,7 +181,7 @@ class GroupCache {
   }
 
   void settle(const std::shared_ptr<Slot>& slot, State state, const Entry& entry) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waits_->mutex);
     const auto found = slots_.find(slot->key);
     const bool still_wanted = found != slots_.end() && found->second == slot;
     if (state == State::kReady) {
@@ -171,54 +191,44 @@ class GroupCache {
       slots_.erase(found);
     }
     slot->state = state;
-    settled_.notify_all();
+    waits_->settled.notify_all();
   }
 
+  // All that a thread touches while it waits. It refers to it meanwhile.
+  struct Waits {
+    std::mutex mutex;  // protects all members of the cache, and the state and entry of every slot
+    std::condition_variable settled;
+    std::unordered_map<std::thread::id, const Slot*> waiting_for;
+  };
+
   // Records the slot that this thread waits for. Created and destroyed under the cache's lock.
-  // Waits can nest, as give_up_if_asked() may run code that waits for another slot.
   class Waiting {
    public:
-    Waiting(GroupCache& cache, const Slot& slot)
-        : cache_(cache), outer_(std::exchange(noted(), &slot)) {}
-    ~Waiting() {
-      if (outer_) {
-        noted() = outer_;
-      } else {
-        cache_.waiting_for_.erase(std::this_thread::get_id());
-      }
+    Waiting(Waits& waits, const Slot& slot) : waits_(waits) {
+      waits_.waiting_for[std::this_thread::get_id()] = &slot;
     }
+    ~Waiting() { waits_.waiting_for.erase(std::this_thread::get_id()); }
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
 
    private:
-    const Slot*& noted() { return cache_.waiting_for_[std::this_thread::get_id()]; }
-
-    GroupCache& cache_;
-    const Slot* const outer_;  // slot of the outer wait; null if there is none
-  };
-
-  // Releases a lock for the life of this object.
-  class Unlocked {
-   public:
-    explicit Unlocked(std::unique_lock<std::mutex>& lock) : lock_(lock) { lock_.unlock(); }
-    ~Unlocked() { lock_.lock(); }
-    Unlocked(const Unlocked&) = delete;
-    Unlocked& operator=(const Unlocked&) = delete;
-
-   private:
-    std::unique_lock<std::mutex>& lock_;
+    Waits& waits_;
   };
 
   // Returns when `slot` is no longer being created.
-  void wait_for(const Slot& slot) {
+  void wait_for(const std::shared_ptr<Slot>& slot) {
     const WhileWaiting while_waiting;
-    std::unique_lock<std::mutex> lock(mutex_);
-    refuse_endless_wait(slot);
-    const Waiting waiting(*this, slot);
-    const auto is_settled = [&] { return slot.state != State::kMaking; };
-    if (!while_waiting.may_give_up()) return settled_.wait(lock, is_settled);
-    while (!settled_.wait_for(lock, kLookAround, is_settled)) {
-      const Unlocked unlocked(lock);
+    const auto is_settled = [&] { return slot->state != State::kMaking; };
+    while (true) {
+      {
+        const std::shared_ptr<Waits> waits = waits_;
+        std::unique_lock<std::mutex> lock(waits->mutex);
+        refuse_endless_wait(*slot);
+        const Waiting waiting(*waits, *slot);
+        if (!while_waiting.may_give_up()) return waits->settled.wait(lock, is_settled);
+        if (waits->settled.wait_for(lock, kLookAround, is_settled)) return;
+      }
+      // It may run code that waits for other slots, or that forks: so nothing is held or recorded.
       while_waiting.give_up_if_asked();
     }
   }
@@ -233,16 +243,14 @@ class GroupCache {
             " was asked for while this thread is making it (or a group that another thread needs "
             "first): make() must not ask the cache for the entry it is to return");
       }
-      const auto waits = waiting_for_.find(next->maker);
-      next = waits == waiting_for_.end() ? nullptr : waits->second;
+      const auto waits = waits_->waiting_for.find(next->maker);
+      next = waits == waits_->waiting_for.end() ? nullptr : waits->second;
     }
   }
 
-  mutable std::mutex mutex_;  // protects all members below, and the state and entry of every slot
-  std::condition_variable settled_;
+  std::shared_ptr<Waits> waits_ = std::make_shared<Waits>();
   Slots slots_;
   std::vector<std::shared_ptr<Slot>> created_;  // ready slots, in order of creation
-  std::unordered_map<std::thread::id, const Slot*> waiting_for_;
 };
 
 }  // namespace meshverse

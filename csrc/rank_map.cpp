@@ -97,7 +97,9 @@ class RankMapTable {
     if (found != maps_.end() && found->second.expired()) maps_.erase(found);
   }
 
-  std::mutex mutex_;  // protects maps_
+  // Protects maps_. At a fork from Python, no other thread holds it: whoever does is attached to
+  // the interpreter, and runs no Python code meanwhile.
+  std::mutex mutex_;
   std::unordered_map<Fingerprint, std::weak_ptr<RankMap>, FingerprintHash> maps_;
 };
 

@@ -224,6 +224,7 @@ True
 }  // namespace
 
 void bind_options_key(py::module_& module) {
+  find_python_types();
   module.attr("OptionsKey") = create_options_key();
 
   module.def(

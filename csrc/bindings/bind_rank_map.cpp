@@ -115,6 +115,7 @@ py::tuple reduce(const RankMap::Ptr& self) {
 }  // namespace
 
 void bind_rank_map(py::module_& module) {
+  RankMap::identity(1);  // creates the table of maps: no fork can come in the middle of that
   bind_rank_array(module);
   py::class_<RankMap, RankMap::Ptr> rank_map(module, "RankMap", py::is_final(), plain_class(),
                                              R"(An immutable map from position to global rank.

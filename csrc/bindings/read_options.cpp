@@ -470,4 +470,6 @@ std::int64_t to_microseconds(py::handle timedelta) {
   return checked_add(day, rest, "a timeout");
 }
 
+void find_python_types() { python_types(); }
+
 }  // namespace meshverse::bindings

@@ -43,4 +43,8 @@ py::object fresh_like(const py::object& options);
 
 std::int64_t to_microseconds(py::handle timedelta);
 
+// Call this once before the functions above. It may release Python's lock, so at first use a fork
+// in another thread could leave it half done in the child.
+void find_python_types();
+
 }  // namespace meshverse::bindings

@@ -13,7 +13,9 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -400,6 +402,46 @@ void cache_lets_a_wait_be_given_up() {
   CHECK(*cache.get_or_create(group_key(2, "gloo"), must_not_make) == 11);
 }
 
+// A forked process drops what other threads were creating, and hangs neither on the lock nor on the
+// condition that they were using.
+void cache_can_be_left_to_a_parent_process() {
+  auto cache = std::make_unique<Cache>();
+  std::atomic<bool> begun{false};
+  std::atomic<bool> may_end{false};
+  const auto make = [](int value) { return std::make_shared<int>(value); };
+  cache->get_or_create(group_key(3, "gloo"), [&] { return make(10); });
+  std::thread maker([&] {
+    cache->get_or_create(group_key(2, "gloo"), [&] {
+      begun = true;
+      while (!may_end) std::this_thread::yield();
+      return make(1);
+    });
+  });
+  while (!begun) std::this_thread::yield();
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 2; ++i) {
+    waiters.emplace_back(
+        [&] { CHECK(*cache->get_or_create(group_key(2, "gloo"), [&] { return make(2); }) == 1); });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // they wait by now, as a rule
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);  // ends a hang
+    cache->leave_to_parent();
+    const bool has_old =
+        *cache->get_or_create(group_key(3, "gloo"), [&] { return make(11); }) == 10;
+    const bool has_new = *cache->get_or_create(group_key(2, "gloo"), [&] { return make(3); }) == 3;
+    const bool has_both = cache->size() == 2;
+    cache.reset();
+    _exit(has_old && has_new && has_both ? 0 : 1);
+  }
+  may_end = true;
+  maker.join();
+  for (std::thread& waiter : waiters) waiter.join();
+  int status = 1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 // differing_fields() has every field that differs, and no other.
 void differing_fields_tell_options_apart() {
   const OptionFields defaults{{"a", std::int64_t{1}}, {"b", std::string("x")}};
@@ -430,6 +472,7 @@ int main() {
   cache_computes_once();
   cache_refuses_endless_waits();
   cache_lets_a_wait_be_given_up();
+  cache_can_be_left_to_a_parent_process();
   differing_fields_tell_options_apart();
   std::puts("all laws hold");
 }

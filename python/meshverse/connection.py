@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from meshverse import _torch_compat as compat
+from meshverse.locks import Claim
 from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
 from meshverse.world.world import World
@@ -310,7 +310,7 @@ class Connection:
         timeout: timedelta,
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
-        self._in_use = threading.Lock()
+        self._in_use = Claim()
         self._group: compat.ProcessGroup | None = None
         try:
             with compat.untraced():
@@ -391,7 +391,7 @@ class Connection:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Reserve the connection for one transfer; RuntimeError if another one is running."""
-        if not self._in_use.acquire(blocking=False):
+        if not self._in_use.take():
             raise RuntimeError(
                 f"Another transfer is running over the connection {self.name!r}. Wait for it; or, "
                 "to run both at once, connect again under another name."
@@ -399,7 +399,7 @@ class Connection:
         try:
             yield
         finally:
-            self._in_use.release()
+            self._in_use.give_back()
 
     def close(self) -> None:
         """End the process group in this process, which then needs the connection no more.

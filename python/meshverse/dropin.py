@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -20,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from . import _torch_compat as compat
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
+from .locks import state_lock
 from .saved_mesh.stock_pickles import take_in
 from .universe.groups import share_world_wide
 
-_lock = threading.Lock()  # protects `_installed` and `_open_blocks`
 _installed = False  # whether install() is in force
 _open_blocks = 0  # number of open blocks of installed()
 
@@ -103,7 +102,7 @@ def install(share: Literal["mesh", "world"] = "mesh") -> None:
     if share not in ("mesh", "world"):
         raise ValueError(f"install(share={share!r}): pass 'mesh' or 'world'.")
     global _installed
-    with _lock:
+    with state_lock:
         _installed = True
         share_world_wide(share == "world")
         _update_hooks()
@@ -119,7 +118,7 @@ def uninstall() -> None:
     `installed()` that are open stay in force until they end.
     """
     global _installed
-    with _lock:
+    with state_lock:
         _installed = False
         share_world_wide(False)
         _update_hooks()
@@ -132,12 +131,12 @@ def installed() -> Iterator[None]:
     Blocks may nest and overlap.
     """
     global _open_blocks
-    with _lock:
+    with state_lock:
         _open_blocks += 1
         _update_hooks()
     try:
         yield
     finally:
-        with _lock:
+        with state_lock:
             _open_blocks -= 1
             _update_hooks()

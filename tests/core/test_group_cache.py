@@ -447,3 +447,71 @@ def test_python_ends_while_a_thread_makes_an_entry():
         timeout=SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_makes_what_a_thread_of_its_parent_was_making():
+    cache, begun, go_on = GroupCache(), threading.Event(), threading.Event()
+    old = cache.get_or_create(OTHER_AXIS, GLOO, Entry)
+    answers = []
+
+    def make():
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return "the parent's"
+
+    def ask():
+        answers.append(cache.get_or_create(AXIS, GLOO, make))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(SECONDS)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a hang
+        cache.leave_to_parent()
+        kept = cache.get_or_create(OTHER_AXIS, GLOO, fail) is old
+        made = cache.get_or_create(AXIS, GLOO, lambda: "the child's") == "the child's"
+        os._exit(0 if kept and made and len(cache) == 2 else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    go_on.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert status == 0
+    assert answers == ["the parent's"] * 4
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_in_a_handler_of_what_waits_goes_on_in_the_child():
+    """The main thread waits for an entry; its handler forks, and the child makes the entry."""
+    cache, begun, go_on = GroupCache(), threading.Event(), threading.Event()
+    children = []
+
+    def make():
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return "the parent's"
+
+    def handle(number, frame):
+        children.append(os.fork())
+        if children == [0]:
+            signal.alarm(60)  # ends a hang
+            cache.leave_to_parent()
+        else:
+            go_on.set()
+
+    usual = signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=lambda: cache.get_or_create(AXIS, GLOO, make), daemon=True)
+    thread.start()
+    assert begun.wait(SECONDS)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()  # it waits, as a rule
+    try:
+        made = cache.get_or_create(AXIS, GLOO, lambda: "the child's")
+    finally:
+        if children == [0]:
+            os._exit(0 if made == "the child's" else 1)
+        signal.signal(signal.SIGUSR1, usual)
+    assert made == "the parent's"
+    thread.join(SECONDS)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
-from helpers.turns import say_when_compared, wait_for_comparison
+from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
+from meshverse.device_mesh import device_mesh
+from meshverse.universe.registry import universes_here
 from meshverse.world.world import World
 
 
-def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
-    timeout = timedelta(seconds=1.5)
+def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2), seconds: float = 1.5) -> DeviceMesh:
+    timeout = timedelta(seconds=seconds)
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"), lazy=lazy, timeout=timeout)
 
 
@@ -98,28 +101,36 @@ def test_members_can_try_again_after_one_was_interrupted(
 
 
 def _fails_on_one(lazy: bool) -> list[str]:
-    """Rank 2 alone cannot connect a group that its other member gets; then all try again."""
-    seen, mesh = [], _mesh(lazy=True) if lazy else None
-    create = compat.create_by_members
+    """Rank 2 alone cannot connect a group that rank 3 gets; then all try again."""
+    seen, mesh = [], _mesh(lazy=True, seconds=60) if lazy else None
+    create, rank, store = compat.create_by_members, dist.get_rank(), World.current().store
 
-    def lose(*arguments: Any, **named: Any) -> None:
-        create(*arguments, **named)
-        compat.end_group(named["name"], abort=False)
-        raise dist.DistNetworkError("connection reset by peer")
+    def create_together(*arguments: Any, **named: Any) -> Any:
+        group = create(*arguments, **named)
+        if dist.get_process_group_ranks(group) == [2, 3]:
+            # Before one ends its half: the other may be connecting to it still.
+            store.set(f"{rank} has created it", "")
+            store.wait([f"{other} has created it" for other in (2, 3)])
+            if rank == 2:
+                compat.end_group(named["name"], abort=False)
+                raise dist.DistNetworkError("connection reset by peer")
+        return group
 
     for is_first in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            if is_first and dist.get_rank() == 2:
-                patch.setattr(compat, "create_by_members", lose)
+            if is_first:
+                patch.setattr(compat, "create_by_members", create_together)
             try:
-                mesh = mesh if lazy and is_first else _mesh(lazy=lazy)
-                mesh.get_group("dp")
+                mesh = mesh if lazy and is_first else _mesh(lazy=lazy, seconds=60)
+                mesh.get_group("tp")
                 seen.append("no error")
             except RuntimeError as error:
                 seen.append(type(error).__name__)
+        dist.barrier()
         if lazy and is_first:
             mesh.universe.destroy()
-        dist.barrier()
+    assert reached_by(mesh.get_group("tp")) == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
+    assert reached_by(mesh.get_group("dp")) == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
     return seen
 
 
@@ -127,8 +138,7 @@ def _fails_on_one(lazy: bool) -> list[str]:
 def test_members_can_try_again_after_only_some_got_the_group(crew: Crew, lazy: bool) -> None:
     for rank, (first, again) in enumerate(crew.run(_fails_on_one, 4, lazy)):
         assert again == "no error"
-        if rank in (0, 2):
-            assert first == ("no error" if rank == 0 else "DistNetworkError")
+        assert first == ("DistNetworkError" if rank == 2 else "no error")
 
 
 @pytest.fixture
@@ -263,3 +273,122 @@ def test_one_that_was_interrupted_gets_the_mismatch_at_its_next_call(crew: Crew)
     first, *others = crew.run(_interrupted_before_ranks_differ, 4)
     assert first == ["KeyboardInterrupt", *["RanksDifferError"] * 2]
     assert others == [["RanksDifferError"] * 3] * 3
+
+
+class _Stop(BaseException):
+    """Exception of a signal handler."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stop
+
+
+_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGUSR1: _stop}
+_GROUPS = {"its first group": "dp", "its last group": "tp"}
+
+
+def _tries_again_alone(number: signal.Signals, place: str, others_too: bool) -> list[str]:
+    """Rank 0 gets a group or the whole mesh, and is interrupted; then it alone tries again."""
+    usual = signal.signal(number, _HANDLERS[number])
+    rank, seen, mesh, connected = dist.get_rank(), [], None, list[str]()
+
+    class InterruptsOnce(dist.ProcessGroupGloo):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            connected.append("dp" if not connected else "tp")
+            if connected[-1] == _GROUPS.get(place):
+                signal.raise_signal(number)
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(number)
+
+    for is_first in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_first and rank == 0 and place in _GROUPS:
+                patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", InterruptsOnce)
+            elif is_first and rank == 0:
+                patch.setattr(device_mesh, "register_root", interrupted)
+            try:
+                if mesh is None or others_too:
+                    mesh = _mesh(lazy=False, seconds=60)
+                    seen.append("no error")
+            except (KeyboardInterrupt, _Stop) as error:
+                seen.append(type(error).__name__)
+    signal.signal(number, usual)
+    assert _reached(mesh) == _reached_by_rank(rank)
+    for _ in range(2):  # each in a universe of its own
+        assert _reached(_mesh(lazy=False, seconds=60)) == _reached_by_rank(rank)
+    dist.barrier()
+    for universe in universes_here():
+        universe.destroy()
+    dist.barrier()
+    assert len(live_groups()) == 1
+    for _ in range(2):
+        assert _reached(_mesh(lazy=False, seconds=60)) == _reached_by_rank(rank)
+    return seen
+
+
+def _reached(mesh: DeviceMesh) -> list[list[int]]:
+    return [reached_by(mesh.get_group(axis)) for axis in ("dp", "tp")]
+
+
+def _reached_by_rank(rank: int) -> list[list[int]]:
+    dp = [1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1]
+    return [dp, [1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "others_too"),
+    [
+        (signal.SIGUSR1, "its last group", False),
+        (signal.SIGINT, "the mesh", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (signal.SIGINT, "its first group", False),  # the others wait for it meanwhile
+                (signal.SIGINT, "its last group", False),
+                (signal.SIGUSR1, "its last group", True),
+                (signal.SIGUSR1, "the mesh", False),
+            )
+        ),
+    ],
+)
+def test_one_that_got_a_group_and_was_interrupted_keeps_it(
+    crew: Crew, number: signal.Signals, place: str, others_too: bool
+) -> None:
+    """Whether it tries again alone, as the others have their meshes, or all of them do."""
+    first, *others = crew.run(_tries_again_alone, 4, number, place, others_too)
+    error = "KeyboardInterrupt" if number == signal.SIGINT else "_Stop"
+    assert first == [error, "no error"]
+    assert others == [["no error"] * (2 if others_too else 1)] * 3
+
+
+def _aborted_by_a_handler() -> tuple[str, int]:
+    """Rank 0 waits for rank 1 in a group that its handler then aborts; rank 1 makes it too late."""
+    mesh = init_device_mesh(
+        "cpu", (2,), mesh_dim_names=("dp",), lazy=True, isolate="a", timeout=timedelta(minutes=5)
+    )
+    store, outcome, rank = World.current().store, "no error", dist.get_rank()
+    usual = signal.signal(signal.SIGUSR1, lambda *_: mesh.abort())
+    store.set(f"process of {rank}", str(os.getpid()))
+    if rank == 1:
+        wait_until_they_wait(0)
+        os.kill(int(store.get("process of 0")), signal.SIGUSR1)
+        store.wait(["rank 0 has left"])
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            mesh.get_group("dp")
+        outcome = str(caught.value)
+        store.set("rank 0 has left", "")
+    signal.signal(signal.SIGUSR1, usual)
+    dist.barrier()
+    mesh.abort()
+    again = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="a")
+    return outcome, sum(reached_by(again.get_group("dp")))
+
+
+def test_a_handler_ends_a_group_that_its_rank_waits_for(crew: Crew) -> None:
+    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2, timeout=120)
+    assert "could not create the process group of axis 'dp'" in outcome
+    assert "was destroyed" in outcome
+    assert (reached, other) == (2, ("no error", 2))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.lock_order import MAKES_GROUP, STATE_LOCK, recorded
 from helpers.turns import wait_until
 from helpers.worlds import group_names
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
@@ -130,6 +131,22 @@ def _many_groups_in_two_threads() -> int:
 
 def test_threads_that_make_gloo_groups_do_not_keep_the_store_from_each_other(crew: Crew) -> None:
     assert crew.run(_many_groups_in_two_threads, 2) == [60, 60]
+
+
+def _in_order(program: Callable[[], object]) -> int:
+    with recorded() as seen:
+        program()
+    return seen[MAKES_GROUP, STATE_LOCK]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [_roots_under_tags, pytest.param(_many_groups_in_two_threads, marks=pytest.mark.long)],
+)
+def test_threads_on_ranks_wait_in_the_order_of_the_documentation(
+    crew: Crew, program: Callable[[], object]
+) -> None:
+    assert min(crew.run(_in_order, 2 if program is _many_groups_in_two_threads else 4, program)) > 0
 
 
 def _world_ends_while_a_thread_waits(folder: str) -> list[str]:

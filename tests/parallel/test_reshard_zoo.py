@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ import meshverse
 from helpers.crew import Crew
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import Reshard
+from meshverse.parallel.reshard.exchange import Exchange
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -248,6 +250,61 @@ def _in_threads() -> None:
 
 def test_moves_in_threads(crew: Crew) -> None:
     crew.run(_in_threads, 2, timeout=300)
+
+
+def _in_the_middle_of_a_run() -> tuple[list[str], int]:
+    """A handler that runs the same move, and a fork while a thread runs it."""
+    source, target, expected = _sides()
+    move, seen, find_change = Reshard(source, target), list[str](), Exchange.find_change
+
+    def run_again(*_: object) -> None:
+        try:
+            move()
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    def fork_and_run(statuses: list[int]) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a hang
+            run_again()
+            os._exit(7 if "cannot run in a fork" in str(seen) else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    usual, statuses = signal.signal(signal.SIGUSR1, run_again), list[int]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def interrupted(exchange: Exchange) -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        return find_change(exchange)
+
+    def pause(exchange: Exchange) -> str:
+        begun.set()
+        assert go_on.wait(200)
+        return find_change(exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "find_change", interrupted)
+        move()
+        patch.setattr(Exchange, "find_change", pause)
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert begun.wait(200)
+        fork_and_run(statuses)
+        go_on.set()
+        thread.join(200)
+    signal.signal(signal.SIGUSR1, usual)
+    assert "2 runs" in repr(move)
+    assert torch.equal(target["w"].to_local(), expected)
+    return seen, statuses[0]
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_handler_or_a_fork_in_the_middle_of_a_move_raises(crew: Crew) -> None:
+    for seen, status in crew.run(_in_the_middle_of_a_run, 2, timeout=300):
+        assert len(seen) == 1
+        assert "still under way" in seen[0]
+        assert status == 7
 
 
 # --- meshes and wrappers --------------------------------------------------------------------------

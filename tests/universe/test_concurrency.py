@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import meshverse
+from helpers.lock_order import CREATES_ENTRY, MAKES_GROUP, STATE_LOCK, recorded
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
@@ -232,6 +233,32 @@ def test_a_part_may_be_made_in_the_middle_of_making_a_group(
         monkeypatch.setattr(universe_groups, "create_by_members", interrupted)
         flat = mesh["dp", "tp"].flatten("slow")
         assert [flat.get_group().size(), parts[0].get_group().size()] == [4, 3]
+
+
+def test_threads_wait_in_the_order_of_the_documentation(uninstalled_afterwards: None) -> None:
+    with fake_world(32, 21), switching_often(), recorded() as seen:
+        mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES)
+        _at_once(lambda number: _change_and_read(mesh.universe, number, 5))
+        _at_once(lambda number: _derive(mesh, number))
+        lazy = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=_NAMES, lazy=True, isolate="lazy")
+        _at_once(lambda number: lazy.get_group("tp"))
+        _at_once(lambda number: lazy.universe.destroy())
+        meshverse.install(share="world")
+
+        def make_and_end(number: int) -> None:
+            for _ in range(3):
+                init_device_mesh("cpu", (4, 8), mesh_dim_names=("dp", "tp")).universe.destroy()
+
+        _at_once(make_and_end)
+        mesh.abort()
+    assert set(seen) == {
+        (None, CREATES_ENTRY),
+        (None, MAKES_GROUP),
+        (None, STATE_LOCK),
+        (CREATES_ENTRY, MAKES_GROUP),
+        (CREATES_ENTRY, STATE_LOCK),
+        (MAKES_GROUP, STATE_LOCK),
+    }
 
 
 @pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="Python before 3.13")

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from .mismatch import ComparedCalls, Description, RanksDifferError, check_by_default
 from .program_line import program_line
-from .rendezvous import Rendezvous
+from .rendezvous import KeptError, Rendezvous
 
 __all__ = [
     "ComparedCalls",
     "Description",
+    "KeptError",
     "RanksDifferError",
     "Rendezvous",
     "check_by_default",

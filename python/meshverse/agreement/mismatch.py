@@ -226,6 +226,12 @@ class ComparedCalls(WorldState):
         calls.n_universes += 1
         return calls.n_universes - 1
 
+    def take_back_number(self, ranks: str, number: int) -> None:
+        """Let the next universe over these ranks have this number, if it was the last one."""
+        calls = self._of(ranks)
+        if calls.n_universes == number + 1:
+            calls.n_universes = number
+
     def _of(self, ranks: str) -> _Calls:
         known = self._by_ranks.get(ranks)
         return known or self._by_ranks.setdefault(ranks, _Calls())

@@ -10,6 +10,11 @@ which never changes: the first that is written. A member that times out, is inte
 deadlock (see `deadlock`) writes a failure as the outcome, and all members that have joined the
 attempt get it. A member that joins later continues with the next attempt; if members contribute
 strings, it gets the failure too.
+
+A member may have got the group in a call that failed all the same, for example because of a Ctrl-C
+right after. It calls again, and cannot know whether the others will. So it goes on with the group
+that it has, without waiting, and writes this as the outcome of the rendezvous for the next group
+like it. If others call again, they go on with that group too.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from .program_line import program_line
 _log = logging.getLogger(__name__)
 
 _ALL_JOINED = "all joined"  # begins the outcome of a success; the members' strings follow
+_KEPT = "kept "  # begins the outcome if a member keeps to an earlier group, whose name follows
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.5
 _CHECK_SECONDS = 1.0  # between two calls of `check`
@@ -58,6 +64,18 @@ class Joined(NamedTuple):
     texts: list[str]
 
 
+class KeptError(Exception):
+    """Signal that the members of a rendezvous keep to a group that they have already.
+
+    Attributes:
+        name: c10d name of that group.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class Rendezvous(WorldState):
     """All rendezvous of this rank in one world, and the way to join one."""
 
@@ -77,6 +95,7 @@ class Rendezvous(WorldState):
         *,
         check: Callable[[], None] | None = None,
         text: str | None = None,
+        has_group: Callable[[str], bool] | None = None,
     ) -> Joined:
         """Join a rendezvous, and wait until all members have joined.
 
@@ -90,8 +109,11 @@ class Rendezvous(WorldState):
             timeout: longest time to wait; None for no limit.
             check: function that is called about once a second; it raises if waiting is pointless.
             text: string that this rank contributes. All members must pass one, or none.
+            has_group: function that returns whether this rank has the group of a c10d name. If it
+                is not passed, groups that other members keep are ignored.
 
         Raises:
+            KeptError: a member keeps to a group that this rank has too.
             RuntimeError: the members are in a deadlock, some did not join in time, or one left. All
                 members that waited get the same message.
             Whatever `check` raises; the other members get a RuntimeError that quotes it.
@@ -113,10 +135,38 @@ class Rendezvous(WorldState):
                 if attempt.is_complete:
                     self._complete.add(name)
                 self._next_attempts[name] = number + 1
+            if outcome.startswith(_KEPT) and has_group is not None:
+                kept = outcome.split(" ")[1]
+                if has_group(kept):
+                    self._next_attempts[name] = number  # it has this outcome for later calls too
+                    raise KeptError(kept)
             if outcome.startswith(_ALL_JOINED):
                 return Joined(number, _unpacked(outcome.removeprefix(_ALL_JOINED)))
             if text is not None or not was_immediate:
                 raise RuntimeError(outcome)
+
+    def keep(self, world: World, name: str, kept: str) -> None:
+        """Have the other members of a rendezvous keep to a group that they have; see the module.
+
+        One store operation; more if attempts have failed.
+
+        Args:
+            world: world of the members.
+            name: name of the rendezvous.
+            kept: c10d name of the group that this rank keeps to.
+        """
+        store = world.run_store
+        assert store is not None
+        outcome = f"{_KEPT}{kept} on rank {world.rank}, which got this group in a call that failed"
+        while True:
+            number = self._next_attempts.get(name, 0)
+            key = f"rendezvous/{name}/{number}"
+            found = store.put_first(f"{key}/outcome", outcome)
+            if found.startswith(_KEPT):
+                if key not in self._joined_first.get(name, ()):
+                    self._joined_first.setdefault(name, []).append(key)
+                return
+            self._next_attempts[name] = number + 1
 
     def go_on(self, current: World) -> None:
         """Take over the rendezvous of `current`; see `WorldState.go_on`."""

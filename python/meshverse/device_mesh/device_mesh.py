@@ -242,18 +242,23 @@ class DeviceMesh(StockDeviceMesh):
             known, is_new = make(rank_map, rank=rank, **(settings or {})), True
         else:
             is_new = False
-        self._enter(known)
-        names = None
-        if init_backend:
-            names = self._group_names_for(
-                description.layout, description.labels, overrides, description.tags, call=call
-            )
-        self._take_group_names(names)
-        known.meshes.keep(self)
-        if is_new:
-            register_root(self)
-        else:
-            known.meshes.note_names(description)
+        try:
+            self._enter(known)
+            names = None
+            if init_backend:
+                names = self._group_names_for(
+                    description.layout, description.labels, overrides, description.tags, call=call
+                )
+            self._take_group_names(names)
+            known.meshes.keep(self)
+            if is_new:
+                register_root(self)
+            else:
+                known.meshes.note_names(description)
+        except BaseException:
+            if universe is None:
+                known.groups.give_up()
+            raise
 
     def _set_up_world(self) -> None:
         world = World.current()

@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout
+from meshverse.locks import Claim, state_lock
 from meshverse.universe.universe import Universe
 from meshverse.world.world import WorldState
 
@@ -31,19 +31,16 @@ class _Logged(WorldState):
     """The warnings that were logged in a world, and the root meshes that it has seen.
 
     Attributes:
-        order: once-flag for the warning about sorted ranks: a lock, which the first thread to warn
-            acquires and keeps.
+        order: claim to log the warning about sorted ranks, which is never given back.
         equal: whether the warning about equal root meshes was logged.
         first: the universe and the group names of the first root mesh of each kind, by a key that
             equal meshes have in common.
-        lock: protects `equal` and `first`.
     """
 
     def __init__(self) -> None:
-        self.order = threading.Lock()
+        self.order = Claim()
         self.equal = False
         self.first: dict[Hashable, tuple[weakref.ref[Universe], tuple[str, ...]]] = {}
-        self.lock = threading.Lock()
 
 
 def warn_of_sorted_ranks(
@@ -62,7 +59,7 @@ def warn_of_sorted_ranks(
     sorted_by_torch = [name for axis, name in pairs if not ascends(axis)]
     if not sorted_by_torch or world is None:
         return
-    is_logged = not world.state(_Logged).order.acquire(blocking=False)
+    is_logged = not world.state(_Logged).order.take()
     if not is_logged and world.rank == universe.rank_map.rank_at(0):
         _logger.warning(
             "%s over %s lists ranks of axis %s in an order that is not ascending, and its process "
@@ -84,7 +81,7 @@ def register_root(mesh: DeviceMesh) -> None:
     if world is None or not names:
         return
     logged = world.state(_Logged)
-    with logged.lock:
+    with state_lock:
         if logged.equal:
             return
         # The fingerprint instead of the rank map, which the key would keep alive.

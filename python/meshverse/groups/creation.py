@@ -11,17 +11,20 @@
 from __future__ import annotations
 
 import contextlib
-import signal
+import contextvars
+import os
 import threading
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
+from meshverse.locks import Claim
 from meshverse.wording import rank_list
+from meshverse.world.run_store import RunStore
 from meshverse.world.world import World
 
 from .group import Group, Origin
@@ -133,8 +136,23 @@ def _new_name(request: GroupRequest, world: World) -> str:
     return world.state(GroupRegistry).new_name(request)
 
 
+def keep_to(group: Group, world: World) -> None:
+    """Have the other members use a kept group too, if they request one like it.
+
+    Backends that create groups without waiting have no rendezvous in which members could learn it:
+    there, members that call again make a new group.
+    """
+    ranks = group.request.my_ranks()
+    if _store_for_rendezvous(group.request, ranks, world) is not None:
+        name = world.state(GroupRegistry).next_name(group.request)
+        world.state(Rendezvous).keep(world, name, group.name)
+
+
 def create_by_members(
-    group: Group, world: World, ranks: list[int] | None = None
+    group: Group,
+    world: World,
+    ranks: list[int] | None = None,
+    has_group: Callable[[str], bool] | None = None,
 ) -> compat.ProcessGroup | None:
     """Create a planned group. All its members must call this.
 
@@ -142,34 +160,39 @@ def create_by_members(
         group: group to create; this rank is a member.
         world: world of the group.
         ranks: global ranks of the group in group-rank order, if the caller has computed them.
+        has_group: as in `Rendezvous.join`.
 
     Raises:
+        KeptError: the members use another group instead, which this rank has; see `keep_to`.
         RanksDifferError: ranks are building different meshes.
         RuntimeError: other members did not join, or are in a deadlock with this rank; or c10d
             could not create the group.
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
-    attempt = _join(group, ranks, world)
-    create = compat.create_by_members
-    if attempt is not None:
-        # All members have joined, so c10d will not wait long, and the others will get the group: so
-        # must this rank, even if a Ctrl-C comes meanwhile.
-        create = _delay_interrupt()(create)
+    attempt = _join(group, ranks, world, has_group)
     default_group, backend_options = world.default_group, options.new_backend_options()
+    create = partial(
+        compat.create_by_members,
+        ranks,
+        default_group,
+        world.connection_of(default_group),
+        backend=options.backend,
+        backend_options=backend_options,
+        timeout=options.timeout,
+        name=group.name,
+        attempt=str(attempt or ""),
+        description=f"mesh_{request.axis_name}",
+    )
     try:
-        return create(
-            ranks,
-            default_group,
-            world.connection_of(default_group),
-            backend=options.backend,
-            backend_options=backend_options,
-            timeout=options.timeout,
-            name=group.name,
-            attempt=str(attempt or ""),
-            description=f"mesh_{request.axis_name}",
-        )
+        if attempt is None or world.thread_id is not None:
+            return create()
+        # All members have joined, so c10d will not wait long, and the others will get the group: so
+        # must this rank, whatever a signal handler raises meanwhile.
+        return _to_the_end(create, partial(compat.end_group, group.name, abort=True))
     except RuntimeError as error:
+        if compat.find_group(group.name) is not None:
+            raise  # it was created: a signal handler has raised this
         message = _could_not_create(request, ranks, world, error)
         if len(ranks) > 1 and compat.is_of_other_ranks(error):
             message += (
@@ -189,26 +212,42 @@ def _could_not_create(
     )
 
 
-def _join(group: Group, ranks: list[int], world: World) -> int | None:
+def _store_for_rendezvous(request: GroupRequest, ranks: list[int], world: World) -> RunStore | None:
+    """Return the store in which the members have a rendezvous, or None; see `_join`."""
+    waits = len(ranks) > 1 and world.creation_blocks(request.options.backend)
+    return world.run_store if waits else None
+
+
+def _join(
+    group: Group, ranks: list[int], world: World, has_group: Callable[[str], bool] | None
+) -> int | None:
     """Join the rendezvous of the group's members, if c10d would wait for them without a message.
 
     Returns:
         Number of the attempt to create the group, from 0; None if there was no rendezvous: c10d
         does not wait, or the world's store does not allow one.
     """
-    options = group.request.options
-    if len(ranks) == 1 or not world.creation_blocks(options.backend):
-        return None
-    store = world.run_store
+    store = _store_for_rendezvous(group.request, ranks, world)
     if store is None:
         return None
     world.run.add_user(group.name)
     calls = world.state(ComparedCalls)
     label = f"the process group of axis {group.request.axis_name!r}"
+
+    def check() -> None:
+        group.check_wanted()  # a signal handler or another thread may have ended it
+        calls.check(store)
+
     rendezvous = world.state(Rendezvous)
     try:
         return rendezvous.join(
-            world, group.name, label, ranks, options.timeout, check=lambda: calls.check(store)
+            world,
+            group.name,
+            label,
+            ranks,
+            group.request.options.timeout,
+            check=check,
+            has_group=has_group,
         ).attempt
     except RanksDifferError:
         raise
@@ -220,28 +259,60 @@ def _join(group: Group, ranks: list[int], world: World) -> int | None:
         group.have_all_joined = rendezvous.was_complete(group.name)
 
 
-@contextlib.contextmanager
-def _delay_interrupt() -> Iterator[None]:
-    """Delay a Ctrl-C inside this block until the block ends. A second one is handled at once.
+def _to_the_end(
+    create: Callable[[], compat.ProcessGroup | None], undo: Callable[[], object]
+) -> compat.ProcessGroup | None:
+    """Create a group, whatever the signal handlers of this thread raise meanwhile.
 
-    Reason: Python handles a signal as soon as c10d's C++ code returns. By then all members may have
-    the group, but this rank has not stored it yet.
+    Python runs signal handlers in the main thread, as soon as c10d's C++ code returns: what they
+    raise there would lose a group that the other members have. So another thread creates it, while
+    the main one waits. What a handler raises is raised when the group is created; if another one
+    raises before, at once.
+
+    Args:
+        create: function that creates the group.
+        undo: function that ends it, if it is created after this call has raised.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-    held: list[FrameType | None] = []
+    if threading.current_thread() is not threading.main_thread():
+        return create()
+    begin, finish, is_over = Claim(), Claim(), threading.Event()
+    groups: list[compat.ProcessGroup | None] = []
+    errors: list[BaseException] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            usual(number, frame)
-        held.append(frame)
+    def run() -> None:
+        if not begin.take():
+            return
+        try:
+            group = create()
+            if finish.take():
+                groups.append(group)
+            else:
+                undo()
+        except BaseException as error:  # noqa: BLE001  (raised in the main thread)
+            errors.append(error)
+        is_over.set()
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-        if held:
-            usual(signal.SIGINT, held[0])
+    process_id, has_started = os.getpid(), False
+    raised: list[BaseException] = []
+    while True:
+        try:
+            if not has_started:  # again, if `start` was interrupted; one thread creates the group
+                run_here = partial(contextvars.copy_context().run, run)
+                threading.Thread(target=run_here, name="meshverse creation", daemon=True).start()
+                has_started = True
+            while not is_over.wait(1.0):
+                if os.getpid() != process_id:
+                    raise RuntimeError("a signal handler has forked while the group was created")
+            break
+        except BaseException as error:
+            if raised and finish.take():
+                raise
+            raised.append(error)
+    if errors or raised:
+        try:
+            raise (errors or raised)[0]
+        finally:  # its traceback has this frame
+            errors.clear()
+            raised.clear()
+            groups.clear()
+    return groups[0]

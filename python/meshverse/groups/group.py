@@ -12,8 +12,9 @@
 The last six columns are events. A cell gives the next state, "error" (the call raises), or nothing
 (the event is ignored). `make`, `suspend`, `resume`, `end` and `revive` are methods of `Group`;
 "destroy" is a call of `destroy_process_group` for the group. While one thread creates a group,
-`make` and `end` in other threads wait. If the creation fails, the group is planned again. The use
-of a destroyed or ended group raises, and a new mesh gets a new group. Only a group that ended with
+`make` in other threads waits. `end` does not: the thread that creates the group then ends it, and
+raises. If the creation fails, the group is planned again. The use of a destroyed or ended group
+raises, and a new mesh gets a new group. Only a group that ended with
 its world can be revived: when the world goes on, with a new default group. The `Group` of the
 default group, planned again, then becomes live by `take_over`.
 """
@@ -30,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
+from meshverse.locks import Claim, state_changed, state_lock
 from meshverse.wording import rank_list
 from meshverse.world.weak_registry import WeakRegistry
 
@@ -103,7 +105,8 @@ class Group:
         self.handle: compat.ProcessGroup | None = None
         self.was_live = self.have_all_joined = False
         self._handles: list[weakref.ref[compat.ProcessGroup]] = []  # of all its lives
-        self._making = threading.RLock()  # held by the thread that creates or ends the group
+        self._maker: int | None = None  # the thread that creates the group, if one does
+        self._end = Claim()  # of the thread that ends c10d's group
         if handle is not None:
             self._live(handle)
 
@@ -123,29 +126,43 @@ class Group:
                 already.
             Whatever `create` raises.
         """
-        with self._making:
+        me, handle = threading.get_ident(), None
+        with state_lock:
+            while self.state is State.BEING_MADE and self._maker != me:
+                state_changed.wait()
             if self.state is State.LIVE:
                 return False
             if self.state is not State.PLANNED:
                 raise RuntimeError(self._why_unusable())
-            self.state = State.BEING_MADE
-            handle = None
+            self.state, self._maker = State.BEING_MADE, me
+        try:
+            handle = create(self)
+        finally:
             try:
-                handle = create(self)
+                self._settle(handle)
             finally:
-                # If this rank was interrupted, c10d may have the group all the same, and the other
-                # members too.
-                if handle is None:
-                    handle = compat.find_interrupted(self.name, self.request.my_ranks())
-                if self.state is not State.BEING_MADE:  # ended by a signal handler or the world
-                    compat.end_group(self.name, abort=False)
-                elif handle is None:
-                    self.state = State.PLANNED
-                else:
-                    self._live(handle)
-            if self.state is State.ENDED:
-                raise RuntimeError(self._why_unusable())
-            return True
+                if self.state is State.BEING_MADE:  # `_settle` was interrupted
+                    self._settle(None)
+        self.check_wanted()
+        return True
+
+    def _settle(self, handle: compat.ProcessGroup | None) -> None:
+        """End the creation: the group is live if c10d has it, else planned again."""
+        # If this rank was interrupted, c10d may have the group all the same, and the other members
+        # too.
+        if handle is None:
+            handle = compat.find_interrupted(self.name, self.request.my_ranks())
+        with state_lock:
+            is_wanted = self.state is State.BEING_MADE
+            if is_wanted and handle is not None:
+                self._live(handle)
+            elif is_wanted:
+                self.state = State.PLANNED
+            state_changed.notify_all()
+        if not is_wanted:  # ended by another thread, a signal handler or the world
+            compat.end_group(self.name, abort=False)
+            if (registry := self._registry()) is not None:
+                registry.free_name_of(self)
 
     def suspend(self) -> bool:
         """Suspend the group, which frees device memory; return False if it was suspended already.
@@ -196,11 +213,18 @@ class Group:
         Raises:
             Whatever c10d raises; then a second call tries again.
         """
-        with self._making:  # waits for a thread that is creating the group
-            if self.state in (State.LIVE, State.SUSPENDED) and not self.borrowed:
-                self._drop_handle()
-                compat.end_group(self.name, abort=abort)
+        with state_lock:
+            if self.borrowed or self.state not in (State.LIVE, State.SUSPENDED):
+                self.note_ended()
+                return
+            self._drop_handle()
+            if not self._end.take():  # another thread ends it, or what a signal interrupted
+                return
+        try:
+            compat.end_group(self.name, abort=abort)
             self.note_ended()
+        finally:
+            self._end.give_back()
 
     def note_ended(self) -> None:
         """Mark the group as ended and drop c10d's group, without destroying it."""
@@ -218,7 +242,7 @@ class Group:
 
     def leave_to_parent(self) -> None:
         """Drop the parent's group without destroying it, in a forked process."""
-        self._making = threading.RLock()  # a thread of the parent may hold the old one
+        self._end.give_back()  # a thread of the parent may have it
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED
         elif self.state is not State.PLANNED:
@@ -257,6 +281,12 @@ class Group:
         """Whether the group is destroyed or ended."""
         return self.state in (State.DESTROYED, State.ENDED)
 
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """Whether other members may have the group too, which this process has and created."""
+        is_alone = self.request.axis.size == 1
+        return self.state is State.LIVE and not (self.borrowed or is_alone)
+
     def live_handle(self) -> compat.ProcessGroup:
         """Return c10d's group.
 
@@ -281,6 +311,11 @@ class Group:
                 "ranks before the first call of that function."
             )
         self.live_handle()
+
+    def check_wanted(self) -> None:
+        """Raise RuntimeError if the group was ended while it is being created."""
+        if self.state is State.ENDED:
+            raise RuntimeError(self._why_unusable())
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""

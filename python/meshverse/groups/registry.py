@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from meshverse import _torch_compat as compat
+from meshverse.locks import state_lock
 from meshverse.world.world import World, WorldState
 
 from .group import Group, GroupUse, State
@@ -28,6 +28,10 @@ class GroupRegistry(WorldState):
     digest. All members of a group compute the same number, whatever other groups each of them has
     created. (torch's names count all groups of a process instead. Ranks that had created other
     groups before would give the next group different names, and wait until their timeout.)
+
+    A group that became live in a call that failed is *kept*: the other members may have it too, and
+    need not call again. The next calls that request a group of these ranks and options use it, in
+    whichever scope, as long as it is live.
     """
 
     def __init__(self) -> None:
@@ -36,7 +40,7 @@ class GroupRegistry(WorldState):
         self._by_name: dict[str, Group] = {}
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
-        self._lock = threading.RLock()  # protects the three above and the uses of groups
+        self._kept: dict[tuple[str, str], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -60,7 +64,7 @@ class GroupRegistry(WorldState):
             beyond_first: whether to leave out the first of each set of equal groups: the others are
                 what sharing would save.
         """
-        with self._lock:
+        with state_lock:
             found = [(group.content, group.name) for group in self._by_content.values()]
         names: dict[Hashable, list[str]] = {}
         for content, name in found:
@@ -78,7 +82,7 @@ class GroupRegistry(WorldState):
         request = use.request
         ranks, identity = request.my_ranks_and_identity()
         content = scope, identity, request.options.digest
-        with self._lock:
+        with state_lock:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._new_name(identity), request, self, content=content)
@@ -88,7 +92,7 @@ class GroupRegistry(WorldState):
 
     def new_name(self, request: GroupRequest) -> str:
         """Return a name for a group that all ranks create together. `acquire` does not find it."""
-        with self._lock:
+        with state_lock:
             return self._new_name(request.my_ranks_and_identity()[1])
 
     def _new_name(self, identity: str) -> str:
@@ -96,9 +100,34 @@ class GroupRegistry(WorldState):
         self._times_named[identity] = times + 1
         return f"meshverse-{identity}-{times}"
 
+    def next_name(self, request: GroupRequest) -> str:
+        """Return the name that the next new group of these ranks and options would get."""
+        identity = request.my_ranks_and_identity()[1]
+        return f"meshverse-{identity}-{self._times_named[identity]}"
+
+    def find_kept(self, request: GroupRequest) -> Group | None:
+        """Return the kept group of these ranks and options, or None; see the class."""
+        if not self._kept:
+            return None
+        key = _content_in_all_scopes(request)
+        group = self._kept.get(key)
+        if group is None or group.state is State.LIVE:
+            return group
+        self._kept.pop(key, None)
+        return None
+
+    def keep(self, group: Group) -> None:
+        """Keep a live group for later calls; see the class."""
+        self._kept[_content_in_all_scopes(group.request)] = group
+
+    def is_live(self, name: str) -> bool:
+        """Return whether the group of this c10d name is live."""
+        group = self._by_name.get(name)
+        return group is not None and group.state is State.LIVE
+
     def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
         """Attach an existing c10d group to a use. The registry then finds it by its name only."""
-        with self._lock:
+        with state_lock:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
                 name = handle.group_name
@@ -119,7 +148,7 @@ class GroupRegistry(WorldState):
 
     def share(self, group: Group, use: GroupUse) -> None:
         """Attach to a use a group that belongs to another universe."""
-        with self._lock:
+        with state_lock:
             self._add_use(group, use)
 
     @staticmethod
@@ -132,6 +161,8 @@ class GroupRegistry(WorldState):
     def release(self, use: GroupUse, *, abort: bool = False, has_failed: bool = False) -> None:
         """Detach the group of a use. With its last owning use, the group ends; see `Group.uses`.
 
+        If the call that requested it has failed, a live group is kept instead; see the class.
+
         Args:
             use: use to which `acquire`, `add` or `share` attached a group.
             abort: as for `Group.end`.
@@ -143,31 +174,43 @@ class GroupRegistry(WorldState):
         group = use.group
         if group is None:
             return
-        with self._lock:
+        with state_lock:
             group.uses.discard(use)
             use.process_groups.pop(group.name, None)
             others = group.uses.alive()
             references = [other for other in others if other.borrowed == group.borrowed]
             if references or use.borrowed != group.borrowed:
                 return
-            # Free the name of a group that no member has created, so that all members give the next
-            # one the same name. With a backend that waits for all members, another member has
-            # created this group only if all have joined its rendezvous. With one that does not
-            # wait, another member may have created it at any time, so the name stays used, except
-            # after a failed call, which may be repeated.
-            waits = compat.creation_blocks(group.request.options.backend)
-            if group.state is State.PLANNED and (has_failed or waits) and not group.have_all_joined:
-                self._free_name(group.name)
+            if group.state is State.PLANNED:
+                self.free_name_of(group, has_failed=has_failed)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
+            if has_failed and group.may_be_elsewhere:
+                self.keep(group)
+                return
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
         group.end(abort=abort)
 
-    def _free_name(self, name: str) -> None:
-        identity, _, times = name.removeprefix("meshverse-").rpartition("-")
-        if self._times_named[identity] == int(times) + 1:
-            self._times_named[identity] = int(times)
+    def free_name_of(self, group: Group, *, has_failed: bool = False) -> None:
+        """Free the name of a group that no member has created, so that the next one gets it.
+
+        All members must give the next group the same name. With a backend that waits for all
+        members, another member has created this group only if all have joined its rendezvous. With
+        one that does not wait, another member may have created it at any time, so the name stays
+        used, except after a failed call, which may be repeated.
+
+        Args:
+            group: group that is released, and not created here.
+            has_failed: whether the call that requested it failed on this rank.
+        """
+        waits = compat.creation_blocks(group.request.options.backend)
+        if group.have_all_joined or not (has_failed or waits):
+            return
+        identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
+        with state_lock:
+            if self._times_named[identity] == int(times) + 1:
+                self._times_named[identity] = int(times)
 
     # --- the end of the world -------------------------------------------------------------------
 
@@ -176,6 +219,7 @@ class GroupRegistry(WorldState):
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
+        self._kept.clear()
 
     def go_on(self, current: World) -> None:
         """Drop groups without live uses; number new ones after the kept ones and `current`'s.
@@ -183,7 +227,7 @@ class GroupRegistry(WorldState):
         A kept group is kept by all its members, so they all compute the same name for the next
         group with the same digest.
         """
-        with self._lock:
+        with state_lock:
             kept = [group for group in self if group.uses.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {group.content: group for group in kept if group.content}
@@ -196,6 +240,9 @@ class GroupRegistry(WorldState):
 
     def leave_to_parent(self) -> None:
         """Drop the parent's groups without destroying them, in a forked process."""
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         for group in self:
             group.leave_to_parent()
+
+
+def _content_in_all_scopes(request: GroupRequest) -> tuple[str, str]:
+    return request.my_ranks_and_identity()[1], request.options.digest

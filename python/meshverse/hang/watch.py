@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse import _torch_compat as compat
+from meshverse.locks import state_lock
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World, on_new_world
 
@@ -156,7 +157,6 @@ def watch(
         >>> with meshverse.watch(seconds=60):
         ...     pass  # train
     """
-    global _current
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(f"seconds={seconds!r}: pass a number, or None to end the watch.")
@@ -164,12 +164,19 @@ def watch(
             raise ValueError(f"seconds={seconds!r}: pass 1 to {_LONGEST_SECONDS:,.0f}.")
     if on_stuck is not None and not callable(on_stuck):
         raise TypeError(f"on_stuck={on_stuck!r} cannot be called: pass a function of a Hang.")
-    with _lock:
-        if _current is not None:
-            _current.stop()
-        _current = None if seconds is None else Watch(float(seconds), on_stuck)
+    _replace(None)  # ends the earlier watch: both would log a hang that comes now
+    new = None if seconds is None else Watch(float(seconds), on_stuck)
+    _replace(new)
+    return new
+
+
+def _replace(new: Watch | None) -> None:
+    global _current
+    with state_lock:
+        old, _current = _current, new
         _of_parent.clear()
-        return _current
+    if old is not None:
+        old.stop()
 
 
 def watch_by_environment() -> None:
@@ -191,7 +198,6 @@ def watch_by_environment() -> None:
 
 
 _current: Watch | None = None
-_lock = threading.Lock()  # protects _current
 
 
 def _stop() -> None:
@@ -201,10 +207,10 @@ def _stop() -> None:
 
 
 def _leave_to_parent() -> None:
-    global _current, _lock
+    global _current
     if _current is not None:  # its thread is not in this process
         _of_parent.append(_current)
-    _current, _lock = None, threading.Lock()
+    _current = None
 
 
 def _go_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import torch
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankArray, RankGroups, RankMap
+from meshverse.locks import state_lock
 
 from .computed import computed
 
@@ -92,14 +92,13 @@ class RankViews:
 
 
 _views: weakref.WeakKeyDictionary[RankMap, RankViews] = weakref.WeakKeyDictionary()
-_views_lock = threading.Lock()  # protects _views; held briefly, as the views' fields are lazy
 
 
 def rank_views(rank_map: RankMap) -> RankViews:
     """Return the views of a rank map; the same object for equal rank maps."""
     views = _views.get(rank_map)
     if views is None:
-        with _views_lock:
+        with state_lock:
             views = _views.setdefault(rank_map, RankViews(rank_map))
     return views
 

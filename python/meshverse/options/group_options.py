@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
 
@@ -184,6 +184,7 @@ class GroupOptions:
         says_timeout: whether the user set the timeout; otherwise it is the default group's.
         tag: isolation tag under which the group is shared; "" for none.
         keeps_order: whether group ranks follow the order of the mesh, instead of ascending ranks.
+        digest: digest of the key.
     """
 
     backend: str
@@ -193,13 +194,13 @@ class GroupOptions:
     says_timeout: bool = False
     tag: str = ""
     keeps_order: bool = False
+    digest: str = dataclasses.field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the key."""
-        return self.key.digest
+    def __post_init__(self) -> None:
+        """Compute the digest."""
+        object.__setattr__(self, "digest", self.key.digest)
 
-    @cached_property
+    @property
     def name_digest(self) -> str:
         """Digest of the key without the timeout, for the group's name.
 

@@ -18,12 +18,19 @@ from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGrou
 from meshverse.agreement import (
     ComparedCalls,
     Description,
+    KeptError,
     RanksDifferError,
     Rendezvous,
     check_by_default,
     program_line,
 )
-from meshverse.groups.creation import create_by_all, create_by_members, how, needs_all_ranks
+from meshverse.groups.creation import (
+    create_by_all,
+    create_by_members,
+    how,
+    keep_to,
+    needs_all_ranks,
+)
 from meshverse.groups.group import Group, GroupUse, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
@@ -171,6 +178,10 @@ class UniverseGroups:
     def go_on(self) -> None:
         """Forget the keys that this rank wrote: they are in the store of the world that ended."""
         self._keys_written.clear()
+
+    def leave_to_parent(self) -> None:
+        """Forget, in a forked process, what threads of the parent were creating."""
+        self._by_axis.leave_to_parent()
 
     # --- look-ups -------------------------------------------------------------------------------
 
@@ -334,8 +345,8 @@ class UniverseGroups:
 
         Raises:
             RanksDifferError: other ranks are building other meshes.
-            RuntimeError: a group cannot be created. Groups that this call has created are then
-                destroyed.
+            RuntimeError: a group cannot be created. Groups that this call has created are kept for
+                the next call that requests them.
             ValueError: an options key cannot be computed.
         """
         self.check_usable()
@@ -470,9 +481,16 @@ class UniverseGroups:
         use = GroupUse(
             request, self.process_groups, None, None, origin, self._reference, reason=reason
         )
+        kept = None
+        if origin is not Origin.DEFAULT_GROUP and request.position is not None and not self._lazy:
+            kept = self._registry.find_kept(request)
         if origin is Origin.DEFAULT_GROUP:
             use.borrowed = True
             self._registry.add(world.default_group, use)
+        elif kept is not None:
+            if origin is Origin.BY_MEMBERS:
+                keep_to(kept, world)
+            self._use_kept(kept, use)
         elif origin is not Origin.BY_MEMBERS:
             handle = create_by_all(request, world, origin)
             use.created = handle is not None
@@ -486,9 +504,17 @@ class UniverseGroups:
             try:
                 if self._lazy:
                     use.how = Origin.NOT_YET if use.state is State.PLANNED else use.how
-                elif use.group.make(lambda group: create_by_members(group, world, ranks)):
+                elif use.group.make(
+                    lambda group: create_by_members(group, world, ranks, self._registry.is_live)
+                ):
                     use.created = True
                     use.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
+            except KeptError as found:
+                self._registry.release(use, has_failed=True)
+                kept = self._registry.find(found.name)
+                assert kept is not None
+                self._registry.keep(kept)
+                self._use_kept(kept, use)
             except BaseException:
                 self._registry.release(use, has_failed=True)
                 raise
@@ -497,6 +523,29 @@ class UniverseGroups:
         if use.created:
             self._log_creation(use)
         return use
+
+    def _use_kept(self, kept: Group, use: GroupUse) -> None:
+        """Attach a group that became live in an earlier call, which failed here or elsewhere."""
+        use.created = not kept.uses.alive()
+        use.how = use.how if use.created else Origin.SHARED
+        self._registry.share(kept, use)
+
+    def give_up(self) -> None:
+        """Leave all groups to later calls: the call that creates the universe has failed."""
+        if self._own_world is None:
+            return
+        for use in reversed(self._uses):
+            self._by_axis.remove(use.request.axis, use.request.options.key, use)
+            with contextlib.suppress(RuntimeError):  # of c10d; the call's own error says more
+                self._registry.release(use, has_failed=True)
+        self._uses.clear()
+        for ranks in self.compared_ranks:
+            self._calls.stop(ranks, "one failed on this rank, and may have succeeded on others")
+        if self.number is not None:
+            self._calls.take_back_number(self.ranks_fingerprint, self.number)
+            self.number = None
+        self._own_world.state(WorldUniverses).drop(self)
+        self._remove_from_store()
 
     def _give_back(
         self, new: list[GroupUse], uses: list[GroupUse], error: BaseException, ranks: str | None

@@ -12,12 +12,12 @@ A mesh under the tag "a" finds the second one, at the copy of `mesh` under "a".
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription, check_names_at_root
+from meshverse.locks import state_lock
 from meshverse.options.isolation import merge_tags, tag_parts
 from meshverse.world.weak_registry import WeakRegistry
 
@@ -49,8 +49,6 @@ class UniverseMeshes:
         self.root: DeviceMesh | None = None
         self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
         self._may_keep_coordinates = keeps_coordinates
-        # Held to choose a root, and to change `_later_axes`, `_other_roots` and `_flattened`.
-        self._lock = threading.RLock()
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
         # Axis name -> axis layout -> its index in the mesh. For root meshes created after the
@@ -83,7 +81,7 @@ class UniverseMeshes:
         """
         root = self.root
         if root is None or mesh._description.tags or root._description.tags:
-            with self._lock:  # of several threads, one creates the root
+            with state_lock:  # of several threads, one creates the root
                 root = self._root_of(mesh)
         if mesh._root_mesh is not root:
             mesh._take_root(root)
@@ -195,7 +193,7 @@ class UniverseMeshes:
     def note_names(self, description: MeshDescription) -> None:
         """Reserve the axis names of a second or later root mesh."""
         names = description.axis_names or ()
-        with self._lock:
+        with state_lock:
             for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
                 self._later_axes.setdefault(name, {}).setdefault(axis, index)
 
@@ -227,7 +225,7 @@ class UniverseMeshes:
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
         """Add a flattened mesh to the roots of all meshes that may look it up by its name."""
         single_tags = frozenset(tag_parts(tag))
-        with self._lock:
+        with state_lock:
             self._flattened[name, tag] = flattened
             if self.root is not None and single_tags <= _single_tags(self.root):
                 self.root._add_flattened(name, flattened)

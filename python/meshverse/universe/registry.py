@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout, RankMap
+from meshverse.locks import state_lock
 from meshverse.world.weak_registry import WeakRegistry
 from meshverse.world.world import World, WorldState
 
 if TYPE_CHECKING:
+    from .groups import UniverseGroups
     from .universe import Universe
 
 
@@ -31,14 +33,18 @@ class WorldUniverses(WorldState):
         self.kept: list[Universe] = []
         self.n_ended = 0
         self.with_world_rank: WeakRegistry[Universe] = WeakRegistry()
-        self._lock = threading.Lock()  # protects `kept`, `n_ended` and each `is_over`
 
     def keep(self, universe: Universe) -> None:
         """Add a universe that created process groups to `kept`, unless it is there or has ended."""
-        with self._lock:
+        with state_lock:
             if not (universe.groups.is_kept or universe.is_over):
                 universe.groups.is_kept = True
                 self.kept.append(universe)
+
+    def drop(self, groups: UniverseGroups) -> None:
+        """Undo `keep` for a universe that its caller never gets, as the call has failed."""
+        with state_lock:
+            self.kept = [universe for universe in self.kept if universe.groups is not groups]
 
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
@@ -64,7 +70,7 @@ class WorldUniverses(WorldState):
 
     def note_end(self, universe: Universe) -> None:
         """At the first call, set `is_over`, count the universe and drop the reference to it."""
-        with self._lock:
+        with state_lock:
             if universe.is_over:
                 return
             universe.is_over = True
@@ -139,12 +145,18 @@ def _distance(
 
 def next_own_serial(rank_map: RankMap) -> int:
     """Return the next serial, -1, -2, ..., for a universe that created no process groups."""
-    with _own_serials_lock:
+    with state_lock:
         serial = _own_serials.get(rank_map.fingerprint, 0) - 1
         _own_serials[rank_map.fingerprint] = serial
     return serial
 
 
+def _leave_to_parent() -> None:
+    for universe in _universes.alive():
+        universe.groups.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
 _universes: WeakRegistry[Universe] = WeakRegistry()
 _own_serials: dict[str, int] = {}  # the last serial of each rank map, by fingerprint
-_own_serials_lock = threading.Lock()

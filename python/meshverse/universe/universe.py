@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -17,6 +16,7 @@ from meshverse._core import AxisLayout, RankMap
 from meshverse.layouts.computed import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
+from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults
 from meshverse.pictures import Picture
 from meshverse.report.calling_threads import CallingThreads
@@ -141,7 +141,6 @@ class Universe:
         )
         self.whole = part_of
         self._parts: list[Universe] = []  # oldest first; `part()` drops those that are freed
-        self._parts_lock = threading.RLock()
         self._own_serial: int | None = None  # set at its first read
         self.is_over = False
         self.generation = note_universe(self)
@@ -534,15 +533,19 @@ class Universe:
         own: dict[str, Any] = {"timeout": timeout, "options": options, "lazy": lazy or None}
         own["check_consistency"] = check_consistency
         own = {name: value for name, value in own.items() if value is not None}
-        with self._parts_lock:
-            known = self._over(rank_map)
-            if known is None:
-                self.check_has(rank_map)
-                known = Universe(rank_map, part_of=self, rank=rank, **own)
-                # An ended part stays as long as some of its groups could not be freed.
-                live = [part for part in self._parts if not (part.is_over and part.groups.is_freed)]
-                self._parts = [*live, known]
-                return known
+        known = self._over(rank_map)
+        if known is None:
+            self.check_has(rank_map)
+            new = Universe(rank_map, part_of=self, rank=rank, **own)
+            with state_lock:
+                known = self._over(rank_map)  # another thread may have made it meanwhile
+                if known is None:
+                    # An ended part stays as long as some of its groups could not be freed.
+                    parts = [
+                        one for one in self._parts if not (one.is_over and one.groups.is_freed)
+                    ]
+                    self._parts = [*parts, new]
+                    return new
         if own:
             raise ValueError(
                 f"{', '.join(own)} cannot be set for {rank_map}: a universe or part over these "

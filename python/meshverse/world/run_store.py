@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from typing import Any
+
+from meshverse.locks import state_lock
 
 # No key ever has this value. `compare_set` with it changes nothing and returns the key's value: a
 # read in one operation that does not wait. (`get` waits until the key exists; `check` before it
@@ -52,17 +53,18 @@ class Run:
         self._mark = os.urandom(8).hex()  # distinguishes this run's count from an earlier run's
         self._number: int | None = None
         self._users: set[object] = set()  # those that may have keys in the store
-        self._lock = threading.RLock()  # protects the two above; a signal handler may make meshes
 
     def number(self, store: Any) -> int:
         """Return the number of the run, from 1.
 
         The first call makes two operations on a new store, more on a used one; later calls none.
         """
-        with self._lock:
-            if self._number is None:
-                self._number = self._agree(store)
-            return self._number
+        number = self._number
+        if number is None:
+            number = self._agree(store)  # several threads may: the run is counted once
+            with state_lock:
+                number = self._number = self._number or number
+        return number
 
     def _agree(self, store: Any) -> int:
         mine = max(self._count(store), _restarts_on_this_store() + 1)
@@ -84,7 +86,7 @@ class Run:
 
     def add_user(self, user: object) -> None:
         """Register a user of the store, such as a universe, before it writes keys."""
-        with self._lock:
+        with state_lock:
             self._users.add(user)
 
     def remove_user(self, user: object, store: Any) -> None:
@@ -95,7 +97,7 @@ class Run:
         The counts of runs stay if an earlier run may have left keys in this store: otherwise a
         later run would begin at 1 again and find those keys.
         """
-        with self._lock:
+        with state_lock:
             if user not in self._users:
                 return
             self._users.remove(user)
@@ -107,7 +109,7 @@ class Run:
 
     def forget_users(self) -> None:
         """Forget who may have keys in the store: the default group has ended."""
-        with self._lock:
+        with state_lock:
             self._users.clear()
 
     @property

@@ -8,10 +8,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar
 
 from meshverse import _torch_compat as compat
+from meshverse.layouts.computed import computed
+from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
 from .run_store import Run, RunStore
@@ -108,7 +109,7 @@ class World:
             self.state(kind)
         for state in list(self._states.values()):
             state.go_on(current)
-        with _worlds_lock:
+        with state_lock:
             _worlds[default_group] = self
         for call in on_new_world:
             call()
@@ -129,7 +130,7 @@ class World:
         default_group = compat.current_default_group()
         if default_group is None:
             return None
-        with _worlds_lock:
+        with state_lock:
             world = _worlds.get(default_group)
             if world is not None:
                 return world
@@ -245,7 +246,7 @@ class World:
         store = self.store
         return None if store is None else RunStore(store, self.run)
 
-    @cached_property
+    @computed
     def default_options(self) -> GroupOptions:
         """Options of a group for which nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
@@ -289,6 +290,8 @@ def _leave_to_parent() -> None:
         world.is_of_parent = True
         for state in list(world._states.values()):
             state.leave_to_parent()
+    with state_lock:
+        state_changed.notify_all()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -298,5 +301,4 @@ on_new_world: list[Callable[[], object]] = []
 
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
-_worlds_lock = threading.RLock()  # protects _worlds
 _lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -114,6 +114,8 @@ class MeshCollective(Collective):
             _default_group if process_group is None else lambda: process_group
         )
         self.meshes, parallel = mesh, mesh.parallel_mesh
+        self._local: Collective | None = None  # computed when it is first read
+        self._tp_world: Collective | None = None
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         replicas, shards, self.tp_world_size = shape
         self.dp_world_size = replicas * shards
@@ -134,21 +136,24 @@ class MeshCollective(Collective):
         """Process group of the operations; RuntimeError after it was destroyed."""
         return self._find_group()
 
-    @cached_property
+    @property
     def local(self) -> Collective:
         """Collective of the processes on this process's node."""
-        return self._limited_to(self.meshes.physical_mesh, "local_ranks")
+        if self._local is None:
+            self._local = self._limited_to(self.meshes.physical_mesh, "local_ranks")
+        return self._local
 
-    @cached_property
+    @property
     def tp_world(self) -> Collective:
         """Collective of this process's tensor-parallel group, which is on one node."""
-        return self._limited_to(self.meshes.parallel_mesh, "tp")
+        if self._tp_world is None:
+            self._tp_world = self._limited_to(self.meshes.parallel_mesh, "tp")
+        return self._tp_world
 
     def _limited_to(self, mesh: DeviceMesh, axis: str) -> MeshCollective:
         """Return the collective over the group along an axis; its `close()` frees nothing."""
         limited = copy.copy(self)
-        for name in ("local", "tp_world"):  # cached properties, which the copy computes again
-            vars(limited).pop(name, None)
+        limited._local = limited._tp_world = None
         limited._made = contextlib.ExitStack()
         ranks: list[int] = mesh[axis].mesh.tolist()
         if not set(self._ranks).issubset(ranks):  # else it is within that group

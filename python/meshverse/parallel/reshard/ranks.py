@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from meshverse import Connection, DeviceMesh, init_device_mesh
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
+from meshverse.locks import state_lock
 
 _Answer = TypeVar("_Answer")
 
@@ -87,10 +86,16 @@ class ReshardGroup:
         # isolation tag, it keeps the new group apart from those. All ranks compute the same number,
         # because they open and close the same groups. A count of attempts could disagree, because
         # an attempt may fail on some ranks only.
-        with _lock:
-            keys = ((self.rank, self.ranks, name, number) for number in itertools.count())
-            key = next(key for key in keys if key not in _open or not _open[key].is_open())
-            self._key, _open[key] = key, self
+        number = 0
+        while self._key is None:
+            key = self.rank, self.ranks, name, number
+            known = _open.get(key)
+            if known is not None and known.is_open():
+                number += 1
+                continue
+            with state_lock:
+                if _open.get(key) is known:  # else another thread has just opened one
+                    self._key, _open[key] = key, self
         # "cpu" if the default group has a backend for it, else its first device type.
         types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
         try:
@@ -100,7 +105,7 @@ class ReshardGroup:
                     (len(self.ranks),),
                     mesh_dim_names=("reshard",),
                     ranks=list(self.ranks),
-                    isolate=f"reshard {key[-1]} {name}".rstrip(),
+                    isolate=f"reshard {number} {name}".rstrip(),
                     timeout=timeout if is_timeout else None,
                     # A mismatch would be final, but a failed call can be repeated.
                     check_consistency=False,
@@ -219,7 +224,7 @@ class ReshardGroup:
 
     def close(self) -> None:
         """Free the group, unless it is a connection's. A second call does nothing."""
-        with _lock:
+        with state_lock:
             if self._key is not None and _open.get(self._key) is self:
                 del _open[self._key]
         mesh, is_open, self._mesh = self._mesh, self.is_open(), None
@@ -227,9 +232,8 @@ class ReshardGroup:
             mesh.universe.destroy()
 
 
-# Open groups by (this rank, ranks, name, number). `_lock` protects the dict.
+# Open groups by (this rank, ranks, name, number).
 _open: dict[tuple[int, tuple[int, ...], str, int], ReshardGroup] = {}
-_lock = threading.Lock()
 
 
 def _read_ranks(function: str, ranks: Sequence[int] | None, rank: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -138,7 +139,9 @@ class Reshard:
         topology: Topology | None = None,
     ) -> None:
         self._group, self.ranks = group, group.ranks
-        self._lock = threading.Lock()  # one run at a time
+        self._process_id = os.getpid()
+        # Held by the thread that runs, for as long as the run lasts.
+        self._lock, self._is_running = threading.RLock(), False
         self._last: ReshardWork | None = None
         self._runs, self._why_broken = 0, ""
         self._exchange: Exchange | None = None  # None after close()
@@ -198,16 +201,23 @@ class Reshard:
             RuntimeError: in one of three cases. With `async_op`, the handle's `wait()` raises the
                 errors of the run.
 
-                - The last run is still under way, or `close()` was called. This rank raises at
-                  once, without the others.
+                - The last run is still under way, `close()` was called, or this process is a
+                  fork. This rank raises at once, without the others.
                 - A tensor's layout on some rank is not that at construction. All ranks raise, and
                   nothing is sent. Restore the layout to run again.
                 - A rank did not call in time, or has ended. Nothing was sent if the message says
                   so; else each element of the targets has its old value or its new one. No later
                   run is possible: construct a new `Reshard`.
         """
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                f"{self._group.label} cannot run in a fork (process {os.getpid()} of process "
+                f"{self._process_id}): process groups do not survive one. Run it in the process "
+                "that constructed it."
+            )
         with self._lock:
-            if self._last is not None and not self._last.is_completed():
+            # A signal handler of the thread that runs finds `_is_running`.
+            if self._is_running or (self._last is not None and not self._last.is_completed()):
                 raise RuntimeError(
                     "Reshard: the last run is still under way. Call wait() on its handle before "
                     "the next run."
@@ -216,7 +226,11 @@ class Reshard:
                 _log.error("The last run failed, and nobody called wait() on its handle: %s", error)
             self._last = None
             if not async_op:
-                self._run()
+                self._is_running = True
+                try:
+                    self._run()
+                finally:
+                    self._is_running = False
                 return None
             self._last = ReshardWork(self._run, self._device)
             return self._last
