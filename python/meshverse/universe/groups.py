@@ -573,12 +573,14 @@ class UniverseGroups:
         assert store is not None
         assert self._position is not None
         ranks, first_rank = self.ranks_fingerprint, self._first_rank
+        n_ranks = self._rank_map.size
         if layout.size != self._rank_map.size and not any(
             needs_all_ranks(one, self._world) for one in requests
         ):
             axis = layout.collapse().sorted()
             ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
             first_rank = self._rank_map.rank_at(layout.base(self._position))
+            n_ranks = layout.size
         if not self._world.is_main_thread():  # threads of two ranks may call in different orders
             self._calls.stop(ranks, "a thread other than the main one created process groups")
         self._world.run.add_user(self)
@@ -588,6 +590,7 @@ class UniverseGroups:
                 ranks,
                 self._describe(call, requests),
                 self._keys_written,
+                n_ranks=n_ranks,
                 warns=first_rank == self._world.rank,
             )
         except BaseException as error:
