@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch

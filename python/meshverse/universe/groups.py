@@ -459,6 +459,7 @@ class UniverseGroups:
         if origin is Origin.DEFAULT_GROUP:
             use.borrowed = True
             self._registry.add(world.default_group, use)
+            world.axes_of_default_group[request.axis_name] = None
         elif origin is not Origin.BY_MEMBERS:
             handle = create_by_all(request, world, origin)
             use.created = handle is not None
@@ -661,6 +662,8 @@ class UniverseGroups:
         use.count_request(axis_name)
         self._registry.add(group, use)
         self._uses.append(use)
+        if group is self._world.default_group:
+            self._world.axes_of_default_group[axis_name] = None
         return group.group_name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
