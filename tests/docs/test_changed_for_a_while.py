@@ -23,13 +23,14 @@ _READS = {"os.environ.get", "os.environ.items"}
 def _restored(node: ast.AST) -> Iterator[str]:
     """Yield what a statement of a `finally` block changes of an object other than `self`."""
     targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.Assign, ast.Delete)):
         targets = node.targets
-    elif isinstance(node, ast.Delete):
-        targets = node.targets
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in {"update", "pop", "reset", "clear"}:
-            yield ast.unparse(node)
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"update", "pop", "reset", "clear"}
+    ):
+        yield ast.unparse(node)
     for target in targets:
         if isinstance(target, (ast.Attribute, ast.Subscript)):
             yield ast.unparse(target)

@@ -221,11 +221,10 @@ def test_searches_in_threads_leave_the_number_of_threads_alone() -> None:
             thread.start()
         start.wait()
         while any(thread.is_alive() for thread in threads):
-            counted: list[int] = []  # by a new thread, which takes the number of the process
-            watch = threading.Thread(target=lambda: counted.append(torch.get_num_threads()))
+            # A new thread takes the number of the process.
+            watch = threading.Thread(target=lambda: seen.add(torch.get_num_threads()))
             watch.start()
             watch.join()
-            seen.update(counted)
             seen.add(torch.get_num_threads())
         assert seen == {usual + 2}
     finally:

@@ -6,10 +6,10 @@ first rank that makes call number n of a set stores its description under the ke
 Every other rank tries the same, and gets back the stored description. This takes one store
 operation per rank and call, and no rank waits.
 
-A call's key stays until all ranks of the set are past the call: a rank that arrives late still finds
-it. Every 32 calls, each rank counts itself as past them, with one more operation; the last rank to
-do so removes their keys. So the store keeps the keys of at most 63 calls, and of those that the
-slowest rank has not made.
+A call's key stays until all ranks of the set are past the call: a rank that arrives late finds it.
+Every 32 calls, each rank counts itself as past them, with one more operation; the last rank to do
+so removes their keys. So the store keeps the keys of at most 64 calls, and of those that the
+slowest rank has not made. A set with a rank that compares no more calls keeps all keys.
 
 If the stored description has another digest than a rank's own, these ranks disagree. The rank then
 writes
