@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from helpers.turns import wait_until_they_wait
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, RanksDifferError, init_device_mesh
 from meshverse.universe.groups import share_world_wide
 from meshverse.world.world import World
 
@@ -134,6 +134,66 @@ def test_nothing_is_left_in_the_store(crew: Crew, program: str) -> None:
     for there, left in crew.run(_left_over, 4, program):
         assert there > 2
         assert left == []
+
+
+# --- while the universe lives --------------------------------------------------------------------
+
+_N_CALLS = 200
+_MOST_KEYS = 2 * 64 + 4  # the calls of a slice are compared by two sets of ranks
+
+
+def _group(mesh: DeviceMesh, number: int) -> None:
+    mesh.universe.group([0, 1, 2, 3], name=f"name {number}")
+
+
+def _unflatten(mesh: DeviceMesh, number: int) -> None:
+    mesh.unflatten("dp", (2, 1), (f"a{number}", f"b{number}"))
+
+
+def _of_slice(mesh: DeviceMesh, number: int) -> None:
+    mesh["dp"].unflatten("dp", (1, 2), (f"one{number}", f"dp{number}"))
+
+
+_FRESH = {"group": _group, "unflatten": _unflatten, "of a slice": _of_slice}
+
+
+def _keys_of_calls_with_fresh_names(call: str) -> tuple[int, int, str]:
+    """Return numbers of added keys, then once one rank made its calls late; and a mismatch."""
+    store, mesh = dist.distributed_c10d._get_default_store(), _mesh()
+    _FRESH[call](mesh, 0)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for number in range(1, _N_CALLS):
+        _FRESH[call](mesh, number)
+    dist.barrier()
+    added = store.num_keys() - before
+    dist.barrier()
+    if dist.get_rank() == 3:  # late: it finds the description of each call
+        store.wait([f"{rank} went on" for rank in range(3)])
+    for number in range(_N_CALLS, 2 * _N_CALLS):
+        _FRESH[call](mesh, number)
+    store.set(f"{dist.get_rank()} went on", "")
+    dist.barrier()
+    added_later = store.num_keys() - before
+    dist.barrier()
+    last = "own" if dist.get_rank() == 3 else "others"
+    errors = []
+    for name in (last, "after"):  # at the latest, the first call that no rank had made raises
+        try:
+            mesh.universe.group([0, 1, 2, 3], name=name)
+        except RanksDifferError as error:
+            errors.append(str(error))
+        dist.barrier()
+    return added, added_later, errors[0]
+
+
+@pytest.mark.parametrize("call", _FRESH)
+def test_calls_with_fresh_names_leave_a_bounded_number_of_keys(crew: Crew, call: str) -> None:
+    for added, added_later, error in crew.run(_keys_of_calls_with_fresh_names, 4, call):
+        assert added <= _MOST_KEYS
+        assert added_later <= _MOST_KEYS + 4
+        assert "others" in error
 
 
 # --- an end that fails ---------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def _fork(program: Callable[[], object]) -> int:
     deadline, ended = time.monotonic() + 60, (0, 0)
     while ended[0] == 0 and time.monotonic() < deadline:
         ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleep: it looks again
     if ended[0] == 0:
         os.kill(child, signal.SIGKILL)
         ended = os.waitpid(child, 0)

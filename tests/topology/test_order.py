@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import re
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -200,3 +201,31 @@ _FOUR = Topology({"node": list("aabb")})
 def test_what_cannot_be_ordered_raises(ask, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         ask()
+
+
+def test_searches_in_threads_leave_the_number_of_threads_alone() -> None:
+    topology = Topology({"node": [f"n{rank // 8}" for rank in range(1024)]})
+    usual = torch.get_num_threads()
+    torch.set_num_threads(usual + 2)
+    seen = set()
+    try:
+        start = threading.Barrier(3)
+
+        def search() -> None:
+            start.wait()
+            for _ in range(3):
+                topology.order((64, 4, 4))
+
+        threads = [threading.Thread(target=search) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        while any(thread.is_alive() for thread in threads):
+            # A new thread takes the number of the process.
+            watch = threading.Thread(target=lambda: seen.add(torch.get_num_threads()))
+            watch.start()
+            watch.join()
+            seen.add(torch.get_num_threads())
+        assert seen == {usual + 2}
+    finally:
+        torch.set_num_threads(usual)

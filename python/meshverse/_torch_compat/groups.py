@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -158,6 +160,19 @@ def world_lifetime() -> object:
     clears that registry when it ends the default group. 2.11-2.15.
     """
     return c10d._world.tags_to_pg.setdefault("meshverse: no groups", _NoGroups())
+
+
+def destroys_passed_default_group() -> FrameType | None:
+    """Return the caller of `destroy_process_group(group)` that is ending the default group now.
+
+    None if nothing calls it, or if it was called without a group. For the callback of the object
+    that `world_lifetime` returns, which c10d drops inside that call. 2.11-2.15.
+    """
+    code = inspect.unwrap(c10d.destroy_process_group).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None or frame.f_locals.get("group") is None else frame.f_back
 
 
 class Ranks(dict[int, int]):

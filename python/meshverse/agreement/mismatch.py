@@ -6,6 +6,11 @@ first rank that makes call number n of a set stores its description under the ke
 Every other rank tries the same, and gets back the stored description. This takes one store
 operation per rank and call, and no rank waits.
 
+A call's key stays until all ranks of the set are past the call: a rank that arrives late finds it.
+Every 32 calls, each rank counts itself as past them, with one more operation; the last rank to do
+so removes their keys. So the store keeps the keys of at most 64 calls, and of those that the
+slowest rank has not made. A set with a rank that compares no more calls keeps all keys.
+
 If the stored description has another digest than a rank's own, these ranks disagree. The rank then
 writes
 
@@ -43,6 +48,7 @@ _CURE = (
     "derive the same meshes from them. Fix the program and start it again. "
     f"({_VARIABLE}=0 turns this comparison off.)"
 )
+_REMOVED_TOGETHER = 32  # calls whose keys are removed at once
 _DISAGREE = "!"  # the mark; stored in place of a call's description
 
 
@@ -108,6 +114,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.n_compared = 0
+        self.n_counted = 0  # of these, those that the store counts this rank as past
         self.n_universes = 0
         self.mismatch = ""  # the error message, once these ranks disagree
         self.why_stopped = ""  # the reason, once this rank compares no more calls
@@ -153,6 +160,7 @@ class ComparedCalls(WorldState):
         mine: Description,
         keys_written: list[str],
         *,
+        n_ranks: int,
         warns: bool = True,
     ) -> None:
         """Compare a call with the same call of the other ranks.
@@ -160,6 +168,7 @@ class ComparedCalls(WorldState):
         Args:
             store: store of the default group, with the keys of this run.
             ranks: fingerprint of the set of ranks that must make this call.
+            n_ranks: number of these ranks.
             mine: description of this rank's call.
             keys_written: list to which a key is added if this rank writes one, to be removed later.
             warns: whether this rank logs a warning if it no longer compares calls; other ranks log
@@ -174,6 +183,8 @@ class ComparedCalls(WorldState):
         if calls.why_stopped:
             self._log_stop(calls, warns)
             return
+        if calls.n_compared >= calls.n_counted + _REMOVED_TOGETHER:
+            self._remove_past(store, ranks, calls, keys_written, n_ranks)
         key, own = _key(ranks, calls.n_compared), json.dumps(mine)
         found = store.put_first(key, own)
         if found == own:
@@ -188,6 +199,22 @@ class ComparedCalls(WorldState):
                     break
             raise self._error(ranks, both)
         calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
+
+    def _remove_past(
+        self, store: RunStore, ranks: str, calls: _Calls, keys_written: list[str], n_ranks: int
+    ) -> None:
+        """Count this rank as past some calls. The last rank of the set removes their keys."""
+        first = calls.n_counted
+        # Before it counts: if this rank is interrupted, the keys stay. None goes too early.
+        calls.n_counted += _REMOVED_TOGETHER
+        key = _past_key(ranks, calls.n_counted)
+        n_past = store.count(key)
+        if n_past == n_ranks:
+            for number in range(first, calls.n_counted):
+                store.remove(_key(ranks, number))
+            store.remove(key)
+        elif n_past == 1:
+            keys_written.append(key)
 
     def check(self, store: RunStore) -> None:
         """Raise RanksDifferError if another rank has found a mismatch.
@@ -249,6 +276,10 @@ class ComparedCalls(WorldState):
 
 def _key(ranks: str, number: int) -> str:
     return f"calls/{ranks}/{number}"
+
+
+def _past_key(ranks: str, number: int) -> str:
+    return f"calls/{ranks}/past {number}"
 
 
 def _mismatch_key(ranks: str) -> str:

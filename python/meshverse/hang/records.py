@@ -317,20 +317,17 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]
 def _all_records(files: Mapping[int, Path]) -> list[RankRecord]:
     if len(files) < _MANY or "fork" not in multiprocessing.get_all_start_methods():
         return [_record_of_file(*one) for one in files.items()]
-    with multiprocessing.get_context("fork").Pool() as pool:
+    # Without the collector, which would scan the objects of a dump again and again. These processes
+    # are ours; in the caller's, it is left alone.
+    with multiprocessing.get_context("fork").Pool(initializer=gc.disable) as pool:
         return pool.starmap(_record_of_file, files.items(), chunksize=32)
 
 
 def _record_of_file(rank: int, file: Path) -> RankRecord:
-    was_enabled = gc.isenabled()
-    gc.disable()  # else it would scan the objects of a dump again and again
     try:
         return record_of(_read(file), rank, file.stat().st_mtime)
     except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
         raise ValueError(f"{file} cannot be read: {error}.") from None
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _files(path: Path) -> list[Path]:

@@ -216,15 +216,6 @@ def best_order(problem: Placements) -> torch.Tensor:
     Returns:
         Rank at each position, shape (world size,).
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the ranks of a node compete for its processors
-    try:
-        return _best_order(problem)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _best_order(problem: Placements) -> torch.Tensor:
     identity = problem.spot_of_rank
     if _count(problem) <= _SEARCHED_IN_FULL:
         tried = torch.tensor(list(_arrangements(problem.sizes.tolist())))

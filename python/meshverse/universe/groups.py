@@ -487,6 +487,7 @@ class UniverseGroups:
         if origin is Origin.DEFAULT_GROUP:
             use.borrowed = True
             self._registry.add(world.default_group, use)
+            world.axes_of_default_group[request.axis_name] = None
         elif kept is not None:
             if origin is Origin.BY_MEMBERS:
                 keep_to(kept, world)
@@ -636,12 +637,14 @@ class UniverseGroups:
         assert store is not None
         assert self._position is not None
         ranks, first_rank = self.ranks_fingerprint, self._first_rank
+        n_ranks = self._rank_map.size
         if layout.size != self._rank_map.size and not any(
             needs_all_ranks(one, self._world) for one in requests
         ):
             axis = layout.collapse().sorted()
             ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
             first_rank = self._rank_map.rank_at(layout.base(self._position))
+            n_ranks = layout.size
         if not self._world.is_main_thread():  # threads of two ranks may call in different orders
             self._calls.stop(ranks, "a thread other than the main one created process groups")
         self._world.run.add_user(self)
@@ -651,6 +654,7 @@ class UniverseGroups:
                 ranks,
                 self._describe(call, requests),
                 self._keys_written,
+                n_ranks=n_ranks,
                 warns=first_rank == self._world.rank,
             )
         except BaseException as error:
@@ -721,6 +725,8 @@ class UniverseGroups:
         use.count_request(axis_name)
         self._registry.add(group, use)
         self._uses.append(use)
+        if group is self._world.default_group:
+            self._world.axes_of_default_group[axis_name] = None
         return group.group_name
 
     def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:

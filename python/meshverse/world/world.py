@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 from meshverse import _torch_compat as compat
@@ -60,6 +63,7 @@ class World:
             whether its rank and size have changed.
         since_ns: time when this process first saw it, in nanoseconds since the epoch.
         has_universes: whether universes were made in this world.
+        axes_of_default_group: names of mesh axes whose group is the default group, as keys.
         run: the run of the default group, which has a number among the runs on the same store.
     """
 
@@ -85,6 +89,8 @@ class World:
         self._can_split: dict[str, bool] = {}
         self._why_all_ranks: dict[str, str | None] = {}
         self._blocks: dict[str, bool] = {}
+        self.axes_of_default_group: dict[str, None] = {}
+        self._was_passed = False  # to `destroy_process_group(group)`, which ended this world
         self._device_types_set_up: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
@@ -201,8 +207,34 @@ class World:
             state = f"shrink_group() has left {current.size()} of them, whose ranks have changed,"
         return (
             f"The default process group of {self.size} ranks that this mesh was made with is "
-            f"gone ({state} now), and its process groups with it. Make the mesh again after "
+            f"gone ({state} now), and its process groups with it. "
+            + (f"{self._who_ended_it()} " if self._was_passed else "")
+            + "Make the mesh again after "
             "init_process_group(), or call meshverse.revive() then, on all ranks."
+        )
+
+    def _who_ended_it(self) -> str:
+        axes = ", ".join(map(repr, itertools.islice(self.axes_of_default_group, 4)))
+        return (
+            f"destroy_process_group(group) was called with the group of axis {axes}, which is the "
+            "default group: as in torch, that ends all process groups. To end groups of a mesh "
+            "only, call mesh.universe.destroy(); for a group of the axis's own, give it isolate=."
+        )
+
+    def note_passed(self, caller: FrameType) -> None:
+        """Warn at the line that passed the default group to `destroy_process_group`."""
+        if not self.axes_of_default_group:
+            return
+        self._was_passed = True
+        variables = caller.f_globals
+        warnings.warn_explicit(
+            f"The default process group of {self.size} ranks has ended: {self._who_ended_it()} To "
+            "end all of them without this warning, call destroy_process_group().",
+            UserWarning,
+            filename=caller.f_code.co_filename,
+            lineno=caller.f_lineno,
+            module=variables.get("__name__"),
+            registry=variables.setdefault("__warningregistry__", {}),
         )
 
     @property
@@ -282,6 +314,9 @@ def _end(world: World) -> None:
     world.run.forget_users()
     for state in list(world._states.values()):
         state.end()
+    caller = compat.destroys_passed_default_group()
+    if caller is not None:
+        world.note_passed(caller)  # last: Python reports what it raises, and goes on
 
 
 def _leave_to_parent() -> None:

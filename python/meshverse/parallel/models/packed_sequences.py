@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ _MASKS = "find_packed_sequence_indices"
 _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
 _own: list[Any] = []  # transformers' own function, while it is replaced
+_masks: list[Any] = []  # transformers' own, then one None for each further open block
+_masks_lock = threading.RLock()  # protects `_masks`; a signal handler may run a model
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
@@ -58,12 +61,21 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
     if (module := _module_with(_MASKS)) is None:
         yield
         return
-    own = module.find_packed_sequence_indices
-    module.find_packed_sequence_indices = _no_indices
+    with _masks_lock:
+        if not _masks:
+            _masks.append(module.find_packed_sequence_indices)
+            module.find_packed_sequence_indices = _no_indices
+        else:  # another block is open, in this thread or another: the last one restores it
+            _masks.append(None)
     try:
         yield
     finally:
-        module.find_packed_sequence_indices = own
+        with _masks_lock:
+            if len(_masks) == 1:
+                module.find_packed_sequence_indices = _masks[0]
+                _masks.clear()
+            else:
+                _masks.pop()
 
 
 def _module_with(name: str) -> Any:
