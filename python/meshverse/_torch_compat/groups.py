@@ -169,7 +169,7 @@ def destroys_passed_default_group() -> FrameType | None:
     that `world_lifetime` returns, which c10d drops inside that call. 2.11-2.15.
     """
     code = inspect.unwrap(c10d.destroy_process_group).__code__
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None or frame.f_locals.get("group") is None else frame.f_back

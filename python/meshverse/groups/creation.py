@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
@@ -276,6 +277,8 @@ def _to_the_end(
     if threading.current_thread() is not threading.main_thread():
         return create()
     begin, finish, is_over = Claim(), Claim(), threading.Event()
+    # Each thread has a current device of its own.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     groups: list[compat.ProcessGroup | None] = []
     errors: list[BaseException] = []
 
@@ -283,6 +286,8 @@ def _to_the_end(
         if not begin.take():
             return
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             group = create()
             if finish.take():
                 groups.append(group)
