@@ -25,8 +25,8 @@ from meshverse.universe.registry import universes_here
 from meshverse.world.world import World
 
 
-def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2), seconds: float = 1.5) -> DeviceMesh:
-    timeout = timedelta(seconds=seconds)
+def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2), seconds: float = 6) -> DeviceMesh:
+    timeout = timedelta(seconds=seconds)  # of those whose member was interrupted: it elapses
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"), lazy=lazy, timeout=timeout)
 
 
