@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import meshverse
 from helpers.ports import held_port
+from helpers.sleeping import sleep
 from helpers.worlds import group_names
 from meshverse.parallel import Collective, MeshCollective, Meshes, SingleProcessCollective
 
@@ -192,6 +194,27 @@ def _in_a_subset() -> Any:
     collective.close()
     assert dist.get_process_group_ranks(members) == [1, 2, 3]  # not ours: still there
     return results, ([1] if len(mine) == 1 else mine, node)
+
+
+# --- process groups that have ended --------------------------------------------------------------
+
+
+def _after_a_sleep(folder: str) -> list[Any]:
+    whole = _four_processes()
+    given = _limited(whole, "dp")
+    kinds = [whole, whole.local, whole.tp_world, given]
+    before = [_results(one, dist.get_rank()) for one in kinds]
+    old = given.process_group
+    for _ in range(2):
+        sleep(folder)
+        assert meshverse.revive(whole, given)
+    assert given.process_group is not old
+    return [before, [_results(one, dist.get_rank()) for one in kinds]]
+
+
+def test_goes_on_after_all_groups_have_ended(crew, tmp_path) -> None:
+    for before, after in crew.run(_after_a_sleep, 4, str(tmp_path)):
+        assert before == after
 
 
 # --- closing -------------------------------------------------------------------------------------

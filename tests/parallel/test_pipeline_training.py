@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from tiny_models import (
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+import meshverse
 from helpers.crew import Crew
+from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from meshverse.parallel import (
     ParallelismSizes,
@@ -153,3 +156,50 @@ def test_a_pipeline_trains_as_one_process_does(crew: Crew, name: str) -> None:
     ranks, sizes, keywords = CASES[name]
     for errors in crew.run(compare_case, ranks, sizes, keywords, timeout=300):
         assert max(errors.values()) < BOUND, errors
+
+
+# --- process groups that have ended ---------------------------------------------------------------
+
+
+def _with_sleeps(folder: str, n_sleeps: int, virtual: int) -> list[Any]:
+    sizes = ParallelismSizes(pp_size=2)
+    mesh, _ = create_fsdp2_device_mesh(sizes)
+    model = make_model(num_hidden_layers=4, tie_word_embeddings=True)
+    stages = pipeline_stages(model, mesh["pp"], virtual=virtual)
+    for stage in stages:
+        fsdp2_strategy_parallelize(stage, mesh, mp_policy=EXACT)
+        stage.compile(backend="aot_eager")
+    schedule = pipeline_schedule(stages, mesh["pp"], loss_of, 2)
+    optimizer = make_optimizer(nn.ModuleList(stages))
+    data = get_flat_mesh(mesh, "dp_cp")
+    rows = BATCH // data.size()
+    own = slice(data.get_local_rank() * rows, (data.get_local_rank() + 1) * rows)
+    seen: list[Any] = []
+    for step in range(4):
+        if step and n_sleeps:
+            sleep(folder)
+            assert meshverse.revive(schedule, optimizer)
+        tokens = batch(step)[own]
+        losses = schedule.step(tokens, target=tokens)
+        seen.append([loss.item() for loss in losses])
+        seen.append(schedule.clip_grad_norm_(_MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([loss.item() for loss in schedule.eval(tokens, target=tokens)])
+    return seen
+
+
+def _undisturbed_and_slept(folder: str, virtual: int) -> list[list[Any]]:
+    return [_with_sleeps(folder, n_sleeps, virtual) for n_sleeps in (0, 3)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_compiled_pipeline_goes_on_after_all_groups_have_ended(
+    crew: Crew, tmp_path: Path, virtual: int
+) -> None:
+    arguments = (str(tmp_path), virtual)
+    for undisturbed, slept in crew.run(_undisturbed_and_slept, 4, *arguments, timeout=300):
+        assert slept == undisturbed
+        assert len({str(each) for each in slept}) > 4

@@ -64,7 +64,7 @@ from .groups import (
     when_destroyed,
     world_lifetime,
 )
-from .held_groups import HeldGroup, groups_held_by, is_live
+from .held_groups import HeldGroup, group_attributes, groups_held_by, is_live
 from .layouts import (
     FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
@@ -159,6 +159,7 @@ __all__ = [
     "flight_recorder_status",
     "from_torch_layout",
     "fsdp2_is_creating",
+    "group_attributes",
     "group_ranks_of",
     "groups_held_by",
     "groups_of_process",

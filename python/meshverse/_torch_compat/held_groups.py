@@ -17,9 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .private_names import ProcessGroup, c10d
 
-# Objects of torch that hold no process group.
-_HOLD_NONE = (Tensor, Optimizer, LRScheduler)
-
 
 class HeldGroup(NamedTuple):
     """An attribute whose value is a process group.
@@ -53,7 +50,9 @@ def groups_held_by(one: object) -> list[HeldGroup] | None:
     """Return the groups that an object of torch holds; None if it is of no known kind."""
     if isinstance(one, nn.Module):
         return [held for module in one.modules() for held in _of_module(module)]
-    if isinstance(one, _HOLD_NONE):
+    if isinstance(one, Optimizer | LRScheduler):
+        return list(group_attributes([one]))
+    if isinstance(one, Tensor):
         return []
     return _of_pipeline(one)
 
@@ -65,9 +64,9 @@ def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
         fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
     )
     why_fixed = "which its other parts use too: wrap the model again, after revive()"
-    yield from _attributes([module], why_fixed if is_wrapper else "")
+    yield from group_attributes([module], why_fixed if is_wrapper else "")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-        yield from _attributes(_parts_of_fsdp(module))
+        yield from group_attributes(_parts_of_fsdp(module))
 
 
 def _parts_of_fsdp(module: Any) -> Iterator[object]:
@@ -94,10 +93,11 @@ def _of_pipeline(one: object) -> list[HeldGroup] | None:
     else:
         return None
     modules = [held for stage in stages for held in groups_held_by(stage.submod) or ()]
-    return [*_attributes(stages), *modules]
+    return [*group_attributes(stages), *modules]
 
 
-def _attributes(owners: Iterable[object], why_fixed: str = "") -> Iterator[HeldGroup]:
+def group_attributes(owners: Iterable[object], why_fixed: str = "") -> Iterator[HeldGroup]:
+    """Yield the attributes of objects whose values are process groups."""
     for owner in owners:
         for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
             if isinstance(value, dist.ProcessGroup):

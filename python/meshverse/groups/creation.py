@@ -278,7 +278,8 @@ def _to_the_end(
         return create()
     begin, finish, is_over = Claim(), Claim(), threading.Event()
     # Each thread has a current device of its own.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if is_used else None
     groups: list[compat.ProcessGroup | None] = []
     errors: list[BaseException] = []
 

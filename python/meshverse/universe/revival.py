@@ -143,7 +143,7 @@ def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
 
 def _held_by(holders: Sequence[object]) -> tuple[list[compat.HeldGroup], list[str]]:
     """Return the ended groups that objects hold, and which objects are of an unknown kind."""
-    found: dict[tuple[int, str], compat.HeldGroup] = {}
+    held: list[compat.HeldGroup] = []
     unknown, seen, waiting = [], set[int](), list(holders)
     while waiting:
         one = waiting.pop()
@@ -156,15 +156,16 @@ def _held_by(holders: Sequence[object]) -> tuple[list[compat.HeldGroup], list[st
             waiting += one
         elif (parts := getattr(type(one), "parts_to_revive", None)) is not None:
             waiting += parts(one)
-        elif (held := compat.groups_held_by(one)) is not None:
-            ended = [each for each in held if not compat.is_live(each.group)]
-            found |= {(id(each.owner), each.name): each for each in ended}
+            held += compat.group_attributes([one])
+        elif (of_torch := compat.groups_held_by(one)) is not None:
+            held += of_torch
         elif one is not None and not isinstance(one, compat.StockDeviceMesh | Universe):
             unknown.append(
                 f"it cannot tell which process groups an object of type {type(one).__qualname__} "
                 "holds: give modules, optimizers, and pipeline stages and schedules"
             )
-    return list(found.values()), list(dict.fromkeys(unknown))
+    ended = {(id(one.owner), one.name): one for one in held if not compat.is_live(one.group)}
+    return list(ended.values()), list(dict.fromkeys(unknown))
 
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:

@@ -110,9 +110,8 @@ class MeshCollective(Collective):
             self._made = made.pop_all()
         # Found at each use: the group may be lazy, and a reference to it would keep its threads and
         # sockets alive after it is destroyed.
-        self._find_group: Callable[[], dist.ProcessGroup] = (
-            _default_group if process_group is None else lambda: process_group
-        )
+        self._find_group: Callable[[], dist.ProcessGroup] = _default_group
+        self._given_group = process_group
         self.meshes, parallel = mesh, mesh.parallel_mesh
         self._local: Collective | None = None  # computed when it is first read
         self._tp_world: Collective | None = None
@@ -134,7 +133,11 @@ class MeshCollective(Collective):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Process group of the operations; RuntimeError after it was destroyed."""
-        return self._find_group()
+        return self._given_group or self._find_group()
+
+    def parts_to_revive(self) -> tuple[object, ...]:
+        """Return what `meshverse.revive` looks into, besides the attributes of this object."""
+        return vars(self).get("local"), vars(self).get("tp_world")  # those that are in use
 
     @property
     def local(self) -> Collective:
@@ -159,6 +162,7 @@ class MeshCollective(Collective):
         if not set(self._ranks).issubset(ranks):  # else it is within that group
             limited.rank, limited.world_size = mesh.get_local_rank(axis), len(ranks)
             limited._ranks, limited._find_group = ranks, partial(mesh.get_group, axis)
+            limited._given_group = None
         return limited
 
     def close(self) -> None:
