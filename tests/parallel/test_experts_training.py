@@ -206,7 +206,7 @@ def test_norms_that_are_not_finite_are_refused_if_asked() -> None:
 def norm_of_one_row(norm_type: float) -> str:
     mesh = meshverse.init_device_mesh("cpu", (2,))
     row = distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])  # the second rank has none
-    with pytest.raises(ValueError) as wrong:
+    with pytest.raises(ValueError, match="norm_type") as wrong:
         get_total_norm([row], norm_type)
     return str(wrong.value)
 

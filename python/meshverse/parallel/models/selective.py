@@ -31,7 +31,8 @@ def selective_contexts() -> tuple[Any, Any]:
     no changes in place.
     """
     if compat.is_traced():
-        return create_selective_checkpoint_contexts(_policy)
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        return contexts
     results: list[_Result] = []
     return _Keeping(results), _Reusing(results)
 
@@ -136,7 +137,7 @@ class _Reusing(compat.DispatchMode):  # type: ignore[misc]
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _Reusing:
+    def __enter__(self) -> Any:
         self._place = 0
         super().__enter__()
         return self
