@@ -16,7 +16,7 @@ from expert_models import BOUND, WIDTH, Model, objective, tokens
 from rounding import largest_error, training_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import meshverse
@@ -201,6 +201,22 @@ def test_norms_that_are_not_finite_are_refused_if_asked() -> None:
     with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 of gradients is nan"):
         get_total_norm(gradients, error_if_nonfinite=True)
     assert get_total_norm([]) == 0
+
+
+def norm_of_one_row(norm_type: float) -> str:
+    mesh = meshverse.init_device_mesh("cpu", (2,))
+    row = distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])  # the second rank has none
+    with pytest.raises(ValueError, match="norm_type") as wrong:
+        get_total_norm([row], norm_type)
+    return str(wrong.value)
+
+
+@pytest.mark.parametrize("norm_type", [-float("inf"), -1.0, 0.0, float("nan")])
+def test_a_norm_without_a_value_on_some_ranks_is_refused_by_all(
+    crew: Crew, norm_type: float
+) -> None:
+    for said in crew.run(norm_of_one_row, 2, norm_type):
+        assert f"norm_type={norm_type} must be a number above 0" in said
 
 
 def restore(folder: str) -> float:

@@ -72,6 +72,8 @@ _PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (stock_module, "_MeshLayout"),
     (c10d_core, "Backend"),
     (c_extension, "DisableTorchFunction"),
+    (c_extension, "DispatchKey"),
+    (c_extension, "_SetExcludeDispatchKeyGuard"),
     (c_extension, "_dispatch_keys"),
     (c_extension, "_functorch"),
     (c_extension, "_len_torch_dispatch_stack"),

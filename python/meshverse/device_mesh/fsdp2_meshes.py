@@ -14,7 +14,6 @@ FSDP2 shards over. So they already have to call their collectives in the same or
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import torch
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse.locks import state_lock
 from meshverse.universe.groups import shares_world_wide
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World, WorldState
@@ -36,11 +36,10 @@ class _DefaultMeshes(WorldState):
     def __init__(self) -> None:
         # A strong reference, so that all ranks find it, whenever each collects garbage.
         self._universe: Universe | None = None
-        self._lock = threading.RLock()  # protects `_universe`
 
     def universe(self, rank_map: RankMap) -> Universe:
         """Return the universe, which is created at the first call, or after it has ended."""
-        with self._lock:
+        with state_lock:
             if self._universe is None or self._universe.is_over:
                 self._universe = Universe(rank_map)
             return self._universe
@@ -52,7 +51,6 @@ class _DefaultMeshes(WorldState):
     def leave_to_parent(self) -> None:
         """Drop the parent's universe in a forked process."""
         self._universe = None
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
 
 
 def note_source(ranks: torch.Tensor, mesh: DeviceMesh) -> None:

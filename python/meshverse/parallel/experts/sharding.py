@@ -148,14 +148,23 @@ def get_total_norm(
     Args:
         tensors: DTensors on any meshes with any placements, and plain tensors that are the same on
             all ranks.
-        norm_type: the p of the p-norm; infinity is allowed.
+        norm_type: the p of the p-norm, above 0; infinity is allowed.
         error_if_nonfinite: whether to raise a RuntimeError if the norm is infinite or nan.
         foreach: as in `torch.nn.utils.get_total_norm`.
 
     Returns:
         The norm as a plain tensor, the same on all ranks of the meshes.
+
+    Raises:
+        ValueError: `norm_type` is not above 0.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     norm_type = float(norm_type)  # accepts "inf", as torch does
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type={norm_type} must be a number above 0: others have no value on a rank whose "
+            "part of the gradients is empty, and such a rank alone would raise."
+        )
     by_mesh = defaultdict[object, list[Tensor]](list)
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

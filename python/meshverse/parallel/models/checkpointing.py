@@ -10,29 +10,18 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
 
 from .modules import layer_lists
+from .selective import selective_contexts
 
 # Patterns in names of modules for each part of a multimodal model; other modules are language.
 _PARTS = {
     "vision": re.compile("vision|visual|image|vit"),
     "audio": re.compile("audio|speech"),
     "multimodal": re.compile("multi_?modal|projector|connector|merger"),
-}
-
-# Operations whose results "selective" keeps: recomputing them costs much for the memory saved.
-_ATTENTION = [f"{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
-_ATTENTION += ["flash_attention_for_cpu"]
-_KEPT = {
-    getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{each}" for each in _ATTENTION))
 }
 
 
@@ -65,7 +54,7 @@ def apply_activation_checkpointing(
     layers = checkpointed_layers(model, scope)
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        settings["context_fn"] = selective_contexts
     for layer in layers:
         # A partial, not a closure: deepcopy copies it, so that a copied model calls its own layers.
         layer.forward = partial(_checkpointed, layer.forward, settings)
@@ -115,9 +104,3 @@ def _checkpointed(
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     return checkpoint(forward, *arguments, **settings, **keywords)
-
-
-def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    if operator in _KEPT:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

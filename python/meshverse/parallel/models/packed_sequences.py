@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 from collections.abc import Iterator
 from typing import Any
+
+from meshverse.locks import state_lock
 
 _CHECK = "_is_packed_sequence"
 _MASKS = "find_packed_sequence_indices"
@@ -18,7 +19,6 @@ _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
 _own: list[Any] = []  # transformers' own function, while it is replaced
 _masks: list[Any] = []  # transformers' own, then one None for each further open block
-_masks_lock = threading.RLock()  # protects `_masks`; a signal handler may run a model
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
@@ -61,7 +61,7 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
     if (module := _module_with(_MASKS)) is None:
         yield
         return
-    with _masks_lock:
+    with state_lock:
         if not _masks:
             _masks.append(module.find_packed_sequence_indices)
             module.find_packed_sequence_indices = _no_indices
@@ -70,7 +70,7 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
     try:
         yield
     finally:
-        with _masks_lock:
+        with state_lock:
             if len(_masks) == 1:
                 module.find_packed_sequence_indices = _masks[0]
                 _masks.clear()

@@ -222,12 +222,6 @@ class PipelineSchedule:
         Raises:
             ValueError: `norm_type` is not above 0.
         """
-        norm_type = float(norm_type)  # accepts "inf", as torch does
-        if not norm_type > 0:
-            raise ValueError(
-                f"norm_type={norm_type} must be a number above 0: for others, a stage without "
-                "gradients would change the result."
-            )
         every = [each for stage in self.stages for each in stage.parameters()]
         twice = self._tied.counted_elsewhere
         gradients = [e.grad for e in every if e is not twice and e.grad is not None]
@@ -235,7 +229,7 @@ class PipelineSchedule:
         own = get_total_norm(gradients, norm_type).to(self._device, torch.float32)
         norms = [torch.empty_like(own) for _ in range(self._mesh.size())]
         dist.all_gather(norms, own, group=self._mesh.get_group())
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         scale_gradients([each for each in every if each.grad is not None], max_norm, total)
         return total
 
