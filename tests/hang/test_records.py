@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from meshverse.commands.main import main
-from meshverse.hang.records import Call, RankRecord, read_dumps, record_of
+from meshverse.hang.dumps import read_dumps
+from meshverse.hang.records import Call, RankRecord, record_of
 from meshverse.hang.verdicts import find_stuck
 
 # An entry as torch 2.13 writes it; the source is its FlightRecorderDetail.hpp, getCollectiveTrace.
@@ -158,7 +159,7 @@ def test_files_of_a_folder_are_read_by_rank(form: str, tmp_path: Path) -> None:
             file.write_text(json.dumps(content))
         else:
             file.write_bytes(pickle.dumps(content, protocol=2))
-    records = read_dumps([tmp_path])
+    records = read_dumps([tmp_path]).records
     assert sorted(records) == [0, 1]
     (found,) = find_stuck(records)
     assert (found.seen.label, found.call.number, [*found.waiting]) == ("axis tp", 2, [0])
@@ -188,7 +189,7 @@ def test_causes_are_printed_and_of_many_groups_that_follow_some(tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Stuck: barrier number 1 on axis dp, ranks 0-39, ")
     assert sum(line.startswith("Stuck: ") for line in lines) == 1 + 8
-    assert lines[-1] == "And 31 more groups that follow from these: pass --json to see all."
+    assert lines[-1] == "And 31 more calls that follow from these: pass --json to see all."
     assert main(["hang", str(tmp_path), "--json"]) == 1
     groups = json.loads(capsys.readouterr().out)
     assert [one["cause"] for one in groups] == ["missing"] + ["follows"] * 39
