@@ -5,6 +5,7 @@ TORCH  ?= 2.13.0
 PYTHON ?= python3
 ARGS   ?=
 FUZZ_SECONDS ?= 300
+MINUTES ?= 60
 
 # What pip installs for TORCH=newest and TORCH=nightly; each time anew, as it changes.
 TORCH_newest  := --upgrade torch
@@ -22,7 +23,7 @@ SOURCES := pyproject.toml CMakeLists.txt \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test test-all test-long coverage families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
+.PHONY: help test test-all test-long soak coverage families demo docs bench lint format typecheck sanitize fuzz wheel dist develop hooks gpu gpubench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ test-all: $(VENV)/.wheel $(VENV)/.test ## run these and the long ones
 
 test-long: $(VENV)/.wheel $(VENV)/.test ## run the long ones only: what test-all adds to test
 	$(PYTEST) -m 'long and not sweep' $(ARGS)
+
+soak: $(VENV)/.wheel $(VENV)/.test ## repeat tests of processes and threads with random pauses, beside busy processes, for MINUTES=60
+	$(VENV)/bin/python tools/soak.py $(MINUTES) $(ARGS)
 
 coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the short tier runs; ARGS="-m 'not sweep'" for both tiers
 	@rm -rf build/coverage && mkdir -p build/coverage

@@ -105,12 +105,16 @@ class GroupCache {
     return created_.size();
   }
 
-  // Removes the entry of `key`; false if there is none, or it is still being created.
-  bool remove(const GroupKey& key) {
+  // Removes the entry of `key` if it is the one for which is_wanted(entry) is true; false if there
+  // is none, or it is still being created. is_wanted() is called under the lock: it must neither
+  // block nor call back.
+  template <class IsWanted>
+  bool remove(const GroupKey& key, IsWanted&& is_wanted) {
     std::shared_ptr<Slot> slot;  // destroyed after the lock is released, as in clear()
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
     if (found == slots_.end() || found->second->state != State::kReady) return false;
+    if (!is_wanted(found->second->entry)) return false;
     slot = found->second;
     slots_.erase(found);
     created_.erase(std::find(created_.begin(), created_.end(), slot));

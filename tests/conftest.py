@@ -1,19 +1,24 @@
-"""Fixtures of every tier of tests: fake worlds, real processes, Hypothesis's settings."""
+"""Fixtures of every tier of tests: fake worlds, real processes, Hypothesis's settings.
+
+A test that failed says how to run it again, and leaves no process behind.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 import meshverse
-from helpers import via_store
+from helpers import jitter, processes, via_store
 from helpers.crew import Crew
 from helpers.worlds import FakeWorld, fake_world
 
@@ -54,6 +59,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[FakeWorld]:
 
 
 _CREWS = {"crew", "bound_crew"}
+_THREADS = {"threading", "Thread", "ThreadPoolExecutor"}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,11 +69,43 @@ def pytest_collection_modifyitems(
     for item in items:
         if not _CREWS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
+        if isinstance(item, pytest.Function) and not _THREADS.isdisjoint(vars(item.module)):
+            item.add_marker(pytest.mark.threads)
     yield
-    if hasattr(config, "workerinput"):  # one of several workers, each with a file at a time
+    is_random = config.getoption("random_order_bucket", None) is not None
+    if hasattr(config, "workerinput") and not is_random:  # a worker has one file at a time
         # Long files first, so that no worker runs one at the end, alone. Real processes take long.
         lengths = Counter(item.path for item in items if item.get_closest_marker("processes"))
         items.sort(key=lambda item: -lengths[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    jitter.begin(item.nodeid)
+
+
+_began = pytest.StashKey[float]()
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    item.stash[_began] = time.time()
+    yield
+    if item.stash.get(_failed, False):
+        processes.end_those_since(item.stash[_began])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+        switch = f"{jitter.SWITCH}={jitter.seed()} " if jitter.seed() else ""
+        again = f"{switch}{sys.executable} -m pytest -m '' '{item.nodeid}'"
+        report.sections.append(("run this test again", again))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -159,11 +159,14 @@ void bind_group_cache(py::module_& module) {
       .def("entries", &entries_of, "Every ``(axis, key, entry)``, in order of creation.")
       .def(
           "remove",
-          [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key) {
-            return self.remove({axis, key});
+          [](PyGroupCache& self, const AxisLayout& axis, const OptionsKey& key,
+             const py::object& entry) {
+            return self.remove({axis, key},
+                               [&](const py::object& known) { return known.is(entry); });
           },
-          "axis"_a, "key"_a,
-          "Remove the entry of ``(axis, key)``; False if there is none, or it is being created.")
+          "axis"_a, "key"_a, "entry"_a,
+          "Remove an entry; False if ``(axis, key)`` has another one or none, or it is being "
+          "created.\n\nOf several threads that remove the same entry, one gets True.")
       .def("clear", &PyGroupCache::clear, "Remove every entry.")
       .def("__len__", &PyGroupCache::size);
   set_new(cache, [](const py::object&) { return std::make_unique<PyGroupCache>(); });

@@ -28,7 +28,9 @@ class Model {
     const int key = static_cast<int>(input_.of(0, 3));
     switch (input_.of(0, 5)) {
       case 0:
-        LAW(cache_.remove(group_key(key)) == (entries_.count(key) == 1));
+        LAW(!cache_.remove(group_key(key), [](const auto&) { return false; }));
+        LAW(cache_.remove(group_key(key), [&](const auto& entry) { return entry == at(key); }) ==
+            (entries_.count(key) == 1));
         forget(key);
         break;
       case 1:

@@ -19,6 +19,7 @@ import random
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -90,28 +91,48 @@ def connect(
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     compat.check_backend(backend)
-    with _lock:
-        if name in _open:
-            raise ValueError(
-                f"A connection {name!r} is open in this process. close() it first, or pass another "
-                "name."
-            )
-        _open.add(name)
-    try:
+    with _claimed(name) as key:
         rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
         number = rounds.join(f"{size} processes, backend {backend}")
-        return Connection(name, rounds.store, number, rank, size, backend, options, timeout)
-    except BaseException:
-        with _lock:
-            _open.discard(name)
-        raise
+        made = Connection(name, rounds.store, number, rank, size, backend, options, timeout)
+        _last[key] = weakref.ref(made), made.group.group_name
+        return made
 
 
 # Stores that this process started, by address. They last until it ends: after rank 0 has raised an
 # error, other ranks still read the reason.
 _hosted: dict[str, dist.Store] = {}
-_open: set[str] = set()  # names of the connections of this process
-_lock = threading.Lock()
+# By process id and name, as a fork has its parent's neither: the last connection with its group's
+# c10d name, and one claim for each call that is connecting now.
+_last: dict[tuple[int, str], tuple[weakref.ref[Connection], str]] = {}
+_claims: dict[tuple[int, str], object] = {}
+
+
+@contextlib.contextmanager
+def _claimed(name: str) -> Iterator[tuple[int, str]]:
+    """Claim a name while it is being connected; ValueError if this process uses it already.
+
+    The group of a connection that was dropped without `close()` ends: nothing else would end it.
+    """
+    key, mine = (os.getpid(), name), object()
+    try:
+        if _claims.setdefault(key, mine) is not mine:  # of several threads, one gets its own
+            raise ValueError(
+                f"Another thread of this process is connecting {name!r}. Pass another name."
+            )
+        if (last := _last.get(key)) is not None:
+            known, group_name = last[0](), last[1]
+            if known is not None and known.is_open:
+                raise ValueError(
+                    f"A connection {name!r} is open in this process. close() it first, or pass "
+                    "another name."
+                )
+            compat.end_group(group_name, abort=True)
+            del _last[key]
+        yield key
+    finally:
+        if _claims.get(key) is mine:
+            del _claims[key]
 
 
 def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -383,14 +404,13 @@ class Connection:
     def close(self) -> None:
         """End the process group in this process, which then needs the connection no more.
 
-        Operations that others still run on it fail. A second call does nothing.
+        Operations that others still run on it fail. A second call does nothing. If the connection
+        is dropped instead, its group stays until this process connects the name again.
         """
         self._end()
 
     def _end(self) -> None:
         group, is_open, self._group = self._group, self.is_open, None
-        with _lock:
-            _open.discard(self.name)
         if group is not None and is_open:
             dist.destroy_process_group(group)
 

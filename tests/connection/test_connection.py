@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,54 @@ def test_a_process_without_a_world_connects_alone() -> None:
             move()
         assert torch.equal(w, there)
     assert not dist.is_initialized()
+
+
+def _alone() -> meshverse.Connection:
+    return meshverse.connect("again", dist.HashStore(), rank=0, size=1, backend="gloo")
+
+
+def test_a_name_is_free_once_its_connection_was_dropped() -> None:
+    first = _alone()
+    assert first.is_open
+    del first
+    with _alone() as second:
+        assert second.is_open
+
+
+def test_a_name_is_free_once_the_default_group_ended() -> None:
+    with fake_world(4):
+        first = _alone()
+    assert not first.is_open
+    with _alone() as second:
+        assert second.is_open
+        assert not first.is_open
+
+
+def test_closing_an_old_connection_again_leaves_the_name_to_the_new_one() -> None:
+    first = _alone()
+    first.close()
+    with _alone() as second:
+        first.close()
+        with pytest.raises(ValueError, match="'again' is open in this process"):
+            _alone()
+        assert second.is_open
+
+
+def test_of_two_threads_that_connect_one_name_one_is_refused() -> None:
+    store = dist.HashStore()
+
+    def connect(timeout: timedelta) -> None:
+        meshverse.connect("two threads", store, rank=0, size=2, timeout=timeout)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(connect, timedelta(seconds=3))
+        store.wait(["meshverse connection two threads/0 0"], timedelta(seconds=60))
+        with pytest.raises(ValueError, match=r"Another thread .* is connecting 'two threads'"):
+            connect(timedelta(seconds=60))
+        with pytest.raises(RuntimeError, match="waited 0:00:03 for rank 1 of 2"):
+            first.result()
+    with pytest.raises(RuntimeError, match="for rank 1 of 2"):  # the name is free again
+        connect(timedelta(seconds=0.1))
 
 
 # --- moves ---------------------------------------------------------------------------------------

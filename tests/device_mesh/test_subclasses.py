@@ -233,3 +233,64 @@ def test_all_that_a_mesh_has_itself_is_known(world) -> None:
         pickle.dumps(one)
         assert set(vars(one)) <= _own_attributes(type(one))
         assert one.__getstate__() == {}
+
+
+def _own_hash(base: Any) -> Any:
+    class OwnHash(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.role = "trainer"
+
+        def __hash__(self) -> int:
+            return hash(self.role)
+
+    return OwnHash
+
+
+def _equal_without_hash(base: Any) -> Any:
+    class Equal(base):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    return Equal
+
+
+def _own_flatten(base: Any) -> Any:
+    class Flat(base):
+        def flatten(self, name: str) -> Any:
+            return self._flatten(name)
+
+    return Flat
+
+
+@pytest.mark.parametrize("subclass", [_own_hash, _equal_without_hash, _own_flatten])
+@pytest.mark.parametrize("base", [STOCK.DeviceMesh, DeviceMesh])
+def test_own_special_methods(subclass: Any, base: Any) -> None:
+    with fake_world(8):
+        mesh = subclass(base)("cpu", torch.tensor(_RANKS), mesh_dim_names=_NAMES)
+        flat = mesh.flatten("all") if subclass is _own_flatten else mesh._flatten("all")
+        assert flat.size() == 8
+        assert mesh.get_group("tp").size() == 4
+
+
+_NEW_NAMES = sorted(
+    name for name in set(dir(DeviceMesh)) - set(dir(STOCK.DeviceMesh)) if not name.startswith("_")
+)
+
+
+@pytest.mark.parametrize("name", _NEW_NAMES)
+def test_a_name_that_only_our_class_has_can_be_the_subclass_s_own(name: str) -> None:
+    own = type("Own", (DeviceMesh,), {name: lambda self: "own"})
+    with fake_world(8):
+        mesh = own("cpu", torch.tensor(_RANKS), mesh_dim_names=_NAMES)
+        assert getattr(mesh, name)() == "own"
+        assert mesh["tp"].size() == 4
+        assert mesh._flatten("all").size() == 8
+        assert mesh._unflatten("tp", (2, 2), ("x", "y")).size() == 8
+        assert "dp=2" in repr(mesh)
+        assert {mesh: 1}[mesh] == 1
+        assert mesh.get_group("tp").size() == 4
+        assert tuple(mesh.get_coordinate()) == (0, 0)
+        assert mesh.get_local_rank("tp") == 0
+        copy.deepcopy(mesh)
+        assert mesh["dp", "tp"].size() == 8

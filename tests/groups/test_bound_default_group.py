@@ -6,6 +6,7 @@ The backend of these worlds is as strict as NCCL: see `backends/splitting_backen
 from __future__ import annotations
 
 import re
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,40 @@ def test_a_connection_splits_no_default_group(
 ) -> None:
     for seen in bound_crew.run(_connected, 4, str(via_store_library), str(tmp_path)):
         assert seen == {"sum": 4, "splits": (0, 0), "bound": f"{splitting.DEVICE}:0"}
+
+
+def _seen_while_connecting(library: str, folder: str) -> dict[str, Any]:
+    """Return facts that another thread sees while a connection's backend is created."""
+    splitting.restart(library, folder)
+    world, seen = dist.group.WORLD, dict[str, Any]()
+
+    def create(common: Any, given: Any) -> Any:
+        def look() -> None:
+            seen["device"] = str(world.bound_device_id)
+            seen["hows"] = _hows(init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES))
+
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        seen["split from"] = getattr(common, "split_from", None)
+        return dist.ProcessGroupGloo(common.store, common.group_rank, common.group_size)
+
+    if "looking" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("looking", create, extended_api=True, devices=["cpu"])
+    store = dist.FileStore(str(Path(folder) / "connection"), 4)
+    with connect("w", store, rank=dist.get_rank(), size=4, backend="looking") as connection:
+        seen["reached"] = reached_by(connection.group)
+    seen["device afterwards"] = str(world.bound_device_id)
+    return seen
+
+
+@needs_one_split
+def test_other_threads_see_the_default_group_as_it_is_while_one_connects(
+    bound_crew: Crew, via_store_library: Path, tmp_path: Path
+) -> None:
+    device = f"{splitting.DEVICE}:0"
+    for seen in bound_crew.run(_seen_while_connecting, 4, str(via_store_library), str(tmp_path)):
+        assert seen["device"] == seen["device afterwards"] == device
+        assert set(seen["hows"].values()) == {"split off the default group"}
+        assert seen["split from"] is None
+        assert seen["reached"] == [1, 1, 1, 1]

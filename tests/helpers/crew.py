@@ -6,19 +6,22 @@ The processes are kept for the session.
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing.process
 import tempfile
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from helpers import jitter
 from helpers.forked import CONTEXT, SECONDS
 
 WORLD_TIMEOUT_SECONDS = 40  # of the default group's operations; unlike c10d's default
@@ -30,7 +33,27 @@ Program = Callable[..., Any]
 
 
 class RankError(AssertionError):
-    """Some rank of a world failed or did not finish; the message has every traceback."""
+    """Some rank of a world failed or did not finish.
+
+    The message has the traceback of the rank that failed first, and a line for each other one.
+    """
+
+
+class Failure(NamedTuple):
+    """End of a rank that returned nothing.
+
+    Attributes:
+        moment: when it failed, on the clock that all processes of a machine share.
+        summary: a line.
+        details: its traceback, or where it was when it ended.
+    """
+
+    moment: float
+    summary: str
+    details: str
+
+
+_Answer = tuple[Failure | None, Any]  # with what the program returned
 
 
 class Crew:
@@ -39,7 +62,10 @@ class Crew:
     A world that fails or hangs is ended by ending them all.
     """
 
+    all: ClassVar[weakref.WeakSet[Crew]] = weakref.WeakSet()  # that this process has started
+
     def __init__(self) -> None:
+        self.all.add(self)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -61,32 +87,39 @@ class Crew:
             RankError: a rank raised or did not finish in time.
         """
         self._start(world_size)
+        name = f"{jitter.current_test()} {program.__qualname__}"
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
-                pipe.send((program, arguments, rank, world_size, folder, timeout))
+                pipe.send((program, arguments, rank, world_size, folder, timeout, name))
             answers = self._collect(world_size, timeout, folder)
-            failures = {rank: text for rank, (text, _) in answers.items() if text is not None}
+            failures = {rank: failure for rank, (failure, _) in answers.items() if failure}
             if failures or len(answers) < world_size:
                 self._kill()
                 for rank in set(range(world_size)) - set(answers):
-                    failures[rank] = f"did not finish in {timeout} s\n{_stack(folder, rank)}"
-                raise RankError(_report(failures))
+                    summary = f"did not finish in {timeout} s"
+                    failures[rank] = Failure(math.inf, summary, _stack(folder, rank))
+                raise RankError(report(failures))
         return [answers[rank][1] for rank in range(world_size)]
 
-    def _collect(
-        self, world_size: int, timeout: float, folder: str
-    ) -> dict[int, tuple[str | None, Any]]:
+    @property
+    def pids(self) -> list[int | None]:
+        """The processes, by rank."""
+        return [process.pid for process in self._processes]
+
+    def _collect(self, world_size: int, timeout: float, folder: str) -> dict[int, _Answer]:
         deadline = monotonic() + timeout
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
-        answers: dict[int, tuple[str | None, Any]] = {}
-        while pending and (left := deadline - monotonic()) > 0:
+        answers: dict[int, _Answer] = {}
+        while pending and (left := deadline - (asked := monotonic())) > 0:
             for pipe in wait(list(pending), left):
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    code = self._exit_code(rank)
-                    answers[rank] = (f"died with exit code {code}\n{_stack(folder, rank)}", None)
+                    summary = f"died with exit code {self._exit_code(rank)}"
+                    # It died after `asked`, and before others noticed.
+                    failure = Failure(asked, summary, _stack(folder, rank))
+                    answers[rank] = (failure, None)
                 if answers[rank][0] is not None:
                     deadline = min(deadline, monotonic() + _GRACE_SECONDS)
         return answers
@@ -138,18 +171,20 @@ def _work(pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         try:
-            program, arguments, rank, world_size, folder, timeout = pipe.recv()
+            program, arguments, rank, world_size, folder, timeout, name = pipe.recv()
         except EOFError:
             return
+        jitter.begin(f"{name} on rank {rank}")
         with _stack_file(folder, rank).open("w") as stack:
             # So that a crash shows where it crashed, and a hang where it hangs.
             faulthandler.enable(file=stack)
             faulthandler.dump_traceback_later(max(0.5, timeout - 1), file=stack)
             try:
                 value = _run_in_world(program, arguments, rank, world_size, folder)
-                answer: tuple[str | None, Any] = (None, value)
-            except BaseException:  # noqa: BLE001  (the parent shows it)
-                answer = (traceback.format_exc(), None)
+                answer: _Answer = (None, value)
+            except BaseException as error:  # noqa: BLE001  (the parent shows it)
+                summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+                answer = (Failure(monotonic(), summary, traceback.format_exc()), None)
             finally:
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.disable()  # the file closes
@@ -182,5 +217,26 @@ def _stack(folder: str, rank: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _report(failures: dict[int, str]) -> str:
-    return "\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items()))
+def report(failures: Mapping[int, Failure]) -> str:
+    """Return the first failure in full, then a line for each other one, in order of time.
+
+    If nobody failed, all ranks that did not finish are shown in full: where each of them is says
+    what they wait for.
+    """
+    ordered = sorted(failures.items(), key=lambda pair: (pair[1].moment, pair[0]))
+    (_, first), lines = ordered[0], []
+    for place, (rank, failure) in enumerate(ordered):
+        if place == 0 or first.moment == math.inf:
+            lines.append(f"--- rank {rank}: {failure.summary}\n{failure.details}")
+        elif failure.moment == math.inf:
+            lines.append(f"--- rank {rank}: {failure.summary}{_last_line(failure.details)}")
+        else:
+            later = failure.moment - first.moment
+            lines.append(f"--- rank {rank}, {later:.1f} s later: {failure.summary}")
+    return "\n".join(lines)
+
+
+def _last_line(stack: str) -> str:
+    """Return where a thread was, of a stack whose last call comes first."""
+    calls = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+    return f", in {calls[0]}" if calls else ""

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from helpers import jitter
+
 __all__ = ["CONTEXT", "SECONDS", "Forked", "printed_by", "torchrun"]
 
 SECONDS = 240  # in which a program ends, on a machine that is busy with other things too
@@ -61,7 +63,9 @@ class Forked:
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         given = dict(os.environ if env is None else env)
-        arguments = (list(command), given, os.fspath(cwd or os.getcwd()), self._files)
+        program = f"{Path(command[0]).name} on rank {given.get('RANK')}"
+        pauses = (f"{jitter.current_test()} {program}", jitter.seed())
+        arguments = (list(command), given, os.fspath(cwd or os.getcwd()), self._files, pauses)
         self._process = CONTEXT.Process(target=_run, args=arguments)
         self._process.start()
         assert self._process.pid is not None
@@ -104,7 +108,13 @@ class Forked:
         return status, out, err
 
 
-def _run(command: list[str], env: dict[str, str], cwd: str, files: list[Path]) -> None:
+def _run(
+    command: list[str],
+    env: dict[str, str],
+    cwd: str,
+    files: list[Path],
+    pauses: tuple[str, str | None],
+) -> None:
     for number, file in enumerate(files, start=1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, number)
@@ -112,6 +122,7 @@ def _run(command: list[str], env: dict[str, str], cwd: str, files: list[Path]) -
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    jitter.begin(*pauses)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     if command[0] == "-m":
         sys.argv = command[1:]
@@ -169,4 +180,5 @@ if __name__ == "__main__":  # a worker of `torchrun`
     torch.set_num_threads(1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # what a test may wait for
+    jitter.begin(f"{jitter.current_test()} on rank {os.environ['RANK']}")
     _run_script(sys.argv[1:])

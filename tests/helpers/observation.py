@@ -57,6 +57,14 @@ def attempt(action: Callable[[], Any]) -> Outcome:
     return Outcome(value, error, frozenset(warning.category for warning in caught))
 
 
+def _without_tags(text: str) -> str:
+    """Return a mesh's representation without what stock's lacks."""
+    if not HAS_CANONICAL_LAYOUTS:
+        return text.partition(", stride")[0]
+    head, isolate, _ = text.partition(", isolate=")
+    return f"{head})" if isolate else text
+
+
 def observe(mesh: StockDeviceMesh) -> dict[str, Any]:
     """Everything public about a mesh, as plain data."""
     axes = [*range(mesh.ndim), *(mesh.mesh_dim_names or ())]
@@ -76,7 +84,7 @@ def observe(mesh: StockDeviceMesh) -> dict[str, Any]:
         "groups": [attempt(lambda axis=axis: _ranks(mesh.get_group(axis))) for axis in axes],
         "only group": attempt(lambda: _ranks(mesh.get_group())),
         "all groups": attempt(lambda: [_ranks(group) for group in mesh.get_all_groups()]),
-        "repr": repr(mesh) if HAS_CANONICAL_LAYOUTS else repr(mesh).partition(", stride")[0],
+        "repr": _without_tags(repr(mesh)),
     }
 
 

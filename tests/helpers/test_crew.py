@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.crew import Crew, RankError
+from helpers.crew import Crew, Failure, RankError, report
 
 _LOCKS = []
 
@@ -60,7 +62,7 @@ def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:
 @pytest.mark.long
 def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
     crew = Crew()
-    with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*_fail_on[^$]*no such axis"):
+    with pytest.raises(RankError, match=r"rank 1: KeyError[^$]*_fail_on[^$]*no such axis"):
         crew.run(_fail_on, 2, 1)
     with pytest.raises(RankError, match=r"rank 0: did not finish in 6 s[^$]*_sleep_long"):
         crew.run(_hang_on, 2, 0, timeout=6)
@@ -70,6 +72,35 @@ def test_a_failing_rank_shows_its_traceback_and_work_goes_on() -> None:
         crew.run(_crash, 1)
     assert len(crew.run(_rank_and_process, 2)) == 2
     crew.stop()
+
+
+def _die_while_others_wait(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_rank_that_failed_first_is_shown_in_full_and_others_in_a_line() -> None:
+    crew = Crew()
+    with pytest.raises(RankError) as raised:
+        crew.run(_die_while_others_wait, 3, 1)
+    first, *others = str(raised.value).splitlines()
+    assert first == "--- rank 1: died with exit code 3"
+    lines = [line for line in others if line.startswith("--- ")]
+    assert [re.match(r"--- rank (\d)", line)[1] for line in sorted(lines)] == ["0", "2"]
+    assert "Traceback" not in str(raised.value)
+
+
+def test_failures_are_ordered_by_the_moment_of_the_failure() -> None:
+    cause = Failure(5.0, "KeyError: 'the cause'", "Traceback: the cause\n")
+    consequence = Failure(5.25, "RuntimeError: closed", "Traceback: closed\n")
+    waiting = Failure(math.inf, "did not finish", 'Thread:\n  File "x", line 3 in wait\n  File "y"')
+    assert report({0: waiting, 1: consequence, 2: cause}) == (
+        "--- rank 2: KeyError: 'the cause'\nTraceback: the cause\n\n"
+        "--- rank 1, 0.2 s later: RuntimeError: closed\n"
+        '--- rank 0: did not finish, in File "x", line 3 in wait'
+    )
+    assert report({0: waiting, 1: waiting}).count('File "y"') == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for semaphores where Linux has them")

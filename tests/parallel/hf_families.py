@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 import transformers
 from rounding import largest_error, rounding
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import meshverse
+from meshverse.parallel.models.modules import layer_lists
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
 from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan
 
@@ -95,12 +97,18 @@ _TINY = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 8,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "rotary_dim": 4,
 }
 
 # In one process too, these compute some of their parts in float32 only.
 FLOAT32_ONLY = {
     "4": ("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "longcat_flash"),
-    "5": ("bailing_hybrid", "hy_v4", "inkling2_text"),
+    "5": ("bailing_hybrid", "hy_v4", "inkling2_loop_text", "inkling2_text"),
 }.get(transformers.__version__.split(".")[0], ())
 
 # What the rest of a config must say for the sizes above to be possible.
@@ -166,6 +174,8 @@ class Outcome:
         tied: whether it is, after the split.
         split: number of parameters that became DTensors.
         parameters: number of parameters.
+        share: of what all parameters hold, in per cent, what is split rather than replicated.
+        share_of_layers: the same of the parameters of the layers, without embedding and head.
     """
 
     refusal: str = ""
@@ -178,6 +188,8 @@ class Outcome:
     tied: bool = False
     split: int = 0
     parameters: int = 0
+    share: float = 0.0
+    share_of_layers: float = 0.0
 
     @property
     def is_equal(self) -> bool:
@@ -295,11 +307,14 @@ def compare(
         shard(split)
     except ValueError as error:
         return Outcome(str(error))
+    layers = [layer for _, layer in chain.from_iterable(layer_lists(split))]
     outcome = Outcome(
         was_tied=is_tied(whole),
         tied=is_tied(split),
         split=sum(is_split(each) for each in split.parameters()),
         parameters=len(list(split.parameters())),
+        share=_share(split.parameters()),
+        share_of_layers=_share(chain.from_iterable(layer.parameters() for layer in layers)),
     )
     error, worst = error_of(split, whole, 1e-2)
     outcome = replace(outcome, error=error, worst=worst)
@@ -322,6 +337,15 @@ def compare_both(family: str) -> tuple[Outcome, Outcome]:
 
 def _error(split: nn.Module, whole: nn.Module, floor: float) -> tuple[float, str]:
     return largest_error(run(split), run(whole), floor)
+
+
+def _share(parameters: Iterable[Tensor]) -> float:
+    """Return how much of the elements of parameters is sharded, in per cent."""
+    sizes = [
+        (each.numel(), isinstance(each, DTensor) and any(map(Placement.is_shard, each.placements)))
+        for each in {id(parameter): parameter for parameter in parameters}.values()
+    ]
+    return 100 * sum(size for size, is_split in sizes if is_split) / sum(size for size, _ in sizes)
 
 
 def _is_dtensor(parameter: Tensor) -> bool:

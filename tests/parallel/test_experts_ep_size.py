@@ -21,6 +21,7 @@ from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
     ParallelismSizes,
+    Replicated,
     clip_grad_norm_,
     create_device_meshes,
     create_fsdp2_device_mesh,
@@ -138,7 +139,11 @@ REPLICAS: dict[str, tuple[int, dict[str, int], dict[str, int]]] = {
 def _replicated(sizes: dict[str, int]) -> dict[str, int]:
     alone, model = Model().double(), Model().double()
     mesh = _root(**sizes)
-    plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    plan = {
+        "layers.*.up": ColwiseParallel(),
+        "layers.*.down": RowwiseParallel(),
+        **dict.fromkeys(("layers.*.norm", "layers.*.mlp"), Replicated()),
+    }
     _by_function(model, mesh, tp_shard_plan=plan)
     down: Any = model.layers[0].mlp.experts.down_proj
     _compare(alone, model, get_flat_mesh(mesh, "dp_cp"))
@@ -319,16 +324,18 @@ def test_a_stage_without_experts_is_no_error_if_its_model_has_some() -> None:
 
 @pytest.mark.parametrize("name", ["dp_cp", "dp_shard", "tp"])
 def test_the_name_for_the_loss_does_not_change_gradients(name: str, monkeypatch) -> None:
-    scales = []
+    parts = []
+    shard = fsdp2.shard_experts
 
-    def note(*args: Any, gradient_scale: float, **settings: Any) -> None:
-        scales.append(gradient_scale)
+    def note(*args: Any, **settings: Any) -> None:
+        parts.append(settings["parts"])
+        shard(*args, **settings)
 
-    monkeypatch.setattr(fsdp2, "apply_expert_parallelism", note)
+    monkeypatch.setattr(fsdp2, "shard_experts", note)
     with fake_world(8, 0):
         mesh = _root(dp_replicate_size=2, ep_size=2)
         fsdp2_strategy_parallelize(Model(), mesh, dp_cp_mesh_name=name)
-    assert scales == [0.5]
+    assert parts == [8]
 
 
 @pytest.mark.parametrize("rank", [0, 7])

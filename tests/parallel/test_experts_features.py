@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from expert_models import BOUND, EXPERTS, FORMS, INNER, WIDTH, make, objective, tokens
+from expert_models import BOUND, FORMS, INNER, make, objective, tokens
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -105,11 +105,3 @@ def test_checkpoint_of_experts_under_fsdp2_is_that_of_one_process(
 def test_what_cannot_be_split_is_refused(module: nn.Module, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExpertFeaturesParallel().check("layer", module, size)
-
-
-def test_experts_with_a_norm_behind_them_are_refused() -> None:
-    experts = make("plain")[0].experts
-    experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="normalizes each expert's output"):
-        ExpertFeaturesParallel().check("layer", experts, 2)
-    assert experts.down_proj.shape == (EXPERTS, WIDTH, INNER)

@@ -38,7 +38,7 @@ class _Experts(nn.Module):
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         output = torch.zeros_like(hidden)
-        for expert in range(8):
+        for expert in range(len(self.down_proj)):
             tokens, choices = torch.where(expert_ids == expert)
             gate, up = (hidden[tokens] @ self.gate_up_proj[expert].mT).chunk(2, dim=-1)
             rows = (self.act_fn(gate) * up) @ self.down_proj[expert].mT

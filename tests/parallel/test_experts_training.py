@@ -28,6 +28,7 @@ from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
     ParallelismSizes,
+    Replicated,
     clip_grad_norm_,
     create_device_meshes,
     create_fsdp2_device_mesh,
@@ -39,7 +40,11 @@ from meshverse.parallel import (
 STEPS, SEQUENCES, LENGTH = 2, 8, 5
 _ADAM_EPS = 1e-8
 _EXACT = MixedPrecisionPolicy()
-_PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+_PLAN = {
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    **dict.fromkeys(("layers.*.norm", "layers.*.mlp"), Replicated()),
+}
 
 
 def full(tensor: Tensor) -> Tensor:

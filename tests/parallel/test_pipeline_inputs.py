@@ -121,6 +121,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"position_ids": torch.arange(BATCH)},
         "it could have one per sequence or per token. Give position_ids",
     ),
+    "sections of positions, as many as sequences": (
+        batch(0),
+        batch(0),
+        {"position_ids": _TOKENS.expand(BATCH, BATCH, LENGTH)},
+        "position_ids has the shape (8, 8, 6), and the batch has 8 sequences of 6 tokens",
+    ),
     "one element": (
         batch(0),
         batch(0),

@@ -11,7 +11,7 @@ from pipelines import make
 from tiny_models import batch, make_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from helpers.worlds import fake_world
@@ -202,7 +202,7 @@ def test_a_plan_for_the_whole_model_splits_a_stage() -> None:
         "model.embed_tokens": RowwiseParallel(),
         "model.layers.0.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), ranks=[0, 5])

@@ -19,6 +19,7 @@ from meshverse.parallel import (
     MegatronFSDPConfig,
     MegatronFSDPManager,
     ParallelismSizes,
+    Replicated,
     create_device_meshes,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
@@ -26,7 +27,11 @@ from meshverse.parallel import (
 from meshverse.parallel.experts import sharding as experts
 from meshverse.parallel.strategies import fsdp2, megatron_fsdp
 
-_PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+_PLAN = {
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    **dict.fromkeys(("layers.*.norm", "layers.*.mlp"), Replicated()),
+}
 
 
 def _offload_policies(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy | None) -> list[Any]:

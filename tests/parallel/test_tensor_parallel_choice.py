@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from tp_models import MLP
 
@@ -57,17 +57,18 @@ def split(model: nn.Module) -> set[str]:
 
 
 UP = {"up.weight"}
-plan_value: dict[str, ParallelStyle] = {"up": ColwiseParallel()}
+GATHERED = ColwiseParallel(output_layouts=Replicate())
+plan_value: dict[str, ParallelStyle] = {"up": GATHERED}
 
 
 def plan_function() -> dict[str, ParallelStyle]:
-    return {"up": ColwiseParallel()}
+    return {"up": GATHERED}
 
 
 def plan_for(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     assert isinstance(model, nn.Module)
     if sequence_parallel:
-        return {"up": ColwiseParallel(input_layouts=Shard(1))}
+        return {"up": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
     return {"down": RowwiseParallel()}
 
 
@@ -77,9 +78,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-@pytest.mark.parametrize(
-    "given", [{"up": ColwiseParallel()}, f"{__name__}.plan_value", plan_function]
-)
+@pytest.mark.parametrize("given", [{"up": GATHERED}, f"{__name__}.plan_value", plan_function])
 def test_given_plan(given: Any) -> None:
     model = MLP()
     apply_tensor_parallelism(model, mesh(), given)
@@ -109,7 +108,7 @@ def test_entries_for_no_module_are_refused_with_the_nearest() -> None:
 
 def test_entries_for_no_module_are_left_out_if_asked(caplog: pytest.LogCaptureFixture) -> None:
     model = MLP()
-    entries = {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+    entries = {"up": GATHERED, "dwon": RowwiseParallel()}
     apply_tp_plan(model, mesh(), entries, strict=False)
     assert split(model) == UP
     assert "MLP has no modules ['dwon']" in caplog.text
@@ -128,7 +127,7 @@ def test_registered_plan_is_of_derived_classes_too() -> None:
     model = Derived()
     apply_tensor_parallelism(model, mesh())
     assert split(model) == {"down.weight"}
-    register_tp_plan(Derived, lambda model, sequence_parallel: {"up": ColwiseParallel()})
+    register_tp_plan(Derived, lambda model, sequence_parallel: {"up": GATHERED})
     model = Derived()
     apply_tensor_parallelism(model, mesh())
     assert split(model) == UP

@@ -19,7 +19,6 @@ from helpers.tiers import in_tiers
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hf_families import (  # noqa: E402  (imports transformers)
-    GPT_OSS_SPLITS_NO_LAYERS,
     RANKS,
     Outcome,
     compare_both,
@@ -28,7 +27,10 @@ from hf_families import (  # noqa: E402  (imports transformers)
 )
 from hf_table import read_table, render_table, write_table  # noqa: E402
 
-_HEAD = ["| family | model | split parameters, untied | tied |", "| --- | --- | --- | --- |"]
+_HEAD = [
+    "| family | model | split parameters, untied | tied | split, % | of layers, % |",
+    "| --- | --- | --- | --- | --- | --- |",
+]
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "huggingface_families.md"
 _TABLE = f"transformers {transformers.__version__}"
 _SECONDS = 600  # for a family, on a busy machine
@@ -66,8 +68,9 @@ def check(family: str, ranks: Compared) -> None:
                 assert "Use transformers 5.0 or newer" in outcome.refusal
                 continue
             assert outcome.is_equal, outcome
-            is_embedding_only = family == "gpt_oss" and GPT_OSS_SPLITS_NO_LAYERS
-            assert outcome.split > (0 if is_embedding_only else 1)
+            assert outcome.share > 0
+            if family in (*_SHORT, *_LONG) and family != "gpt_oss":  # whose plan may have no layers
+                assert outcome.share_of_layers > 0
         assert not untied.tied
 
 
@@ -76,7 +79,9 @@ def rows(outcomes: Mapping[str, Compared]) -> dict[str, str]:
     found = {}
     for name, ((*pair,), *_) in outcomes.items():
         counts = " | ".join(f"{each.split} of {each.parameters}" for each in pair)
-        found[name] = f"| {name} | `{model_class(name).__name__}` | {pair[0].refusal or counts} |"
+        shares = f"{pair[0].share:.0f} | {pair[0].share_of_layers:.0f}"
+        seen = pair[0].refusal or f"{counts} | {shares}"
+        found[name] = f"| {name} | `{model_class(name).__name__}` | {seen} |"
     return found
 
 
@@ -106,6 +111,7 @@ def test_table_says_what_was_seen(compared: Callable[[str], Compared]) -> None:
     for family, ranks in outcomes.items():
         check(family, ranks)
     assert len(outcomes) > 40
+    assert len([ranks for ranks in outcomes.values() if ranks[0][0].share_of_layers > 0]) > 40
     assert len([ranks for ranks in outcomes.values() if ranks[0][1].tied]) > 30
     committed = read_table(_DOCUMENT, _TABLE)
     if committed is None:

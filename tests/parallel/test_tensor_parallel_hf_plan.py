@@ -153,7 +153,7 @@ def error_without(family: str, kind: type) -> tuple[float, float]:
         model = hf_families.tiny_model(family, tied=False)
         plan: dict[str, Any] = get_hf_tp_shard_plan(model)
         kept = {key: each for key, each in plan.items() if not isinstance(each, left_out)}
-        # With some left out, by torch: apply_tp_plan would repair the plan.
+        # With some left out, by torch: apply_tp_plan refuses the plan.
         (parallelize_module if left_out else apply_tp_plan)(model, mesh, kept)
         error, _ = largest_error(hf_families.run(model), expected, floor=1e-2)
         errors.append(error)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -148,9 +149,8 @@ def test_other_adapters_are_refused_by_name(change: Any) -> None:
 def test_a_registered_plan_is_found_in_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_registered", {})
     model = wrapped_models.make("pretrained_model", "llama")
-    register_tp_plan(
-        transformers.LlamaForCausalLM, lambda *_: {"model.layers.*.mlp.up_proj": ColwiseParallel()}
-    )
+    up = {"model.layers.*.mlp.up_proj": ColwiseParallel(output_layouts=Replicate())}
+    register_tp_plan(transformers.LlamaForCausalLM, lambda *_: up)
     with fake_world(2):
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         apply_tensor_parallelism(model, mesh)
@@ -229,18 +229,87 @@ def test_peft_itself_equals_one_process(crew: Crew) -> None:
         assert split > count // 2
 
 
-def error_of_peft() -> tuple[float, int, int]:
+def with_peft(family: str, tied: bool = False, **settings: Any) -> nn.Module:
     import peft
 
+    settings = {"target_modules": [*wrapped_models.ATTENTION, *wrapped_models.MLP]} | settings
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own, of patterns and deprecated names
+        return peft.get_peft_model(hf_families.tiny_model(family, tied=tied), config)
+
+
+def error_of_peft(plan: str = "own", tied: bool = False, **more: Any) -> tuple[float, int, int]:
     mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=[*wrapped_models.ATTENTION, *wrapped_models.MLP],
-        init_lora_weights=False,
-    )
-    whole = peft.get_peft_model(hf_families.tiny_model("qwen3", tied=False), config)
+    whole = with_peft("qwen3", tied, **more)
     model = copy.deepcopy(whole)
-    apply_tensor_parallelism(model, mesh)
+    apply_tensor_parallelism(
+        model, mesh, **({} if plan == "own" else {"tp_shard_plan": LLAMA_PLAN})
+    )
+    frozen = {name for name, each in whole.named_parameters() if not each.requires_grad}
+    assert frozen == {name for name, each in model.named_parameters() if not each.requires_grad}
     error, _ = hf_families.largest_error(hf_families.run(model), hf_families.run(whole), floor=1e-2)
     split = [isinstance(each, DTensor) for each in model.parameters()]
     return error, sum(split), len(split)
+
+
+def error_of_saved(plan: str, tied: bool, modules: list[str]) -> tuple[float, int, int]:
+    return error_of_peft(plan, tied, modules_to_save=modules)
+
+
+_SAVED = [
+    (plan, tied, modules)
+    for plan in ("own", "llama")
+    for tied in (False, True)
+    for modules in (["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"])
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "tied", "modules"),
+    in_tiers(_SAVED, [("own", False, ["lm_head", "embed_tokens"]), ("own", True, ["lm_head"])]),
+)
+def test_saved_heads_and_embeddings_are_split_with_their_copies(
+    crew: Crew, plan: str, tied: bool, modules: list[str]
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    for error, split, count in crew.run(error_of_saved, 2, plan, tied, modules):
+        assert error < EXACT
+        assert split > count // 2
+
+
+_WRAPPED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "all-linear": (
+        "qwen3_moe",
+        {"target_modules": "all-linear"},
+        r"experts Qwen3MoeExperts are wrapped by PEFT's ParamWrapper",
+    ),
+    "parameters": (
+        "qwen3_moe",
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        r"experts Qwen3MoeExperts are wrapped by PEFT's ParamWrapper",
+    ),
+    "tokens": (
+        "qwen3",
+        {"trainable_token_indices": [1, 80]},
+        r"embed_tokens \(TrainableTokensWrapper\) trains some tokens only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _WRAPPED)
+def test_what_peft_wraps_and_cannot_be_split_is_refused_by_name(name: str) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    family, settings, message = _WRAPPED[name]
+    if family == "qwen3_moe" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has no stacked experts")
+    model = with_peft(family, **settings)
+    before = {own: id(each) for own, each in model.named_parameters()}
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
+        with pytest.raises(ValueError, match=message):
+            apply_tensor_parallelism(model, mesh["tp"])
+        if family == "qwen3_moe":
+            with pytest.raises(ValueError, match=message):
+                fsdp2_strategy_parallelize(model, mesh, ep_size=2)
+    assert {own: id(each) for own, each in model.named_parameters()} == before

@@ -231,7 +231,7 @@ def test_json_is_the_data(mesh) -> None:
 
 def test_groups_that_another_universe_made_again_are_counted_and_the_cure_is_named() -> None:
     with fake_world(16):
-        mesh, _ = (init_device_mesh("cpu", (4, 4), mesh_dim_names=names) for names in ("ab", "cd"))
+        mesh, _ = (init_device_mesh("cpu", (4, 4), mesh_dim_names=tuple(n)) for n in ("ab", "cd"))
         report = mesh.universe.explain()
         assert report.to_dict()["n_duplicates"] == 2
         *_, last = str(report).splitlines()

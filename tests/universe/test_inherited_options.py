@@ -151,5 +151,5 @@ def test_what_is_none_is_refused_and_makes_nothing(given, error, message: str) -
 
 def test_what_belongs_to_a_universe_is_not_for_one_that_is_there() -> None:
     universe = _mesh().universe
-    with pytest.raises(ValueError, match="timeout, lazy belong to a universe"):
+    with pytest.raises(ValueError, match="together with timeout= and lazy="):
         _mesh(universe=universe, timeout=_MINUTE, lazy=True)

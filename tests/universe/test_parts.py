@@ -94,7 +94,7 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
     assert "timeout=77s" in str(_part(job, [4, 5]).universe.explain())
     own = _part(job, [5, 6], timeout=timedelta(seconds=88))
     assert "timeout=88s" in str(own.universe.explain())
-    with groups_created(0), pytest.raises(ValueError, match=r"timeout belong to a universe"):
+    with groups_created(0), pytest.raises(ValueError, match=r"together with timeout="):
         _part(job, [5, 6], timeout=timedelta(seconds=99))
     with pytest.raises(ValueError, match="timeout cannot be set for ranks 5, 6: a universe"):
         job.universe.part([5, 6], timeout=timedelta(seconds=99))

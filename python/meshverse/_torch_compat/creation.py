@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .backends import by_device, split_devices
-from .groups import Ranks, current_default_group, find_group
+from .groups import Ranks, find_group
 from .options import options_of, options_timeout
 from .private_names import BackendOptions, ProcessGroup, c10d
 
@@ -285,25 +286,33 @@ def create_connected(
         name: name that no live group has, the same in all processes.
         description: description of the group in c10d's logs.
     """
-    default_group = current_default_group()
-    device = None if default_group is None else default_group.bound_device_id
-    try:
-        if device is not None:  # c10d would split a default group that is bound to a device
-            default_group.bound_device_id = None  # type: ignore[union-attr]
-        group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
-            [],  # as for a default group, since the members have no global ranks in common
-            backend,
-            store,
-            name,  # type: ignore[arg-type]
-            backend_options=backend_options,
-            timeout=timeout,
-            group_desc=description,
-        )
-    finally:
-        if device is not None:
-            default_group.bound_device_id = device  # type: ignore[union-attr]
+    group, _ = _apart_from_the_world()(
+        size,
+        rank,
+        [],  # as for a default group, since the members have no global ranks in common
+        backend,
+        store,
+        name,
+        backend_options=backend_options,
+        timeout=timeout,
+        group_desc=description,
+    )
     assert isinstance(group, ProcessGroup)
     c10d._world.pg_group_ranks[group] = Ranks(zip(range(size), range(size), strict=True))
     return group
+
+
+def _apart_from_the_world() -> Any:
+    """Return c10d's function that creates a group, for one outside of the world. 2.11-2.15.
+
+    If the default group is bound to a device, c10d splits each further group off it, which needs
+    all ranks of the world. So this is c10d's function with globals of its own, in which there is no
+    default group: nothing that other threads see changes.
+    """
+    function: Any = inspect.unwrap(c10d._new_process_group_helper)
+    seen = {**vars(c10d), "is_initialized": lambda: False}
+    apart = types.FunctionType(
+        function.__code__, seen, function.__name__, function.__defaults__, function.__closure__
+    )
+    apart.__kwdefaults__ = function.__kwdefaults__
+    return apart

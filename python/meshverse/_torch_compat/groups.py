@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .options import options_of, options_timeout
@@ -82,10 +84,22 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
 
     Raises:
         RuntimeError: the mesh is larger than the world.
+        RuntimeError: this torch was built without the mesh's device, and `LOCAL_RANK` names one.
         ValueError: there is no default group, and the environment lacks the variables to start one.
     """
     try:
         mesh._setup_world_group_and_device()  # type: ignore[no-untyped-call]
+    except (AssertionError, AttributeError) as error:
+        device_type = mesh._device_type
+        module = getattr(torch, device_type, None)
+        if module is None or not hasattr(module, "is_available") or module.is_available():
+            raise
+        raise RuntimeError(
+            f"Device type {device_type!r} is not available: this torch, {torch.__version__}, was "
+            f"built without it, and cannot choose device {os.environ.get('LOCAL_RANK')} (the "
+            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or make "
+            "the mesh of 'cpu'."
+        ) from error
     except ValueError as error:
         if "environment variable" not in str(error):
             raise
@@ -225,12 +239,16 @@ def end_group(name: str, *, abort: bool) -> None:
         abort: whether to abort its running collectives, if the backend can, instead of waiting for
             them.
     """
-    group = find_group(name)
-    if group is None:
+    held = [group for group in (find_group(name),) if group is not None]
+    if not held:
         return
-    tag = c10d._world.pg_to_tag.get(group)
-    c10d._world.pg_group_ranks.setdefault(group, {})  # missing if its creation was interrupted
-    (c10d._abort_process_group if abort else dist.destroy_process_group)(group)
+    tag = c10d._world.pg_to_tag.get(held[0])
+    c10d._world.pg_group_ranks.setdefault(held[0], {})  # missing if its creation was interrupted
+    if abort:
+        with _left_behind(held):
+            c10d._abort_process_group(held[0])
+    else:
+        dist.destroy_process_group(held[0])
     # c10d never removes the group's tag, under which it keeps an empty list. 2.11-2.15.
     tags = c10d._world.tags_to_pg
     if tag is not None and tags.get(tag) == []:
@@ -239,7 +257,26 @@ def end_group(name: str, *, abort: bool) -> None:
 
 def abort_all() -> None:
     """Abort the default group, and with it all other groups."""
-    c10d._abort_process_group()
+    with _left_behind(list(c10d._world.pg_names)):
+        c10d._abort_process_group()
+
+
+@contextlib.contextmanager
+def _left_behind(groups: list[ProcessGroup]) -> Iterator[None]:
+    """Keep groups that the block aborts until their operations have timed out.
+
+    gloo cannot abort an operation: the destructor of a group waits for those that are running, and
+    so for other ranks. It must not run in the caller, which would wait; nor, for long, in another
+    thread: Python ends the process with an error if that comes back while the process exits.
+    """
+    seconds = max((one.total_seconds() for one in map(_timeout_of, groups) if one), default=1800.0)
+    try:
+        yield
+    finally:
+        # A process that ends before neither waits for this thread nor destroys the groups.
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), groups.clear)
+        timer.name, timer.daemon = "meshverse aborted groups", True
+        timer.start()
 
 
 def abort_world() -> None:

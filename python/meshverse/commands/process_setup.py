@@ -6,10 +6,11 @@ import functools
 import multiprocessing.spawn
 import multiprocessing.util
 import sys
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from meshverse.dropin import install
-from meshverse.report.explain import in_other_universes
+from meshverse.report.explain import in_surplus
 from meshverse.report.summary import in_numbers, what_queues
 from meshverse.universe.registry import WorldUniverses
 from meshverse.wording import counted
@@ -86,16 +87,19 @@ class _Report(WorldState):
         universes, self._universes = self._universes, None
         if universes is None:
             return
-        explanations = [universe.explain() for universe in universes.kept]
+        # The program may have ended its world, as it should: that is not worth a line here.
+        explanations = [replace(universe.explain(), ended="") for universe in universes.kept]
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:
             lines.append(
                 f"Not counted: {counted(universes.n_ended, 'universe')} that ended before."
             )
-        n_duplicates = sum(explanation.n_duplicates for explanation in explanations)
-        if n_duplicates:
-            again = in_other_universes(n_duplicates)
-            lines.append(f"{again} To share them, pass --share world, unless meshes must overlap.")
+        n_surplus = sum(explanation.n_surplus for explanation in explanations)
+        if n_surplus:
+            lines.append(
+                f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must "
+                "overlap."
+            )
         if queues := what_queues(explanations):
             lines += ["Axes that share a process group, whose collectives run one after the other:"]
             lines += [f"  {line}" for line in queues]

@@ -38,6 +38,7 @@ from meshverse.layouts.user_input import (
     read_groups,
     read_mesh,
     read_ranks,
+    warn_of_odd_input,
 )
 from meshverse.options.group_options import (
     NO_OVERRIDE,
@@ -174,10 +175,12 @@ class DeviceMesh(StockDeviceMesh):
         else:
             layout, tags_before = compat.from_torch_layout(_layout), compat.tags_of(_layout)
             if isinstance(_root_mesh, DeviceMesh):
-                universe = _root_mesh.universe
+                universe = _root_mesh._universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
             check_layout(layout, rank_map)
         names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
+        if _root_mesh is None:
+            warn_of_odd_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:
             # torch is deriving a mesh, to which it will give existing groups. So an `isolate` block
@@ -247,7 +250,7 @@ class DeviceMesh(StockDeviceMesh):
 
     def _set_up_world(self) -> None:
         world = World.current()
-        if world is None or self.layout.size > world.size:
+        if world is None or self._description.layout.size > world.size:
             compat.set_up_device(self)  # starts the default group, or raises
             world = World.current()
         if world is not None:
@@ -280,7 +283,9 @@ class DeviceMesh(StockDeviceMesh):
         result._take_group_names(
             [
                 result._universe.groups.adopt(axis, name, given)
-                for axis, name, given in zip(result.layout, labels, groups, strict=True)
+                for axis, name, given in zip(
+                    result._description.layout, labels, groups, strict=True
+                )
             ]
         )
         result._universe.meshes.keep(result)
@@ -339,7 +344,7 @@ class DeviceMesh(StockDeviceMesh):
         root = universe.meshes.root
         self._root_mesh = None if root is self else root
         if universe.size <= _SMALL_UNIVERSE:
-            hash(self)
+            DeviceMesh.__hash__(self)  # a subclass's own may read what its `__init__` sets later
 
     # --- properties -----------------------------------------------------------------------------
 
@@ -381,7 +386,7 @@ class DeviceMesh(StockDeviceMesh):
         Args:
             mesh_dim: index of the axis; None for the whole mesh.
         """
-        return self.layout.size if mesh_dim is None else self._shape[mesh_dim]
+        return self._description.layout.size if mesh_dim is None else self._shape[mesh_dim]
 
     def draw(
         self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
@@ -404,13 +409,23 @@ class DeviceMesh(StockDeviceMesh):
             IndexError: there is no axis of this index.
             ValueError: the node size is not positive.
         """
-        flattened = {name: mesh.description for name, mesh in dict(self.flattened).items()}
+        flattened = {
+            name: mesh._description for name, mesh in dict(self._root()._flatten_mapping).items()
+        }
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
+        # A mesh without a tag prints as in torch; errors about two meshes tell a tagged one apart.
+        text, tags = self._repr_without_tags(), self._description.tags
+        if not tags or not text.endswith(")"):
+            return text
+        shown: object = dict(zip(self._description.labels, tags, strict=True))
+        return f"{text[:-1]}, isolate={(tags[0] if len(set(tags)) == 1 else shown)!r})"
+
+    def _repr_without_tags(self) -> str:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's method also prints the ranks. On a process
         # outside the mesh, a slice has no ranks to print; in torch, creating it raises.
-        universe, layout = self._universe, self.layout
+        universe, layout = self._universe, self._description.layout
         if universe.position is not None or layout.size == universe.size:
             return StockDeviceMesh.__repr__(self)
         names = self._mesh_dim_names or ()
@@ -449,18 +464,19 @@ class DeviceMesh(StockDeviceMesh):
 
     def _slice(self, mesh_dim_names: str | Iterable[str]) -> DeviceMesh:
         own = self._mesh_dim_names or check_has_names(self._description, "slice", RuntimeError)
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        names = (
+            (mesh_dim_names,) if isinstance(mesh_dim_names, str) else self._names(mesh_dim_names)
+        )
         is_isolated = bool(current_tag())
         if names == own and not is_isolated:
             return self
-        try:
-            indices = list(map(own.index, names))
-        except ValueError:
+        if any(name not in own for name in names):
             return self._slice_flattened(names)
+        indices = list(map(own.index, names))
         mesh = self._description
         tags = mesh.tags and list(map(mesh.tags.__getitem__, indices))
         description = slice_axes(mesh, names, mesh.layout, indices, tags)
-        group_names: Sequence[str] | None = self.group_names
+        group_names: Sequence[str] | None = self._names_of_groups
         if group_names:  # None if the mesh has no groups, empty on a rank outside the mesh
             group_names = list(map(group_names.__getitem__, indices))
         if is_isolated:
@@ -470,9 +486,19 @@ class DeviceMesh(StockDeviceMesh):
             self._slices[mesh_dim_names] = submesh
         return submesh
 
+    def _names(self, given: Iterable[str]) -> AxisNames:
+        try:
+            return tuple(given)
+        except TypeError:
+            raise TypeError(
+                f"mesh[{given!r}] with a key of type {type(given).__name__}: slice a mesh by the "
+                f"names of axes, such as mesh[{self._mesh_dim_names[0]!r}]. This mesh has the axes "  # type: ignore[index]
+                f"{self._mesh_dim_names}; get_group() and size() take indices too."
+            ) from None
+
     def _slice_flattened(self, names: AxisNames) -> DeviceMesh:
         # Slicing a root mesh by names of flattened meshes, which torch deprecates.
-        flattened = self.flattened if self == self._root() else {}
+        flattened = self._root()._flatten_mapping if self == self._root() else {}
         check_known_axes(self._description, names, flattened)
         own = self._mesh_dim_names or ()
         sources = []
@@ -480,8 +506,8 @@ class DeviceMesh(StockDeviceMesh):
             if name not in own:  # torch too warns before it checks
                 compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
             sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
-        layout = Layout([mesh.layout[index] for mesh, index in sources])
-        tags = [mesh.description.axis_tags[index] for mesh, index in sources]
+        layout = Layout([mesh._description.layout[index] for mesh, index in sources])
+        tags = [mesh._description.axis_tags[index] for mesh, index in sources]
         description = slice_axes(self._description, names, layout, range(len(names)), tags)
         return self._derive(description, _joined_group_names(sources))
 
@@ -505,7 +531,7 @@ class DeviceMesh(StockDeviceMesh):
         if len(meshes) < len(device_mesh_list) or not meshes:
             joined = compat.stock_concatenate(list(device_mesh_list))
             for mesh in meshes:  # a mesh of torch's class cannot create lazy groups at first use
-                for index in range(len(mesh.group_names or ())):
+                for index in range(len(mesh._names_of_groups or ())):
                     mesh._dim_group_names[index]  # creates the group
             return joined
         first = meshes[0]
@@ -519,9 +545,9 @@ class DeviceMesh(StockDeviceMesh):
                 )
         description = concatenate([mesh._description for mesh in meshes], meshes)
         for mesh in meshes:
-            if mesh._universe is not first._universe and mesh.group_names:
-                first._universe.groups.borrow(mesh._universe.groups, mesh.group_names)
-        axes = [(mesh, index) for mesh in meshes for index in range(len(mesh.layout))]
+            if mesh._universe is not first._universe and mesh._names_of_groups:
+                first._universe.groups.borrow(mesh._universe.groups, mesh._names_of_groups)
+        axes = [(mesh, index) for mesh in meshes for index in range(len(mesh._description.layout))]
         return first._derive(description, _joined_group_names(axes))
 
     def _get_all_submeshes(  # type: ignore[override]
@@ -529,7 +555,7 @@ class DeviceMesh(StockDeviceMesh):
     ) -> list[DeviceMesh]:
         index = self._get_mesh_dim_by_name(mesh_dim_name)
         universe = self._universe
-        groups = RankGroups(self.layout[index], universe.rank_map)
+        groups = RankGroups(self._description.layout[index], universe.rank_map)
         mine = None if universe.position is None else groups.group_index(universe.position)
         submeshes = []
         for group_index, ranks in enumerate(groups.all().tolist()):
@@ -547,7 +573,7 @@ class DeviceMesh(StockDeviceMesh):
                 init_backend=False,
                 rank=universe.rank if universe.rank_was_passed or not World.current() else None,
             )
-            own = (self.group_names or ())[index : index + 1] if group_index == mine else ()
+            own = (self._names_of_groups or ())[index : index + 1] if group_index == mine else ()
             submesh._take_group_names(own)
             submeshes.append(submesh)
         return submeshes
@@ -598,7 +624,7 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         if is_dynamo_compiling():  # torch.compile can trace torch's method, but not ours
             return StockDeviceMesh._flatten(self, mesh_dim_name, backend_override)  # type: ignore[return-value,arg-type]
-        return self.flatten(mesh_dim_name, backend_override)
+        return DeviceMesh.flatten(self, mesh_dim_name, backend_override)
 
     def _create_flatten_mesh(  # type: ignore[override]
         self, mesh_dim_name: str | None = None, backend_override: Override = NO_OVERRIDE
@@ -613,13 +639,13 @@ class DeviceMesh(StockDeviceMesh):
 
     def _flattened_under(self, tag: str, name: str, backend_override: Override) -> DeviceMesh:
         if self.ndim == 1 and name in (self._mesh_dim_names or ()):
-            return self._derive_under((tag,), self._description, self.group_names)
-        axis, universe, root = self.layout.collapse(), self._universe, self._root()
+            return self._derive_under((tag,), self._description, self._names_of_groups)
+        axis, universe, root = self._description.layout.collapse(), self._universe, self._root()
         known = universe.meshes.flattened(name, tag)
-        known_axis = None if known is None else known.layout[0]
+        known_axis = None if known is None else known._description.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         universe.meshes.check_flattened_name(name, axis)
-        if known is None or any(map(universe.groups.was_destroyed, known.group_names or ())):
+        if known is None or any(map(universe.groups.was_destroyed, known._names_of_groups or ())):
             description = MeshDescription(
                 self._device_type,
                 Layout([axis]),
@@ -654,7 +680,8 @@ class DeviceMesh(StockDeviceMesh):
 
         Args:
             dim: index or name of the axis to split.
-            mesh_sizes: sizes of the new axes; their product is the size of the split axis.
+            mesh_sizes: sizes of the new axes; their product is the size of the split axis. One may
+                be -1: it gets what the others leave.
             mesh_dim_names: names of the new axes.
             backend_override: backends and options of new axes, by axis name or index among the new
                 axes, as for `init_device_mesh`.
@@ -663,7 +690,8 @@ class DeviceMesh(StockDeviceMesh):
                 added to the tag of the split axis.
 
         Raises:
-            ValueError: there is no such axis, or the product of the sizes is not its size.
+            ValueError: there is no such axis, a size is 0 or below -1, or the product of the sizes
+                is not its size.
             RuntimeError: the number of names is not that of the sizes, or a name is taken.
             TypeError: this mesh has no axis names.
         """
@@ -687,7 +715,7 @@ class DeviceMesh(StockDeviceMesh):
         tags = description.tags[index:end]
         if isolate is not None or tags or current_tag():
             tags = normalize_tags(isolate, mesh_dim_names, n_new, tags)
-        group_names: Sequence[str] | None = self.group_names
+        group_names: Sequence[str] | None = self._names_of_groups
         if group_names is not None:
             new = self._group_names_for(
                 description.layout,
@@ -724,6 +752,16 @@ class DeviceMesh(StockDeviceMesh):
         return self._in_universe(self._universe, description.with_tags(tags), group_names)
 
     # --- process groups -------------------------------------------------------------------------
+
+    # Ours read these two: a subclass may use the public names for something else.
+    @property
+    def _owns_groups(self) -> bool:
+        return not isinstance(self._dim_group_names, MissingGroups)
+
+    @property
+    def _names_of_groups(self) -> tuple[str, ...] | None:
+        names = self._dim_group_names
+        return None if isinstance(names, MissingGroups) else tuple(names)
 
     @property
     def has_groups(self) -> bool:
@@ -768,7 +806,7 @@ class DeviceMesh(StockDeviceMesh):
             return compat.resolve_group(name)
         except IndexError:
             self._check_groups()
-            if self.group_names:
+            if self._names_of_groups:
                 raise
             rank, ranks = self._universe.rank, self._universe.rank_map
             raise IndexError(
@@ -832,7 +870,7 @@ class DeviceMesh(StockDeviceMesh):
         return self._device_type != "xla"  # as in torch
 
     def _check_groups(self) -> None:
-        if not self.has_groups:
+        if not self._owns_groups:
             self._refuse_groups()
 
     def _refuse_groups(self) -> None:
@@ -940,7 +978,9 @@ class DeviceMesh(StockDeviceMesh):
         try:
             universe, name = self._universe, self._name_without_use(mesh_dim)
             if name is not None and name in universe.ready_groups:
-                return universe.process_groups[name].rank()
+                handle = universe.process_groups.get(name)  # another thread may have ended it
+                if handle is not None:
+                    return handle.rank()
             planned = universe.groups.planned(name)
             if planned is not None:
                 universe.groups.check_usable()
@@ -1012,7 +1052,7 @@ class DeviceMesh(StockDeviceMesh):
                 if coordinate is not None:
                     return coordinate[index]
             else:
-                traced = traced_coordinate(self.layout[index], self._universe.rank_map)
+                traced = traced_coordinate(self._description.layout[index], self._universe.rank_map)
                 if traced is not None:
                     return traced
         return StockDeviceMesh._sym_get_coordinate(self, index)
@@ -1022,7 +1062,9 @@ class DeviceMesh(StockDeviceMesh):
     # torch's class declares these as attributes that can be written, but torch does not write them.
     @computed
     def _layout(self) -> compat.TorchLayout:
-        layout = compat.to_torch_layout(self.layout, flattened=self._description.flattened)
+        layout = compat.to_torch_layout(
+            self._description.layout, flattened=self._description.flattened
+        )
         tags = self._description.tags
         return compat.tag_layout(layout, tags, merge_tags(tags)) if tags else layout
 
@@ -1044,7 +1086,7 @@ class DeviceMesh(StockDeviceMesh):
             RuntimeError: the mesh has only some ranks of its universe, and this rank is outside the
                 universe, or its number has changed since the mesh was created.
         """
-        universe, layout = self._universe, self.layout
+        universe, layout = self._universe, self._description.layout
         if layout.size == universe.size:
             first = 0
         elif universe.position is not None:
@@ -1067,10 +1109,10 @@ class DeviceMesh(StockDeviceMesh):
         try:
             return StockDeviceMesh._get_mesh_dim_by_name(self, mesh_dim_name)
         except KeyError as error:
-            if mesh_dim_name in self.flattened:
+            if mesh_dim_name in self._root()._flatten_mapping:
                 hint = f"It is a flattened axis: mesh[{mesh_dim_name!r}] returns its mesh."
             else:
-                known = [*(self._mesh_dim_names or ()), *self.flattened]
+                known = [*(self._mesh_dim_names or ()), *self._root()._flatten_mapping]
                 hint = did_you_mean(mesh_dim_name, known)
             if not hint:
                 raise
@@ -1090,7 +1132,9 @@ class DeviceMesh(StockDeviceMesh):
             return layout
         own = dict(zip(self._description.labels, self._description.axis_tags, strict=True))
         tags = [
-            own[name] if name in own else self.flattened[name].description.axis_tags[0]
+            own[name]
+            if name in own
+            else self._root()._flatten_mapping[name]._description.axis_tags[0]
             for name in mesh_dim_names
         ]
         return compat.with_flattened_tag(layout, tags, merge_tags(tags))
@@ -1117,7 +1161,7 @@ class DeviceMesh(StockDeviceMesh):
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
             return True
-        return theirs.rank_was_passed and not other.has_groups
+        return theirs.rank_was_passed and not other._owns_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world; this assumes the current one.
@@ -1139,7 +1183,7 @@ class DeviceMesh(StockDeviceMesh):
         universe = self._universe
         if universe.world is world or universe.world is None or world is None:
             return True
-        return universe.rank_was_passed and not self.has_groups
+        return universe.rank_was_passed and not self._owns_groups
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.
@@ -1161,7 +1205,7 @@ class DeviceMesh(StockDeviceMesh):
         key = self._stable_key()
         if not compat.compiles_one_graph():
             # Reading `group_names` creates no lazy group.
-            key = *key, self._universe.rank, self.group_names
+            key = *key, self._universe.rank, self._names_of_groups
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @computed
@@ -1217,8 +1261,8 @@ class DeviceMesh(StockDeviceMesh):
             return cast("Self", load(*arguments))
         if type(self) is DeviceMesh:
             return self
-        twin = self._made(self._universe, self._description, self.group_names)
-        if twin.has_groups:
+        twin = self._made(self._universe, self._description, self._names_of_groups)
+        if twin._owns_groups:
             self._universe.meshes.note(twin)
         else:  # so that bind() finds it
             self._universe.meshes.keep(twin)
@@ -1266,7 +1310,7 @@ class DeviceMesh(StockDeviceMesh):
         names = self._dim_group_names
         if isinstance(names, PromisedGroups) and not names.are_all_known:
             return []
-        pairs = zip(self.layout, self.group_names or (), strict=False)
+        pairs = zip(self._description.layout, self._names_of_groups or (), strict=False)
         return [self._universe.groups.key_digest(*pair) for pair in pairs]
 
     # --- methods that the universe calls --------------------------------------------------------
@@ -1279,7 +1323,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         if type(self) is not DeviceMesh:
             return id(self)  # the universe keeps the mesh, so no later mesh can get this id
-        return self._description, self.group_names
+        return self._description, self._names_of_groups
 
     def _root(self) -> DeviceMesh:
         return cast("DeviceMesh", self._root_mesh or self)
@@ -1295,7 +1339,7 @@ class DeviceMesh(StockDeviceMesh):
         any other one stays.
         """
         known = self._flatten_mapping.get(name)
-        replaces_equal = known is not None and known.description == flattened.description
+        replaces_equal = known is not None and known._description == flattened._description
         if known is None or replaces_equal or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
 
@@ -1327,11 +1371,11 @@ class DeviceMesh(StockDeviceMesh):
 
     def _under(self, tags: Sequence[str]) -> DeviceMesh:
         """Return a root mesh like this under other tags; requests each group at its first use."""
-        names = None if self.group_names is None else ()
+        names = None if self._names_of_groups is None else ()
         mesh = self._made(self._universe, self._description.with_tags(tags), names)
         mesh._take_root(None)
         self._universe.meshes.note(mesh)
-        if self.group_names:
+        if self._names_of_groups:
 
             def request(index: int) -> str:
                 with contextlib.suppress(AttributeError):
@@ -1385,14 +1429,14 @@ def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | N
     """
     joined: list[str] = []
     for mesh, index in axes:
-        if not mesh.has_groups:
+        if not mesh._owns_groups:
             return None
-        joined.extend((mesh.group_names or ())[index : index + 1])
+        joined.extend((mesh._names_of_groups or ())[index : index + 1])
     return joined
 
 
 def _n_tags(flattened: DeviceMesh) -> int:
-    tags = flattened.description.tags
+    tags = flattened._description.tags
     return len(tag_parts(tags[0])) if tags else 0
 
 

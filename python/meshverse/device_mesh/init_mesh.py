@@ -12,7 +12,15 @@ from typing_extensions import Required
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.layouts.user_input import check_axis_names, check_device_type, read_rank_map
+from meshverse.layouts.user_input import (
+    check_axis_names,
+    check_device_type,
+    fill_rest,
+    has_rest,
+    read_rank_map,
+    read_shape,
+    warn_of_odd_input,
+)
 from meshverse.options.group_options import (
     BackendOverride,
     Defaults,
@@ -22,6 +30,7 @@ from meshverse.options.group_options import (
 from meshverse.options.isolation import current_tag, normalize_tags
 from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
+from meshverse.world.world import World
 
 from .device_mesh import DeviceMesh
 
@@ -71,7 +80,8 @@ def init_device_mesh(
 
     Args:
         device_type: "cpu", "cuda", ... without an index.
-        mesh_shape: size of each axis.
+        mesh_shape: size of each axis. One may be -1: it gets the ranks that the others leave of
+            `ranks` or `universe`, or else of the default process group.
         mesh_dim_names: one name per axis, each at most once.
         backend_override: by axis name or index, a backend name, an options object or a pair of
             both. Other axes use the default group's backend.
@@ -104,12 +114,14 @@ def init_device_mesh(
         RuntimeError: names repeat or do not match the shape; the device type has an index; an
             override is for an axis that does not exist; the mesh is larger than the world; or other
             ranks are creating another mesh (`RanksDifferError`).
-        ValueError: a size is below 1; a backend is unknown; `ranks`, `universe` or `topology` has
+        ValueError: a size is 0 or below -1, or is -1 while there are no `ranks`, no `universe` and
+            no default process group; a backend is unknown; `ranks`, `universe` or `topology` has
             another number of ranks than the mesh; a rank of `ranks` is not in `universe`;
             `topology` comes with `ranks` or `universe`, or `traffic` without `topology`; or the
             universe or part over these ranks exists already, and a setting of it is passed
             (`timeout`, `options`, `lazy`, `check_consistency`).
-        TypeError: `timeout` is not a timedelta, `options` is not an options object, `universe` is
+        TypeError: `mesh_shape` is not a sequence, `backend_override` is a backend's name,
+            `timeout` is not a timedelta, `options` is not an options object, `universe` is
             not a `Universe`, or `topology` is not a `Topology`.
 
     Example:
@@ -132,10 +144,13 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     device_type, universe = arguments["device_type"], get("universe")
     check_device_type(device_type)
     check_universe(universe)
-    shape = tuple(arguments["mesh_shape"])
+    ranks, topology, traffic = get("ranks"), get("topology"), get("traffic")
+    shape = read_shape(arguments["mesh_shape"])
+    if has_rest(shape):
+        shape = fill_rest(shape, *_rest_of(shape, ranks, universe))
     layout = Layout.from_shape(shape)
     names = check_axis_names(get("mesh_dim_names"), len(shape))
-    ranks, topology, traffic = get("ranks"), get("topology"), get("traffic")
+    warn_of_odd_input(device_type, get("mesh_dim_names"), len(shape), stacklevel=3)
     if topology is not None or traffic is not None:
         ranks = _ordered(layout, names, ranks, topology, traffic, universe)
     rank_map = _rank_map_for(layout, ranks, universe)
@@ -185,11 +200,32 @@ def check_universe(universe: object) -> None:
         )
 
 
+def _rest_of(
+    shape: tuple[int, ...], ranks: Sequence[int] | torch.Tensor | None, universe: Universe | None
+) -> tuple[int, str, str]:
+    """Return the arguments of `fill_rest` after the sizes: the ranks of the mesh to build."""
+    if ranks is not None:
+        return read_rank_map(ranks).size, "mesh_shape", "in ranks="
+    if universe is not None:
+        return universe.size, "mesh_shape", "of the universe"
+    world = World.current()
+    if world is None:
+        raise ValueError(
+            f"mesh_shape={shape} with a size of -1 needs the number of ranks, and there is no "
+            "default process group yet. Call init_process_group() first, or pass ranks= or "
+            "universe=."
+        )
+    return world.size, "mesh_shape", "of the default process group"
+
+
 def _belongs_to_universe(settings: Iterable[str]) -> ValueError:
-    listed = ", ".join(settings)
+    passed = [f"{name}=" for name in settings]
+    many = len(passed) > 1
     return ValueError(
-        f"init_device_mesh(universe=..., {listed}): {listed} belong to a universe, and this one "
-        "exists already. Give them when you create it: to its first mesh, or to "
+        f"init_device_mesh() got universe= together with {' and '.join(passed)}: "
+        f"{'these are settings' if many else 'this is a setting'} of the universe, which exists "
+        f"already and keeps its own. Leave {'them' if many else 'it'} out, or pass "
+        f"{'them' if many else 'it'} when you create the universe: to its first mesh, or to "
         "Universe(ranks, ...)."
     )
 

@@ -56,7 +56,7 @@ def warn_of_sorted_ranks(
         axes: axes of the mesh along which groups were requested.
         names: names of these axes.
     """
-    universe = mesh.universe
+    universe = mesh._universe
     world, ascends = universe.world, universe.groups.ascends
     pairs = zip(axes, names, strict=True)
     sorted_by_torch = [name for axis, name in pairs if not ascends(axis)]
@@ -79,7 +79,7 @@ def warn_of_sorted_ranks(
 
 def register_root(mesh: DeviceMesh) -> None:
     """Register a new root mesh; warn if it equals an earlier one that has other process groups."""
-    universe, names = mesh.universe, mesh.group_names
+    universe, names = mesh._universe, mesh._names_of_groups
     world = universe.world
     if world is None or not names:
         return
@@ -88,7 +88,7 @@ def register_root(mesh: DeviceMesh) -> None:
         if logged.equal:
             return
         # The fingerprint instead of the rank map, which the key would keep alive.
-        key = universe.rank_map.fingerprint, universe.token, mesh.description
+        key = universe.rank_map.fingerprint, universe.token, mesh._description
         first, first_names = logged.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
             logged.first[key] = weakref.ref(universe), names

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshverse._core import Layout
-from meshverse.layouts.user_input import read_rank_map
+from meshverse.layouts.user_input import fill_rest, has_rest, read_rank_map, read_shape
 from meshverse.universe.universe import Universe, ranks_outside
 from meshverse.wording import did_you_mean
 from meshverse.world.world import World
@@ -36,7 +37,8 @@ def init_mesh_partition(
         device_type: "cpu", "cuda", ... without an index.
         parts: the arguments of `init_device_mesh` for each part, by name of the part. Give `ranks`
             for all parts or for none; without `ranks`, each part takes the ranks that follow those
-            of the part before it.
+            of the part before it. Then one part may have a size of -1: it gets the ranks that the
+            other parts leave.
         common: arguments of `init_device_mesh` for all parts. With `universe=mesh.universe`, the
             parts take ranks of that universe, and share process groups with `mesh`
             (`Universe.part`). Without it, each part has its own universe.
@@ -45,7 +47,8 @@ def init_mesh_partition(
         The mesh of each part, by name of the part.
 
     Raises:
-        TypeError: a part has no `mesh_shape`, or an argument is not one of `init_device_mesh`.
+        TypeError: `parts` or a part is not a mapping, a part has no `mesh_shape`, or an
+            argument is not one of `init_device_mesh`.
         ValueError: two parts have a rank in common; `ranks` is given for only some parts; a rank is
             not in the world or the universe; or `topology` is given.
         RuntimeError, ValueError, TypeError: an error of `init_device_mesh`.
@@ -62,7 +65,13 @@ def init_mesh_partition(
         [8, 9, 10, 11]
     """
     _check_known(common, "init_mesh_partition")
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"parts={parts!r} of type {type(parts).__name__}: {_PARTS}.")
     for name, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                f"Part {name!r} of a partition is {part!r} of type {type(part).__name__}: {_PARTS}."
+            )
         _check_known(part, f"Part {name!r} of a partition")
         if "mesh_shape" not in part:
             raise TypeError(
@@ -83,6 +92,12 @@ def init_mesh_partition(
         for name, part in parts.items()
     }
     return Partition((name, build()) for name, build in planned.items())
+
+
+_PARTS = (
+    "pass the arguments of init_device_mesh for each part, by its name, such as "
+    '{"actor": {"mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")}}'
+)
 
 
 def _check_known(arguments: Mapping[str, Any], of: str) -> None:
@@ -106,8 +121,9 @@ def _ranks_of_parts(
         )
     ranks: dict[str, Sequence[int]] = {}
     first = 0
+    shapes = _shapes_of_parts(parts, universe)
     for name, part in parts.items():
-        size = Layout.from_shape(tuple(part["mesh_shape"])).size
+        size = Layout.from_shape(shapes[name]).size
         given: Any = part.get("ranks")
         if given is None:
             given = range(first, first + size)
@@ -128,6 +144,48 @@ def _ranks_of_parts(
         ranks[name] = rank_map.ranks().tolist()  # a list, whatever type was given
         first += size
     return ranks
+
+
+def _shapes_of_parts(
+    parts: Mapping[str, MeshPart], universe: Universe | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every part, with a size of -1 replaced by the ranks that are left."""
+    shapes = {name: _shape_of_part(name, part) for name, part in parts.items()}
+    for name, part in parts.items():
+        if part.get("ranks") is not None:
+            n_ranks = read_rank_map(part["ranks"]).size
+            shapes[name] = fill_rest(shapes[name], n_ranks, _argument(name), "in its ranks=")
+    open_parts = [name for name, shape in shapes.items() if has_rest(shape)]
+    if not open_parts:
+        return shapes
+    if len(open_parts) > 1:
+        raise ValueError(
+            f"Parts {open_parts} of a partition have a size of -1: one part may, and gets the "
+            "ranks that the others leave. Give the other sizes, or ranks= for all parts."
+        )
+    name = open_parts[0]
+    world = World.current()
+    if universe is None and world is None:
+        raise ValueError(
+            f"{_argument(name)}={shapes[name]} with a size of -1 needs the number of ranks, and "
+            "there is no default process group yet. Call init_process_group() first, or give "
+            "universe=."
+        )
+    total = universe.size if universe is not None else world.size  # type: ignore[union-attr]
+    left = total - sum(math.prod(shape) for other, shape in shapes.items() if other != name)
+    of_others = f"that the other parts leave of {total}"
+    shapes[name] = fill_rest(shapes[name], left, _argument(name), of_others)
+    return shapes
+
+
+def _argument(part: str) -> str:
+    return f"parts[{part!r}]['mesh_shape']"
+
+
+def _shape_of_part(name: str, part: MeshPart) -> tuple[int, ...]:
+    shape = read_shape(part["mesh_shape"], _argument(name))
+    Layout.from_shape(tuple(1 if size == -1 else size for size in shape))  # checks their types
+    return shape
 
 
 def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:

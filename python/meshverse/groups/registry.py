@@ -44,14 +44,20 @@ class GroupRegistry(WorldState):
         """Return the group of this c10d name, or None."""
         return self._by_name.get(name)
 
-    def duplicates(self) -> set[str]:
-        """Return the names of groups that exist several times: equal, but in different scopes."""
+    def duplicates(self, *, beyond_first: bool = False) -> set[str]:
+        """Return the names of groups that exist several times: equal, but in different scopes.
+
+        Args:
+            beyond_first: whether to leave out the first of each set of equal groups: the others are
+                what sharing would save.
+        """
         with self._lock:
             found = [(group.content, group.name) for group in self._by_content.values()]
         names: dict[Hashable, list[str]] = {}
         for content, name in found:
             names.setdefault(content and content[1:], []).append(name)
-        return {name for equal in names.values() if len(equal) > 1 for name in equal}
+        first = 1 if beyond_first else 0
+        return {name for equal in names.values() if len(equal) > 1 for name in equal[first:]}
 
     def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
         """Attach the group that a use requests; return its ranks. A missing group is planned first.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from meshverse._core import AxisLayout, Layout
 from meshverse.wording import did_you_mean
 
-from .user_input import AxisNames, check_axis_names
+from .user_input import AxisNames, check_axis_names, fill_rest, has_rest, read_shape, read_sizes
 
 
 class MeshDescription(NamedTuple):
@@ -194,17 +194,24 @@ def axis_index(mesh: MeshDescription, ndim: int, dim: Any) -> int:
         names = check_has_names(mesh, f"unflatten axis {dim!r} of", TypeError)
         if dim not in names:
             hint = did_you_mean(dim, names)
-            raise ValueError(f"dim {dim} specified in `_unflatten` is not in {names}.{hint}")
+            raise ValueError(
+                f"dim {dim} specified in `unflatten` is not in {names}: pass the name or the index "
+                f"of an axis of the mesh.{hint}"
+            )
         return names.index(dim)
     try:
         index = operator.index(dim)
     except TypeError:
         raise TypeError(
-            f"dim {dim!r} specified in `_unflatten` is neither an index nor a name."
+            f"dim {dim!r} specified in `unflatten` is neither an index nor a name of an axis; the "
+            f"axes of the mesh are {mesh.labels}."
         ) from None
     if not -ndim <= index < ndim:
         error = ValueError if isinstance(dim, int) and index >= 0 else IndexError  # as in torch
-        raise error(f"dim {index} specified in `_unflatten` is out of range {ndim}")
+        raise error(
+            f"dim {index} specified in `unflatten` is out of range {ndim}: the mesh has the axes "
+            f"{mesh.labels}, whose indices are 0 to {ndim - 1}."
+        )
     return index % ndim
 
 
@@ -224,17 +231,26 @@ def unflatten_axis(
         RuntimeError: there are not as many names as sizes, or a name is taken.
         TypeError: the mesh has no names.
     """
+    sizes = read_sizes(sizes, "mesh_sizes")
+    if names is None:
+        raise TypeError(
+            f"mesh_dim_names=None for mesh_sizes={sizes}: unflatten needs a name for each new axis."
+        )
     if len(sizes) != len(names):
         raise RuntimeError(
-            "mesh_dim_names must have same length as mesh_sizes in _unflatten! Got names "
+            "mesh_dim_names must have same length as mesh_sizes in unflatten! Got names "
             f"{tuple(names)} for sizes {tuple(sizes)}."
         )
-    sizes = tuple(sizes)
+    if has_rest(sizes):
+        axis = f"of the split axis {mesh.labels[index]!r}"
+        sizes = read_shape(sizes, "mesh_sizes")
+        sizes = fill_rest(sizes, mesh.layout[index].size, "mesh_sizes", axis)
     try:
         layout = mesh.layout.unflatten(index, sizes)
     except ValueError:
         size, product = mesh.layout[index].size, math.prod(sizes)
         if product == size:
+            read_shape(sizes, "mesh_sizes")  # raises if two sizes are negative
             raise
         raise ValueError(
             f"The product of mesh_sizes={sizes} is {product}, but the original dimension at "

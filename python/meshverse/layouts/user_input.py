@@ -6,7 +6,9 @@ Users pass global ranks in any kind of tensor, array or list.
 from __future__ import annotations
 
 import ctypes
+import math
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse.wording import did_you_mean
 
 AxisNames: TypeAlias = "tuple[str, ...]"
 
@@ -183,13 +186,16 @@ def read_groups(
         RuntimeError: `mesh` is a tensor whose values cannot be read.
     """
     if isinstance(group, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(group)
+        ranks = _ranks_of_live(group)
         if mesh is not None and not _lists(mesh, ranks):
             raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
         return [group], ranks
     groups = list(group)
     if not groups:
         raise ValueError("Expects at least one ProcessGroup to be passed")
+    for each in groups:
+        if isinstance(each, dist.ProcessGroup):
+            _ranks_of_live(each)
     if mesh is None:
         raise ValueError("Must pass mesh if passing multiple ProcessGroups")
     if names is None:
@@ -201,6 +207,18 @@ def read_groups(
             f"{ranks_of_mesh.tolist()} and {len(groups)} ProcessGroups"
         )
     return groups, ranks_of_mesh
+
+
+def _ranks_of_live(group: compat.ProcessGroup) -> list[int]:
+    """Return the global ranks of a group; ValueError if the group was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:  # c10d's error shows the object's address, and nothing else
+        raise ValueError(
+            f"from_group() got a destroyed process group, {group.group_name!r} of {group.size()} "
+            "ranks: destroy_process_group() was called for it, or its world has ended. Pass a live "
+            "group, such as one from torch.distributed.new_group()."
+        ) from None
 
 
 def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
@@ -221,6 +239,118 @@ def check_device_type(device_type: str) -> None:
             f"Device type with index is not supported but got {device_type}. If you maintained a "
             "'torch.device' object, it's recommended to pass in 'device.type'."
         )
+
+
+def warn_of_odd_input(
+    device_type: Any, names: Sequence[str] | None, ndim: int, *, stacklevel: int
+) -> None:
+    """Warn of arguments that torch accepts, but that hardly mean what they say.
+
+    Args:
+        device_type: device type of a mesh.
+        names: names of its axes, as the user passed them.
+        ndim: number of its axes.
+        stacklevel: number of calls from the user's line to this function's caller, at least 1.
+    """
+    if ndim > 1 and isinstance(names, str):
+        warnings.warn(
+            f"mesh_dim_names={names!r} is one string, so its {len(names)} letters name the "
+            f"{ndim} axes: {', '.join(map(repr, names))}. Pass a tuple with one name per axis; "
+            f"write {tuple(names)} if you want these.",
+            stacklevel=stacklevel + 1,
+        )
+    if isinstance(device_type, str) and not _is_device_type(device_type):
+        known = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia", "xla", "meta")
+        hint = {"gpu": " Did you mean 'cuda'?"}.get(device_type.lower())
+        warnings.warn(
+            f"device_type={device_type!r} is no device type of this torch, which chooses no device "
+            "for such a mesh and cannot put tensors on it. Pass the name of a torch.device, such "
+            "as 'cuda' or 'cpu', or import the package that registers the type first."
+            f"{hint or did_you_mean(device_type.lower(), known)}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _is_device_type(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+_REST = -1  # size of the axis that gets the ranks which the other axes leave
+
+
+def read_sizes(shape: Any, argument: str) -> tuple[Any, ...]:
+    """Return sizes of axes as a tuple.
+
+    Args:
+        shape: the sizes. The core checks that each is an integer.
+        argument: name of the user's argument, for messages.
+
+    Raises:
+        TypeError: `shape` is not a sequence.
+    """
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise TypeError(
+            f"{argument}={shape!r} of type {type(shape).__name__}: pass a sequence with the size "
+            f"of each axis, such as {(shape if isinstance(shape, int) else 8,)} for one axis."
+        ) from None
+
+
+def read_shape(shape: Any, argument: str = "mesh_shape") -> tuple[int, ...]:
+    """Return sizes of axes as a tuple; one of them may be -1, "the rest".
+
+    Args:
+        shape: the sizes. The core checks that each is an integer.
+        argument: name of the user's argument, for messages.
+
+    Raises:
+        TypeError: `shape` is not a sequence.
+        ValueError: a size is 0 or below -1, or several are -1.
+    """
+    sizes = read_sizes(shape, argument)
+    low = [size for size in sizes if isinstance(size, numbers.Integral) and int(size) < 1]
+    if low and (len(low) > 1 or int(low[0]) != _REST):
+        raise ValueError(
+            f"{argument}={sizes} has the {'sizes' if len(low) > 1 else 'size'} "
+            f"{', '.join(map(str, low))}: the size of an axis must be at least 1. One axis may "
+            "have size -1, and gets the ranks that the others leave."
+        )
+    return sizes
+
+
+def has_rest(sizes: Sequence[int]) -> bool:
+    """Return whether one of the sizes that `read_shape` returned is -1."""
+    return _REST in sizes
+
+
+def fill_rest(
+    sizes: tuple[int, ...], n_ranks: int, argument: str = "mesh_shape", of: str = "of the mesh"
+) -> tuple[int, ...]:
+    """Return sizes of axes with a size of -1 replaced by the ranks that the others leave.
+
+    Args:
+        sizes: sizes that `read_shape` returned.
+        n_ranks: product of the sizes.
+        argument: name of the user's argument, for messages.
+        of: what has these ranks, for messages.
+
+    Raises:
+        ValueError: the other sizes do not divide the number of ranks.
+    """
+    if not has_rest(sizes):
+        return sizes
+    others = -math.prod(sizes)
+    if n_ranks < others or n_ranks % others:
+        raise ValueError(
+            f"{argument}={sizes} cannot have {n_ranks} ranks, the number {of}: the product of the "
+            f"sizes other than -1 is {others}, and must divide it."
+        )
+    return tuple(n_ranks // others if size == _REST else size for size in sizes)
 
 
 def check_axis_names(names: Sequence[str] | None, ndim: int) -> AxisNames | None:

@@ -71,14 +71,15 @@ def normalize_override(value: Any) -> Override:
 
 
 def normalize_overrides(
-    overrides: BackendOverride | Sequence[Override] | None,
+    overrides: Any,
     axis_names: Sequence[str] | None,
     ndim: int,
 ) -> tuple[Override, ...]:
     """Return the override of every axis, in axis order; empty for None.
 
     Args:
-        overrides: overrides by axis index or name, or one pair per axis, or None.
+        overrides: overrides by axis index or name, or one pair per axis, or None; as a user passed
+            them.
         axis_names: names of the axes, if they have any.
         ndim: number of axes.
 
@@ -92,6 +93,13 @@ def normalize_overrides(
     if isinstance(overrides, Mapping):
         values = by_axis(overrides, axis_names, ndim, argument="backend_override")
         return tuple(normalize_override(value) for value in values)
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        axes = tuple(axis_names or range(ndim)) or (0,)
+        raise TypeError(
+            f"backend_override={overrides!r} of type {type(overrides).__name__} names no axis: "
+            "pass a mapping from axis names or indices to backends, such as "
+            f"{{{axes[0]!r}: 'gloo'}}. For all axes: dict.fromkeys({axes}, ...)."
+        )
     pairs = tuple(normalize_override(value) for value in overrides)
     if len(pairs) != ndim:
         raise ValueError(

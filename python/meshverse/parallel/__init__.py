@@ -40,7 +40,8 @@ _NAMES = {
     "strategies.fsdp2": "FSDP2Manager apply_fsdp_sharding_recursively fsdp2_strategy_parallelize"
     " unshard_fsdp2_model",
     "strategies.megatron_fsdp": "MegatronFSDPManager megatron_fsdp_strategy_parallelize",
-    "styles.local_styles": "GatherTokens ReplicatedWithGradAllreduce",
+    "styles.local_styles": "GatherTokens LocalParameters Replicated ReplicatedWithGradAllreduce"
+    " SplitTokens",
     "tensor_parallel.apply": "apply_tp_plan synchronize_random_state",
     "tensor_parallel.choice": "apply_tensor_parallelism llama_tp_plan register_tp_plan",
     "tensor_parallel.hf_plan": "get_hf_tp_shard_plan translate_to_torch_parallel_style",

@@ -38,7 +38,13 @@ from .strategies.fsdp2 import (
     unshard_fsdp2_model,
 )
 from .strategies.megatron_fsdp import MegatronFSDPManager, megatron_fsdp_strategy_parallelize
-from .styles.local_styles import GatherTokens, ReplicatedWithGradAllreduce
+from .styles.local_styles import (
+    GatherTokens,
+    LocalParameters,
+    Replicated,
+    ReplicatedWithGradAllreduce,
+    SplitTokens,
+)
 from .tensor_parallel.apply import apply_tp_plan, synchronize_random_state
 from .tensor_parallel.choice import apply_tensor_parallelism, llama_tp_plan, register_tp_plan
 from .tensor_parallel.hf_plan import get_hf_tp_shard_plan, translate_to_torch_parallel_style
@@ -52,6 +58,7 @@ __all__ = [
     "FSDP2Config",
     "FSDP2Manager",
     "GatherTokens",
+    "LocalParameters",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "MeshAxisName",
@@ -61,11 +68,13 @@ __all__ = [
     "ParallelismSizes",
     "Piece",
     "PipelineSchedule",
+    "Replicated",
     "ReplicatedWithGradAllreduce",
     "Reshard",
     "ReshardWork",
     "SameTokensExpertParallel",
     "SingleProcessCollective",
+    "SplitTokens",
     "apply_activation_checkpointing",
     "apply_expert_parallelism",
     "apply_fsdp_sharding_recursively",

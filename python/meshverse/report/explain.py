@@ -65,6 +65,8 @@ class Explanation:
         views: meshes over all ranks; for each, axis layouts (`sizes:strides`) by axis name.
         n_duplicates: number of groups that another universe created too, with the same ranks and
             options.
+        n_surplus: number of those that were not the first of their kind: sharing would save these.
+        ended: why these groups have ended, and what to do; "" while they can be used.
         picture: picture of the groups; None if no group was requested.
     """
 
@@ -78,6 +80,8 @@ class Explanation:
     ranks: int | tuple[int, ...] = 0
     views: tuple[dict[str, str], ...] = ()
     n_duplicates: int = 0
+    n_surplus: int = 0
+    ended: str = ""
     picture: Picture | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -159,7 +163,8 @@ class Explanation:
                 'meshverse.install(share="world") before the first mesh, unless their meshes must '
                 "overlap."
             )
-        return "\n".join([head, *parts, *aligned(rows, right=numbers), foot])
+        ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
+        return "\n".join([head, *ended, *parts, *aligned(rows, right=numbers), foot])
 
     __repr__ = __str__  # at a prompt
 
@@ -176,6 +181,14 @@ class Explanation:
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
         return text
+
+
+def in_surplus(n_surplus: int) -> str:
+    """Return a sentence about process groups that are copies of earlier ones."""
+    return (
+        f"{n_surplus} of these process groups {'is a copy' if n_surplus == 1 else 'are copies'} of "
+        "one that another universe had created before, with the same ranks and options."
+    )
 
 
 def in_other_universes(n_duplicates: int) -> str:
@@ -216,6 +229,8 @@ def explain(
     topology: Topology | None = None,
     parts: Sequence[Portion] = (),
     duplicates: Collection[str] = (),
+    surplus: Collection[str] = (),
+    ended: str = "",
 ) -> Explanation:
     """Return the report on a universe's groups; see `Universe.explain`.
 
@@ -229,6 +244,8 @@ def explain(
         topology: topology of the ranks, or None.
         parts: parts of the universe.
         duplicates: c10d names of groups that several universes created.
+        surplus: those of them that were not the first of their kind.
+        ended: why the groups have ended; "" while they can be used.
     """
     groups = tuple(groups)
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
@@ -247,6 +264,8 @@ def explain(
         ranks=rank_map.size if rank_map.is_identity else tuple(rank_map.ranks().tolist()),
         views=tuple(_axes_of(view) for view in views),
         n_duplicates=sum(group.name in duplicates for group in explained),
+        n_surplus=sum(group.name in surplus for group in explained),
+        ended=ended,
     )
     pairs = list(zip(groups, explained, strict=False))  # groups of parts are last
     picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")

@@ -31,7 +31,7 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
     Ranks 0, 1, 2, ... are saved as their number, other ranks as a list. Of the process groups,
     digests of their options are saved, and not their names.
     """
-    universe = mesh.universe
+    universe = mesh._universe
     ranks = universe.rank_map
     state = {
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
@@ -80,7 +80,7 @@ def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     saved = read_state(state)
     universe = _universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
-    if universe.root is None or not mesh.has_groups:  # bind() looks through these meshes
+    if universe.root is None or not mesh._owns_groups:  # bind() looks through these meshes
         universe.meshes.keep(mesh)
     else:
         universe.meshes.note(mesh)
@@ -102,7 +102,7 @@ def _universe_of(saved: SavedState) -> Universe:
 def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) -> _Mesh:
     """Return a saved mesh in a universe, with groups if the universe has those that it had."""
     mesh = make(universe, saved.description, _known_names(saved, universe))
-    if not mesh.has_groups:  # so that saving it again saves these digests too
+    if not mesh._owns_groups:  # so that saving it again saves these digests too
         mesh._key_digests = list(saved.keys)
     return mesh
 

@@ -7,6 +7,7 @@ fills from that table.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -61,6 +62,12 @@ def read_state(state: object) -> SavedState:
         ValueError: a field is missing or unknown, or has a value that `save_mesh` cannot have
             written. The message gives the field, its value and the rule.
     """
+    if isinstance(state, (str, bytes, os.PathLike)):
+        raise ValueError(
+            f"load_mesh() got {_shown(state)} of type {type(state).__name__}, and opens no file: "
+            "pass the dictionary that save_mesh() returned. If you saved that in a file, such as "
+            "by torch.save() or as JSON, read the file first."
+        )
     fields = _read_fields(state, "state", _STATE_FIELDS, optional=("root",))
     rank_map = fields["ranks"]
     return SavedState(

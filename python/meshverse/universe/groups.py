@@ -152,6 +152,18 @@ class UniverseGroups:
                 f"process group has ranks 0 to {world.size - 1}. Build the mesh from these ranks."
             )
 
+    def why_ended(self) -> str:
+        """Return why the groups of this universe have ended, with the cure; "" if they have not."""
+        if self._own_world is None:  # it never had any
+            return ""
+        try:
+            self.check_usable()
+        except RuntimeError as ended:
+            return str(ended)
+        except ValueError:
+            return ""
+        return ""
+
     def note_change(self, *, is_live: bool) -> None:
         """Update the meshes' lists of group names after a group became live, or ceased to be."""
         universe = self._universe()
@@ -181,6 +193,10 @@ class UniverseGroups:
         They have the same ranks and options, but belong to universes that do not share groups.
         """
         return self._registry.duplicates()
+
+    def surplus(self) -> set[str]:
+        """Return those of `duplicates()` that an equal group existed before."""
+        return self._registry.duplicates(beyond_first=True)
 
     def along(self, axis: AxisLayout) -> list[GroupUse]:
         """Return the uses of groups along an axis, whatever their options."""
@@ -345,7 +361,8 @@ class UniverseGroups:
         if use.name is None:
             return None
         self.before_use(use.name)
-        return self.process_groups[use.name]
+        assert use.group is not None
+        return use.group.live_handle()
 
     def _get_or_make(
         self,
@@ -425,8 +442,9 @@ class UniverseGroups:
                     "All ranks must create groups of this kind together, and ranks that still have "
                     "theirs would not take part. Make the mesh without universe=, on all ranks."
                 )
-            self._by_axis.remove(axis, key)  # a new mesh has a new group
-            self._release(known)
+            # A new mesh has a new group. Of several threads, one removes the old one.
+            if self._by_axis.remove(axis, key, known):
+                self._release(known)
         self._keys[request.options.digest] = key
         use: GroupUse = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
         return use
@@ -473,7 +491,7 @@ class UniverseGroups:
         for use in reversed(new):
             if sum(use.requests.values()) > uses.count(use):
                 continue  # another thread has requested it meanwhile
-            self._by_axis.remove(use.request.axis, use.request.options.key)
+            self._by_axis.remove(use.request.axis, use.request.options.key, use)
             self._uses.remove(use)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
                 self._registry.release(use, has_failed=True)
@@ -695,7 +713,8 @@ class UniverseGroups:
 
     def _release(self, use: GroupUse, *, abort: bool = False) -> None:
         self._registry.release(use, abort=abort)
-        self._uses.remove(use)
+        with contextlib.suppress(ValueError):  # another thread, which ends the universe too
+            self._uses.remove(use)
         if use.state is not State.ENDED or use.borrowed or abort or self._world.is_over:
             return
         store, name = self._world.run_store, str(use.name)

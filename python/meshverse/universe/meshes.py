@@ -103,8 +103,8 @@ class UniverseMeshes:
 
         They move in the same order on all ranks, in whatever order each rank loaded them.
         """
-        bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh.has_groups]
-        for key, mesh in sorted(bare, key=lambda pair: str(pair[1].description)):
+        bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._owns_groups]
+        for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
             mesh._join(target)
             del self._interned[key]
 
@@ -137,7 +137,7 @@ class UniverseMeshes:
             self.root = mesh
             return mesh
         tags, single_tags = self._tags_of_root(first, mesh), _single_tags(mesh)
-        if tags == first.description.axis_tags and single_tags <= _single_tags(first):
+        if tags == first._description.axis_tags and single_tags <= _single_tags(first):
             return first
         root = self._other_roots.get((tags, single_tags))
         if root is None:
@@ -158,9 +158,15 @@ class UniverseMeshes:
         Example: the first mesh has axes pp, dp and tp without tags. A mesh of dp alone, under "a",
         has the root whose axes are all under "a".
         """
-        own, tags = first.description.axis_tags, mesh.description.axis_tags
-        axes = list(zip(first.description.labels, first.layout, strict=True))
-        known = dict(zip(zip(mesh.description.labels, mesh.layout, strict=True), tags, strict=True))
+        own, tags = first._description.axis_tags, mesh._description.axis_tags
+        axes = list(zip(first._description.labels, first._description.layout, strict=True))
+        known = dict(
+            zip(
+                zip(mesh._description.labels, mesh._description.layout, strict=True),
+                tags,
+                strict=True,
+            )
+        )
         agrees = all(known.get(axis, tag) == tag for axis, tag in zip(axes, own, strict=True))
         if agrees and _single_tags(mesh) <= _single_tags(first):
             return own
@@ -176,7 +182,7 @@ class UniverseMeshes:
         for name, axis in zip(description.axis_names or (), description.layout, strict=False):
             for (known_name, _), known in dict(self._flattened).items():
                 if known_name == name:
-                    flattened = known.layout[0]
+                    flattened = known._description.layout[0]
                     check_names_at_root(name, axis, flattened, "a flattened mesh", self.root)
 
     def note_names(self, description: MeshDescription) -> None:
@@ -195,7 +201,7 @@ class UniverseMeshes:
         if len(names) != 1 or root is None:
             return None
         name, axis = names[0], description.layout[0]
-        of_first = zip(root.description.labels, root.description.layout, strict=True)
+        of_first = zip(root._description.labels, root._description.layout, strict=True)
         return None if (name, axis) in of_first else self._later_axes.get(name, {}).get(axis)
 
     def check_flattened_name(self, name: str, axis: AxisLayout) -> None:
@@ -224,5 +230,5 @@ class UniverseMeshes:
 
 
 def _single_tags(mesh: DeviceMesh) -> frozenset[str]:
-    tags = mesh.description.axis_tags
+    tags = mesh._description.axis_tags
     return frozenset(single for tag in set(tags) for single in tag_parts(tag))

@@ -214,6 +214,8 @@ class Universe:
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
+            surplus=self.groups.surplus(),
+            ended=self.groups.why_ended(),
         )
 
     def _all_groups(self) -> list[UniverseGroups]:
@@ -370,11 +372,12 @@ class Universe:
         self._end("destroyed")
 
     def abort(self) -> None:
-        """Free the process groups without waiting for their collectives, which NCCL aborts.
+        """End the process groups at once, without waiting for their collectives or other ranks.
 
-        It frees the same groups as `destroy`, for ranks that are stuck because another one has
-        died; they need not all call it. It leaves Meshverse's keys in the store. If an axis uses
-        the default group, it first aborts all groups of this process, also those it does not free.
+        It ends the same groups as `destroy`, for ranks that are stuck because another one has
+        died; they need not all call it. NCCL aborts pending collectives. gloo cannot: they stay
+        behind until their timeout. Meshverse's keys stay in the store. If an axis uses the default
+        group, all groups of this process are aborted first, also those of other universes.
         """
         self._end("aborted")
 
@@ -402,20 +405,22 @@ class Universe:
     @property
     def flattened(self) -> Mapping[str, DeviceMesh]:
         """Flattened meshes under the isolation tags of the first mesh, by name."""
-        return {} if self.root is None else self.root.flattened
+        return {} if self.root is None else self.root._root()._flatten_mapping
 
     def _views(self) -> list[ExplainedView]:
         views: dict[tuple[object, ...], ExplainedView] = {}
         for mesh in self.meshes:
             what = mesh._description
             if what.layout.size == self.size:
-                key = (what.labels, what.layout, mesh.group_names)
+                key = (what.labels, what.layout, mesh._names_of_groups)
                 flattened = {} if views else self._flattened_axes()
-                views.setdefault(key, ExplainedView(what, mesh.group_names, flattened))
+                views.setdefault(key, ExplainedView(what, mesh._names_of_groups, flattened))
         return list(views.values())
 
     def _flattened_axes(self) -> dict[str, AxisLayout]:
-        return {name: mesh.layout.collapse() for name, mesh in dict(self.flattened).items()}
+        return {
+            name: mesh._description.layout.collapse() for name, mesh in dict(self.flattened).items()
+        }
 
     def bind(self, target: Universe) -> None:
         """Give process groups to the meshes of this universe that have none.
@@ -437,7 +442,7 @@ class Universe:
                 f"Meshes over {self.rank_map} cannot be bound to a universe of "
                 f"{target.rank_map}: it has no ranks {outside}."
             )
-        if all(mesh.has_groups for mesh in self.meshes):
+        if all(mesh._owns_groups for mesh in self.meshes):
             raise RuntimeError(
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."

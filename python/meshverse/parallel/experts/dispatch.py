@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .stacked import StackedExperts
+from .trial import Part, PartOfExperts
 
 
 class Routing(NamedTuple):
@@ -19,7 +19,7 @@ class Routing(NamedTuple):
 
     hidden: Tensor  # shape (tokens, features)
     expert_ids: Tensor  # shape (tokens, choices); ids among all experts of the module
-    # Weights of the choices, of the same shape; None if `hidden` is already multiplied by them.
+    # Weights of the choices, of the same shape; None if the forward takes only rows.
     weights: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Routing:
@@ -27,68 +27,88 @@ class Routing(NamedTuple):
         return Routing(*(None if each is None else function(each) for each in self))  # type: ignore[arg-type]
 
 
-def arguments_of(module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> tuple[Any, ...]:
-    """Return all arguments of a call, in the order of the parameters of the module's forward."""
+class Choices(NamedTuple):
+    """Rows to run experts on: one for each token and each expert chosen for it."""
+
+    rows: Tensor  # shape (choices, features)
+    expert_ids: Tensor  # shape (choices,); ids among the experts of a rank
+    weights: Tensor | None  # shape (choices,); None if the forward takes only rows
+
+
+Run = Callable[[Choices], Tensor]
+
+
+def arguments_of(
+    module: nn.Module, part: Part, arguments: tuple[Any, ...], keywords: Any
+) -> tuple[Tensor, ...]:
+    """Return all arguments of a call, in the order of the parameters of the module's forward.
+
+    Raises:
+        ValueError: they are not those with which the forward was tried.
+    """
     bound = signature(type(module).forward).bind(module, *arguments, **keywords)
-    return tuple(bound.arguments.values())[1:]
+    names, values = list(bound.arguments)[1:], tuple(bound.arguments.values())[1:]
+    shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in values]
+    count = {"rows": 1, "all": 2, "choices": 3}[part.form]
+    if len(values) != count or not all(isinstance(each, Tensor) for each in values):
+        raise ValueError(
+            f"{type(module).__name__} was called with {dict(zip(names, shapes, strict=True))}, but "
+            f"its parameters are split, for calls with {count} tensors. Call it with these only."
+        )
+    return values
 
 
-def read_routing(experts: StackedExperts, values: tuple[Tensor, ...]) -> Routing:
-    """Return the routing in the arguments of a module's forward.
+def read_routing(part: PartOfExperts, values: tuple[Tensor, ...]) -> Routing:
+    """Return the routing in the arguments of a module's forward, which all have two dims.
 
-    The arguments are hidden states, each token's expert ids, and the router's weights. In Llama 4
-    there is one argument: equally many rows for each expert, already multiplied by the router's
-    weights; rows of tokens that were not routed to the expert are zeros.
+    The arguments are hidden states, each token's expert ids, and the router's weights. If the
+    forward takes only rows, they are equally many for each expert.
 
-    An id below 0 or above the last expert's belongs to no expert: it becomes `experts.count`, with
-    weight 0. Ids of identity experts are unchanged.
+    An id below 0 or above the last expert's belongs to no expert: it becomes that of the number of
+    experts, with weight 0. Ids of identity experts are unchanged.
     """
-    hidden = values[0].flatten(0, -2)
-    if len(values) == 1:
-        count = hidden.size(0) // experts.count
-        ids = torch.arange(experts.count, device=hidden.device).repeat_interleave(count)
-        return Routing(hidden, ids[:, None], None)
+    hidden, count = values[0], part.experts.count
+    shapes = [tuple(each.shape) for each in values]
+    if {len(each) for each in shapes} != {2} or len({each[0] for each in shapes}) > 1:
+        raise ValueError(
+            f"The experts are distributed, but were called with tensors of shapes {shapes}. Give "
+            "hidden states of shape (tokens, features), and ids and weights of shape (tokens, "
+            "choices): flatten them before the call."
+        )
+    if part.form == "rows":
+        ids = torch.arange(count, device=hidden.device)
+        return Routing(hidden, ids.repeat_interleave(hidden.size(0) // count)[:, None], None)
     expert_ids, weights = values[1].long(), values[2]
+    if part.counts_from_end:
+        expert_ids = torch.where(expert_ids < 0, expert_ids + count, expert_ids)
     is_invalid = expert_ids < 0
-    if not experts.has_identity:
-        is_invalid |= expert_ids >= experts.count
-    expert_ids = expert_ids.masked_fill(is_invalid, experts.count)
-    return Routing(hidden, expert_ids, weights.masked_fill(is_invalid, 0))
+    if not part.has_identity:
+        is_invalid |= expert_ids >= count
+    return Routing(
+        hidden, expert_ids.masked_fill(is_invalid, count), weights.masked_fill(is_invalid, 0)
+    )
 
 
-def weigh(routing: Routing, outputs: Tensor) -> Tensor:
-    """Return, for each token, the weighted sum of its experts' outputs.
-
-    Args:
-        routing: routing of the tokens.
-        outputs: outputs of the experts, shape (tokens * choices, features).
-    """
-    by_token = outputs.view(*routing.expert_ids.shape, outputs.size(-1))
-    if routing.weights is not None:
-        by_token = by_token * routing.weights.unsqueeze(-1)
-    return by_token.sum(1).to(routing.hidden.dtype)
+def sum_choices(outputs: Tensor, routing: Routing) -> Tensor:
+    """Return, for each token, the sum of its experts' outputs, shape (tokens, features)."""
+    return outputs.view(*routing.expert_ids.shape, outputs.size(-1)).sum(1)
 
 
-def dispatch(
-    routing: Routing,
-    experts: StackedExperts,
-    mesh: DeviceMesh,
-    run: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
+def dispatch(routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
     """Return the outputs of all ranks' experts for this rank's tokens, shape (tokens, features).
 
-    For each token and each expert chosen for it, one row is sent. An all-to-all sends rows to the
-    ranks of their experts, and another sends outputs back; no row is dropped. The host waits only
-    for the numbers of rows. All ranks of the mesh call this, even a rank without tokens.
+    For each token and each expert chosen for it, one row is sent, with its weight. An all-to-all
+    sends rows to the ranks of their experts, and another sends outputs back; no row is dropped. The
+    host waits only for the numbers of rows. All ranks of the mesh call this, even a rank without
+    tokens.
 
     Args:
         routing: routing of this rank's tokens.
-        experts: description of the experts.
+        part: how the experts are run.
         mesh: 1-D mesh, whose rank r has the r-th part of the experts.
-        run: function `run(rows, local expert ids)` that returns the outputs of this rank's experts;
-            there may be no rows.
+        run: function that returns the outputs of this rank's experts; there may be no rows.
     """
-    ids, count, group = routing.expert_ids.reshape(-1), experts.count, mesh.get_group()
+    ids, count, group = routing.expert_ids.reshape(-1), part.experts.count, mesh.get_group()
     order = ids.argsort(stable=True)
     # How often each expert is chosen. Not bincount, which waits for the device.
     counts = ids.new_zeros(count + 1, dtype=torch.long)
@@ -98,49 +118,61 @@ def dispatch(
     dist.all_to_all_single(received_counts, sent_counts, group=group)
     sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
 
-    rows = routing.hidden[order // routing.expert_ids.size(-1)]
-    routed, others = torch.split(rows, [sum(sent), rows.size(0) - sum(sent)])
-    arrived = exchange_rows(routed, sent, received, group)
     local_ids = torch.arange(sent_counts.size(1), device=ids.device).repeat(mesh.size())
     local_ids = local_ids.repeat_interleave(received_counts.flatten(), output_size=sum(received))
-    outputs = exchange_rows(run(arrived, local_ids), received, sent, group)
+    chosen = [routing.hidden[order // routing.expert_ids.size(-1)]]
+    if routing.weights is not None:
+        chosen.append(routing.weights.reshape(-1)[order])
+    rows, *weights = exchange([each[: sum(sent)] for each in chosen], sent, received, group)
+    outputs = run(Choices(rows, local_ids, weights[0] if weights else None))
+    (own,) = exchange([outputs], received, sent, group)
 
-    if not experts.has_identity:
+    others, *their_weights = (each[sum(sent) :] for each in chosen)
+    if part.has_identity:
+        others = others * their_weights[0].unsqueeze(-1)
+    else:
         others = torch.zeros_like(others)
-    outputs = torch.cat([outputs, others.to(outputs.dtype)])
-    return weigh(routing, outputs[order.argsort()])
+    return sum_choices(torch.cat([own, others.to(own.dtype)])[order.argsort()], routing)
 
 
-def exchange_rows(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Exchange rows with all ranks of a group by an all-to-all, which backward reverses.
+def exchange(
+    tensors: Sequence[Tensor],
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, ...]:
+    """Exchange rows with all ranks of a group by all-to-alls, which backward reverses.
 
     All ranks of the group call this.
 
     Args:
-        rows: rows to send, shape (sum of sent, ...), in the order of receiving ranks.
+        tensors: tensors to send rows of, shape (sum of sent, ...), in the order of receiving ranks.
         sent: number of rows for each rank.
         received: number of rows from each rank.
         group: the process group.
 
     Returns:
-        The received rows, shape (sum of received, ...), in the order of sending ranks.
+        For each tensor, the received rows, shape (sum of received, ...), in the order of sending
+        ranks.
     """
+    # One node for all tensors, so that backward has the same order of collectives on all ranks.
     apply: Any = _Exchange.apply
-    return apply(rows, list(sent), list(received), group)  # type: ignore[no-any-return]
+    return apply(list(sent), list(received), group, *tensors)  # type: ignore[no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.back = (received, sent, group)
-        result = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group)
-        return result
+        results = []
+        for rows in tensors:
+            result = rows.new_empty((sum(received), *rows.shape[1:]))
+            dist.all_to_all_single(result, rows.contiguous(), received, sent, group)
+            results.append(result)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.forward(ctx, gradient, *ctx.back), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_Exchange.forward(ctx, *ctx.back, *gradients)

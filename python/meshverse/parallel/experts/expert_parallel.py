@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -17,20 +15,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshverse.parallel.models.modules import child_name, matching_modules, parent_name, stage_of
-from meshverse.parallel.styles.local_styles import hidden_parameters, sum_gradients
+from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
-from .dispatch import Routing, arguments_of, dispatch, exchange_rows, read_routing, weigh
-from .stacked import (
-    DOWN,
-    StackedExperts,
-    StackedStyle,
-    apply_experts,
-    describe,
-    implementation_of,
-    own_gate,
+from .dispatch import (
+    Choices,
+    Routing,
+    Run,
+    arguments_of,
+    dispatch,
+    exchange,
+    read_routing,
+    sum_choices,
 )
-
-_Run = Callable[[Tensor, Tensor], Tensor]
+from .stacked import DOWN, StackedStyle, describe, refuse_adapters
+from .trial import PartOfExperts, ask_for_experts, with_second
 
 ONLY_STACKED = (
     "Expert parallelism must have experts with stacked weights, whose forward takes each token's "
@@ -41,67 +39,43 @@ ONLY_STACKED = (
 _EXPERTS = re.compile(r"(.*\.)?experts")
 
 
-class _WholeExperts(StackedStyle):
+class _WholeExperts(StackedStyle[PartOfExperts]):
     """Base of the styles that distribute whole experts: rank r has the r-th part of the experts."""
-
-    gradient_scale = 1.0
 
     # Not traced: each new number of exchanged rows would recompile. Dense layers stay compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(
-        self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
+        self, module: Any, answer: PartOfExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
     ) -> Any:
-        """Run this rank's experts on the tokens that chose them."""
-        values = arguments_of(module, inputs, more)
-        local = {name: _own_experts(module, name, experts, mesh) for name in experts.names}
-        routing = read_routing(experts, values)
-        with hidden_parameters(module, local):
-            own = partial(_run, module, experts, self.gradient_scale)
-            if len(values) == 1:  # rows of Llama 4: those of zeros are not routed
-                routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
-                some = routing.map(lambda each: each[routed])
-                output = self.combine(some, experts, mesh, own)
-                return torch.zeros_like(routing.hidden).index_copy(0, routed, output)
-            output = self.combine(routing, experts, mesh, own)
-        # Return a view only if needed: FSDP2's hooks are lost if a view is changed in place.
-        return output if output.shape == values[0].shape else output.view_as(values[0])
+        """Run the module's own forward with this rank's experts, on the tokens that chose them."""
+        routing = read_routing(answer, arguments_of(module, answer, inputs, more))
+        local = {name: _own_experts(module, name, answer, mesh) for name in answer.experts.names}
+        with replaced_attributes(module, {**local, **answer.numbers}):
+            own = partial(_run_rows if answer.form == "rows" else _run, module, answer)
+            if not answer.ignores_zeros:
+                return self.combine(routing, answer, mesh, own)
+            routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
+            some = routing.map(lambda each: each[routed])
+            output = self.combine(some, answer, mesh, own)
+            return output.new_zeros(routing.hidden.shape).index_copy(0, routed, output)
 
-    def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts, whose number is divisible by `size`."""
-        experts = self.described(name, module)
-        takes_all = "routing_weights" in signature(type(module).forward).parameters
-        if takes_all and not experts.is_routed:
-            raise ValueError(
-                f"{name}: {type(module).__name__} takes a weight for every expert, as in "
-                f"transformers 4. {ONLY_STACKED}"
-            )
-        if experts.count % size:
-            raise ValueError(
-                f"{name}: its {experts.count} experts are not divisible by the {size} ranks of "
-                "expert parallelism. Use a number of ranks that divides the number of experts."
-            )
+    def ask(self, name: str, module: nn.Module, size: int) -> PartOfExperts:
+        """Return how the module is run on a part of its experts."""
+        return ask_for_experts(name, module, self.described(name, module), size)
 
-    def placements(self, experts: StackedExperts) -> dict[str, Placement]:
+    def placements(self, answer: PartOfExperts) -> dict[str, Placement]:
         """Return placements that split all parameters by experts."""
-        return dict.fromkeys(experts.names, Shard(0))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: Any = super()._apply(module, device_mesh)
-        if isinstance(getattr(own, "num_experts", None), int):
-            own.num_experts = getattr(own, DOWN).size(0) // device_mesh.size()
-        return module
+        return dict.fromkeys(answer.experts.names, Shard(0))
 
     @abstractmethod
-    def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the outputs of all ranks' experts.
 
         Args:
             routing: routing of this rank's tokens.
-            experts: description of the experts.
+            part: how the experts are run.
             mesh: 1-D mesh of the experts.
-            run: function `run(rows, local expert ids)` that runs this rank's experts.
+            run: function that runs this rank's experts.
         """
 
 
@@ -110,26 +84,25 @@ class ExpertParallel(_WholeExperts):
     """Style that distributes stacked experts over ranks, and sends tokens to the experts' ranks.
 
     The module's forward must take hidden states, each token's experts, and the weights of these
-    experts. No token is dropped. The gradients of experts are sums over the tokens of all ranks.
+    experts; or only rows, equally many for each expert. It is run with a rank's experts, on one row
+    for each token and expert, and the outputs of a token are summed: whether this gives the outputs
+    of one process is tried with random weights before anything is changed. No token is dropped. The
+    gradients of experts are sums over the tokens of all ranks.
 
     Args:
         same_tokens: 1-D mesh of the ranks that have the same tokens as this rank, such as the mesh
             of tensor parallelism. Each of them then sends a part of the tokens. None if all ranks
             have different tokens.
-        gradient_scale: factor on the gradients of the experts' parameters.
     """
 
     same_tokens: DeviceMesh | None = None
-    gradient_scale: float = 1.0
 
-    def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the outputs of all ranks' experts for this rank's tokens."""
         same = self.same_tokens
         if same is None or same.size() == 1:
-            return dispatch(routing, experts, mesh, run)
-        outputs = dispatch(routing.map(partial(_slice, same)), experts, mesh, run)
+            return dispatch(routing, part, mesh, run)
+        outputs = dispatch(routing.map(partial(_slice, same)), part, mesh, run)
         shape = routing.hidden.shape
         sliced = DTensor.from_local(
             outputs.contiguous(), same, [Shard(0)], shape=shape, stride=(shape[1], 1)
@@ -150,30 +123,28 @@ class SameTokensExpertParallel(_WholeExperts):
     ranks. Tokens are not sent.
     """
 
-    def combine(
-        self, routing: Routing, experts: StackedExperts, mesh: DeviceMesh, run: _Run
-    ) -> Tensor:
+    def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the sum over the ranks of their experts' outputs."""
         shared = routing.map(
             lambda each: sum_gradients(each, mesh) if each.is_floating_point() else each
         )
-        local = experts.count // mesh.size()
+        local = part.experts.count // mesh.size()
         first = mesh.get_local_rank() * local
         is_own = (routing.expert_ids >= first) & (routing.expert_ids < first + local)
         flat = is_own.reshape(-1).nonzero().squeeze(-1)
         rows = shared.hidden[flat // is_own.size(-1)]
-        given = run(rows, routing.expert_ids.reshape(-1)[flat] - first)
+        weights = None if shared.weights is None else shared.weights.reshape(-1)[flat]
+        given = run(Choices(rows, routing.expert_ids.reshape(-1)[flat] - first, weights))
         outputs = given.new_zeros((is_own.numel(), given.size(-1))).index_copy(0, flat, given)
-        term = DTensor.from_local(weigh(shared, outputs), mesh, [Partial()], run_check=False)
+        term = DTensor.from_local(sum_choices(outputs, routing), mesh, [Partial()], run_check=False)
         total = term.redistribute(placements=[Replicate()]).to_local()
-        if not experts.has_identity:
+        if not part.has_identity or routing.weights is None:
             return total
-        beyond = (routing.expert_ids >= experts.count).reshape(-1, 1)
-        unchanged = routing.hidden.repeat_interleave(is_own.size(-1), 0) * beyond
-        return total + weigh(routing, unchanged)
+        of_identity = routing.weights * (routing.expert_ids >= part.experts.count)
+        return total + routing.hidden * of_identity.sum(-1, keepdim=True)
 
 
-def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: DeviceMesh) -> Tensor:
+def _own_experts(module: nn.Module, name: str, part: PartOfExperts, mesh: DeviceMesh) -> Tensor:
     """Return the rows of a parameter that belong to this rank's experts.
 
     LongCat's weights also have rows for its identity experts, so an even split gives a rank some
@@ -182,10 +153,11 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
     parameter: Any = module._parameters[name]  # a DTensor
     held: Tensor = parameter.to_local()
     held_by_all: int = parameter.size(0)
-    if held_by_all == experts.count:
+    count = part.experts.count
+    if held_by_all == count:
         return held
     size, rank = mesh.size(), mesh.get_local_rank()
-    chunk, own = -(-held_by_all // size), experts.count // size
+    chunk, own = -(-held_by_all // size), count // size
 
     def overlap(holder: int, owner: int) -> int:
         last = min((holder + 1) * chunk, (owner + 1) * own)
@@ -193,33 +165,40 @@ def _own_experts(module: nn.Module, name: str, experts: StackedExperts, mesh: De
 
     sent = [overlap(rank, owner) for owner in range(size)]
     received = [overlap(holder, rank) for holder in range(size)]
-    return exchange_rows(held[: sum(sent)], sent, received, mesh.get_group())
+    return exchange([held[: sum(sent)]], sent, received, mesh.get_group())[0]
 
 
-def _run(
-    module: Any, experts: StackedExperts, gradient_scale: float, rows: Tensor, ids: Tensor
-) -> Tensor:
-    """Return the outputs of this rank's experts for rows.
-
-    `gradient_scale` applies to the gradients of parameters, not to those of rows.
-    """
-    rows = _scaled_gradient(rows, 1 / gradient_scale)
-    if implementation_of(module) not in (None, "eager") and rows.size(0):
-        unit = torch.ones_like(ids, dtype=rows.dtype)
-        output = type(module).forward(module, rows, ids[:, None], unit[:, None])
-    else:
-        order = ids.argsort(stable=True)
-        counts = torch.bincount(ids, minlength=getattr(module, DOWN).size(0)).tolist()
-        output = apply_experts(module, experts, rows[order], counts, own_gate)[order.argsort()]
-    return _scaled_gradient(output, gradient_scale)
+def _count_of(module: Any) -> int:
+    """Return the number of this rank's experts."""
+    count: int = module._parameters[DOWN].to_local().size(0)
+    return count
 
 
-def _scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
-    if factor == 1 or not tensor.requires_grad:
-        return tensor
-    scaled = tensor.view_as(tensor)
-    scaled.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    return scaled
+def _run(module: Any, part: PartOfExperts, choices: Choices) -> Tensor:
+    """Return the outputs of this rank's experts, by the module's own forward."""
+    rows, ids, weights = choices
+    assert weights is not None
+    count = rows.size(0)
+    if not count:  # run on a row whose output is dropped, for gradients of zeros on this rank, too
+        rows = torch.cat([rows, rows.new_ones((1, rows.size(1)))])
+        ids, weights = torch.cat([ids, ids.new_zeros(1)]), torch.cat([weights, weights.new_ones(1)])
+    inputs = with_second(part, _count_of(module), ids, weights)
+    output: Tensor = type(module).forward(module, rows, *inputs)
+    return output if count else output[:0]
+
+
+def _run_rows(module: Any, part: PartOfExperts, choices: Choices) -> Tensor:
+    """Return the outputs of this rank's experts, by a forward that takes rows: as many for each."""
+    rows, ids, _ = choices
+    counts = torch.bincount(ids, minlength=_count_of(module))
+    order = ids.argsort(stable=True)
+    # Each row's number among those of its expert.
+    numbers = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[ids[order]]
+    most = max(1, int(counts.max()))
+    places = torch.empty_like(ids).index_copy(0, order, ids[order] * most + numbers)
+    filled = rows.new_zeros((len(counts) * most, rows.size(1))).index_copy(0, places, rows)
+    output: Tensor = type(module).forward(module, filled)
+    return output[places]
 
 
 def expert_modules(model: nn.Module) -> list[str]:
@@ -250,7 +229,6 @@ def apply_expert_parallelism(
     ep_mesh: DeviceMesh,
     *,
     same_tokens: DeviceMesh | None = None,
-    gradient_scale: float = 1.0,
 ) -> list[str]:
     """Distribute a model's experts over the ranks of a mesh, in place.
 
@@ -258,7 +236,6 @@ def apply_expert_parallelism(
         model: model whose experts' parameters are not distributed yet.
         ep_mesh: 1-D mesh to distribute the experts over.
         same_tokens: as in `ExpertParallel`.
-        gradient_scale: as in `ExpertParallel`.
 
     Returns:
         Names of the modules whose experts were distributed.
@@ -273,7 +250,7 @@ def apply_expert_parallelism(
     """
     names = check_experts(model, ep_mesh.size())
     for name in names:
-        style = ExpertParallel(same_tokens, gradient_scale)
+        style = ExpertParallel(same_tokens)
         parallelize_module(model.get_submodule(name), ep_mesh, style)
     return names
 
@@ -287,6 +264,8 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
         ValueError: the model has no experts, or experts that cannot be distributed over `size`
             ranks.
     """
+    for name, module in model.named_modules():
+        refuse_adapters(name, module)
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
         raise ValueError(
@@ -301,9 +280,9 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
                 f"ep={size}: {name} of {type(model).__name__} is a list of modules, as in "
                 f"transformers 4. {ONLY_STACKED}"
             )
-        ExpertParallel().check(name, module, size)
         if any(isinstance(each, DTensor) for each in module.parameters()):
             raise ValueError(
                 f"{name} is distributed already. Distribute experts once, before FSDP."
             )
+        ExpertParallel().check(name, module, size)
     return names

@@ -10,119 +10,106 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from meshverse.parallel.styles.local_styles import hidden_parameters, sum_gradients
+from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
-from .dispatch import arguments_of, exchange_rows, read_routing, weigh
-from .stacked import DOWN, StackedExperts, StackedStyle, apply_experts, implementation_of, own_gate
+from .dispatch import arguments_of, exchange
+from .stacked import DOWN, StackedStyle
+from .trial import PartOfFeatures, ask_for_features
 
 _DOWN_BIAS = f"{DOWN}_bias"
 # transformers' implementations of experts that call `_apply_gate` between the two matrix products.
 _WITH_GATE = ("grouped_mm", "batched_mm")
 
 
-class ExpertFeaturesParallel(StackedStyle):
+class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
     """Style that gives each rank a part of the inner features of all stacked experts.
 
-    The module's forward must take hidden states and, unless they are routed already, each token's
-    experts and the weights of these experts. Inputs must be the same on all ranks; outputs are
-    summed over the ranks. Weights are split contiguously, so their full tensors are those of one
-    process. If one weight has all gates first and then all other features, ranks exchange half of
-    its output: each rank needs gates and features of the same indices.
+    The module's forward must take hidden states and, unless it takes equally many rows for each
+    expert, each token's experts and the weights of these experts. It is run with this rank's
+    features, so the outputs of parts must sum to that of all features: this is tried with random
+    weights before anything is changed. Inputs must be the same on all ranks; outputs are summed
+    over the ranks.
+
+    Weights are split contiguously, so their full tensors are those of one process. If one weight
+    has all gates first and then all other features, each rank needs gates and features of the same
+    indices: ranks exchange half of this weight or, with transformers' implementations grouped_mm
+    and batched_mm, half of its output.
     """
 
+    def ask(self, name: str, module: nn.Module, size: int) -> PartOfFeatures:
+        """Return how the module is run on a part of the features of its experts."""
+        return ask_for_features(name, module, self.described(name, module), size)
+
+    def placements(self, answer: PartOfFeatures) -> dict[str, Placement]:
+        """Return placements that split each parameter by inner features."""
+        experts = answer.experts
+        placements: dict[str, Placement] = dict.fromkeys(experts.biases, Shard(1))
+        placements |= dict.fromkeys(experts.columns, Shard(answer.columns_dim))
+        placements[DOWN] = Shard(answer.down_dim)
+        return placements | ({_DOWN_BIAS: Replicate()} if _DOWN_BIAS in experts.biases else {})
+
     def run(
-        self, module: Any, experts: StackedExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
+        self, module: Any, answer: PartOfFeatures, mesh: DeviceMesh, *inputs: Any, **more: Any
     ) -> Any:
         """Run the module's own forward on this rank's features, and sum outputs over the ranks."""
-
-        def with_summed_gradient(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            return sum_gradients(value, mesh) if is_float else value
-
-        inputs = tuple(map(with_summed_gradient, inputs))
-        more = {name: with_summed_gradient(value) for name, value in more.items()}
-        local = {name: module._parameters[name].to_local() for name in experts.names}
-        if _DOWN_BIAS in local:  # in the sum over the ranks, it counts once
+        values = tuple(
+            sum_gradients(each, mesh) if each.is_floating_point() else each
+            for each in arguments_of(module, answer, inputs, more)
+        )
+        if answer.has_identity:  # in the sum over the ranks, their outputs count once
+            hidden, ids, weights = values
+            share = torch.where(ids >= answer.experts.count, 1 / mesh.size(), 1.0)
+            values = (hidden, ids, weights * share.to(weights.dtype))
+        local = {name: module._parameters[name].to_local() for name in answer.experts.names}
+        if _DOWN_BIAS in local:  # it counts once, too
             local[_DOWN_BIAS] = sum_gradients(local[_DOWN_BIAS], mesh) / mesh.size()
-        with hidden_parameters(module, local):
-            output = _run(module, experts, mesh, inputs, more)
+        if answer.has_halves and mesh.size() > 1:
+            if _implementation_of(module) in _WITH_GATE:
+                local["_apply_gate"] = partial(_gate, mesh, module)
+            else:
+                local |= _paired(mesh, answer, local)
+        with replaced_attributes(module, {**local, **answer.numbers}):
+            output = type(module).forward(module, *values)
         whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         return whole.redistribute(placements=[Replicate()]).to_local()
 
-    def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that the module has stacked experts with inner features divisible by `size`."""
-        experts = self.described(name, module)
-        if experts.width % size:
-            raise ValueError(
-                f"{name}: the {experts.width} inner features of its experts are not divisible by "
-                f"the {size} ranks of tensor parallelism. Use a number of ranks that divides them."
-            )
-        has_gate = hasattr(module, "act_fn") or hasattr(type(module), "_apply_gate")
-        if getattr(module, "has_post_expert_norm", False) or not has_gate:
-            raise ValueError(
-                f"{name}: {type(module).__name__} normalizes each expert's output, or has neither "
-                "act_fn nor _apply_gate. Distribute whole experts over an experts' mesh instead, "
-                "with ExpertParallel()."
-            )
 
-    def placements(self, experts: StackedExperts) -> dict[str, Placement]:
-        """Return placements that split each parameter by inner features."""
-        columns, down = (2, 1) if experts.transposed else (1, 2)
-        placements: dict[str, Placement] = dict.fromkeys(experts.columns, Shard(columns))
-        placements |= {DOWN: Shard(down), **dict.fromkeys(experts.biases, Shard(1))}
-        return placements | ({_DOWN_BIAS: Replicate()} if _DOWN_BIAS in experts.biases else {})
+def _implementation_of(module: nn.Module) -> str | None:
+    """Return the name of the implementation that transformers' config selects, or None."""
+    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return name if isinstance(getattr(module, "is_concatenated", None), bool) else None
 
 
-def _run(
-    module: Any, experts: StackedExperts, mesh: DeviceMesh, inputs: Any, more: dict[str, Any]
-) -> Tensor:
-    own = type(module).forward
-    if not experts.packed:
-        return own(module, *inputs, **more)  # type: ignore[no-any-return]
-    gate = partial(_gate, mesh)
-    values = arguments_of(module, inputs, more)
-    if len(values) == 1:  # rows, equally many for each expert
-        (rows,) = values
-        counts = [rows.size(0) // experts.count] * experts.count
-        return apply_experts(module, experts, rows, counts, gate)
-    if implementation_of(module) in _WITH_GATE:
-        with hidden_parameters(module, {"_apply_gate": partial(gate, module)}):
-            return own(module, *values)  # type: ignore[no-any-return]
-    return _run_routed(module, experts, mesh, values)  # type: ignore[no-any-return]
-
-
-# Not traced: each new number of rows of an expert would recompile.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_routed(
-    module: Any, experts: StackedExperts, mesh: DeviceMesh, values: tuple[Tensor, ...]
-) -> Tensor:
-    routing = read_routing(experts, values)
-    ids = routing.expert_ids.reshape(-1)
-    order = ids.argsort(stable=True)
-    rows = routing.hidden[order // routing.expert_ids.size(-1)]
-    counts = torch.bincount(ids, minlength=experts.count).tolist()
-    gate, share = partial(_gate, mesh), 1 / mesh.size()
-    outputs = apply_experts(module, experts, rows, counts, gate, identity_share=share)
-    return weigh(routing, outputs[order.argsort()])
+def _paired(
+    mesh: DeviceMesh, answer: PartOfFeatures, local: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return weights and biases with gates and other features of the same indices."""
+    dims = dict.fromkeys(answer.experts.columns, answer.columns_dim)
+    dims |= dict.fromkeys((name for name in answer.experts.biases if name != _DOWN_BIAS), 1)
+    halves = _exchange_halves(mesh, [local[name].chunk(2, dim) for name, dim in dims.items()])
+    return {
+        name: torch.cat([*each], dim)
+        for (name, dim), each in zip(dims.items(), halves, strict=True)
+    }
 
 
 def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:
-    """Apply the experts' gate to this rank's part of the packed features.
+    """Apply the experts' own gate to this rank's part of the packed features."""
+    ((first, second),) = _exchange_halves(mesh, [features.chunk(2, dim=-1)])
+    return type(module)._apply_gate(module, torch.cat([first, second], -1))  # type: ignore[no-any-return]
 
-    The packed features are all gates, then all other features, split contiguously over n ranks: the
+
+def _exchange_halves(mesh: DeviceMesh, halves: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the two halves of this rank, stacked, for each pair of halves.
+
+    Packed features are all gates, then all other features, split contiguously over n ranks: the
     first ranks have only gates, the last ranks only other features. To apply the gate, a rank needs
     gates and features of the same indices. Divide gates and features into n parts each, 0 to 2n-1:
     rank r has the parts 2r and 2r+1, and gets r and n+r.
     """
-    size, rank, count = mesh.size(), mesh.get_local_rank(), features.size(0)
-    if size == 1:
-        return own_gate(module, features)
-    first, second = features.chunk(2, dim=-1)
-    to_first, to_second = 2 * rank % size, (2 * rank + 1) % size
-    if to_first > to_second:
-        first, second = second, first
-    sent = [count * (target in (to_first, to_second)) for target in range(size)]
-    received = [count * (source in (rank // 2, (size + rank) // 2)) for source in range(size)]
-    halves = exchange_rows(torch.cat([first, second]), sent, received, mesh.get_group())
-    paired = torch.cat(halves.chunk(2), dim=-1) if count else halves.new_empty(features.shape)
-    return own_gate(module, paired)
+    size, rank = mesh.size(), mesh.get_local_rank()
+    targets = (2 * rank % size, (2 * rank + 1) % size)
+    sent = [int(each in targets) for each in range(size)]
+    received = [int(each in (rank // 2, (size + rank) // 2)) for each in range(size)]
+    in_order = [pair if targets[0] < targets[1] else pair[::-1] for pair in halves]
+    return exchange([torch.stack(pair) for pair in in_order], sent, received, mesh.get_group())

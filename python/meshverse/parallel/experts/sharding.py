@@ -78,6 +78,7 @@ def shard_experts(
     moe_mesh: DeviceMesh,
     *,
     replicas: int = 1,
+    parts: int,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy | None = None,
     reshard_after_forward: bool = True,
@@ -87,8 +88,22 @@ def shard_experts(
     With replicas, experts are sharded within a replica and replicated over replicas, like the other
     parameters; but if `replicas` does not divide ep_shard, they are sharded over all of ep_shard.
     Inputs keep their dtype, because routing weights may have a higher precision than hidden states.
+
+    FSDP2 divides gradients of other parameters by the number of ranks with different tokens, or by
+    the factor that a user sets. An expert's gradient is already the sum over the tokens of the
+    ranks of `ep`, so its factor is set to that number: it has the same meaning for all parameters.
+
+    Args:
+        model: model whose experts are distributed over `ep`.
+        names: names of the experts' modules.
+        moe_mesh: the experts' mesh.
+        replicas: number of replicas.
+        parts: number of ranks with different tokens.
+        precision: FSDP2's precision.
+        offload: FSDP2's policy for the device that stores sharded parameters.
+        reshard_after_forward: as in FSDP2.
     """
-    mesh, parts = moe_mesh[EP_SHARD], moe_mesh[EP].size()
+    mesh, holders = moe_mesh[EP_SHARD], moe_mesh[EP].size()
     shards, remainder = divmod(mesh.size(), replicas)
     if replicas > 1 and not remainder:
         mesh = mesh.unflatten(EP_SHARD, (replicas, shards), ("dp_replicate", EP_SHARD))
@@ -96,18 +111,30 @@ def shard_experts(
 
     def place(parameter: nn.Parameter) -> Shard | None:
         """Return None to shard by experts, if divisible; else the first divisible other dim."""
-        if parameter.size(0) % (shards * parts) == 0:
+        if parameter.size(0) % (shards * holders) == 0:
             return None
         dims = (dim for dim in range(1, parameter.ndim) if parameter.size(dim) % shards == 0)
         return next((Shard(dim) for dim in dims), None)
 
+    precision = replace(precision, cast_forward_inputs=False, output_dtype=None)
+    first = model.get_submodule(names[0]).parameters()
+    reduced = precision.reduce_dtype or precision.param_dtype or next(first).dtype
+    factor = float(parts)
+    if shards == 1 and reduced == torch.float64:
+        factor **= 0.5  # in a group of one rank, torch divides twice, as for float16
+    elif shards == 1 and reduced == torch.float16:
+        precision = replace(precision, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {
-        "mp_policy": replace(precision, cast_forward_inputs=False, output_dtype=None),
+        "mp_policy": precision,
         "reshard_after_forward": reshard_after_forward,
         "offload_policy": offload,
     }
     for name in names:
-        fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=place, **settings)
+        experts: Any = model.get_submodule(name)
+        fully_shard(experts, mesh=mesh, shard_placement_fn=place, **settings)
+        experts.set_gradient_divide_factor(factor)
+        # Not torch's fused product and sum, which only NCCL has.
+        experts.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def get_total_norm(

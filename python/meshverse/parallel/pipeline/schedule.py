@@ -358,6 +358,13 @@ def _expanded(name: str, inputs: Tensor, value: Any) -> Any:
             f"it could have one per sequence or per token. Give {name}[:, None] for one per "
             f"sequence, or {name}[None] for one per token, the same in all sequences."
         )
+    if shape == (batch, batch, tokens):
+        raise ValueError(
+            f"{name} has the shape {shape}, and the batch has {batch} sequences of {tokens} "
+            "tokens: its first dimension could be the sequences, or sections of position ids, "
+            "which cannot be split. Use a batch of another size; give a mask as "
+            "(batch, 1, tokens, tokens)."
+        )
     if not shape or shape[0] not in ((batch,) if len(shape) == 1 else (1, batch)):
         raise ValueError(
             f"{name} has the shape {shape}, and the batch has {batch} sequences: a tensor's first "

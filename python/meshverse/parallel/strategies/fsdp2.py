@@ -134,11 +134,7 @@ def fsdp2_strategy_parallelize(
             model, tp_mesh, plan, sequence_parallel=config.sequence_parallel, handed_out=experts
         )
     if moe_mesh is not None:
-        # FSDP2 averages the experts' gradients over ep_shard, and other gradients over fsdp_mesh,
-        # which has all ranks with different tokens. With this scale, both are averages over
-        # fsdp_mesh.
-        scale = moe_mesh.size(0) / fsdp_mesh.size()
-        apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh, gradient_scale=scale)
+        apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
     prepare(model, mode, scope, reapply_trainability)
     precision = mp_policy or replace(
@@ -150,6 +146,7 @@ def fsdp2_strategy_parallelize(
             experts,
             moe_mesh,
             replicas=get_flat_mesh(device_mesh, dp_replicate_mesh_name).size(),
+            parts=fsdp_mesh.size(),
             precision=precision,
             offload=offload,
             reshard_after_forward=config.reshard_after_forward is not False,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -61,15 +61,18 @@ def split_parameters(
 
 
 @contextlib.contextmanager
-def hidden_parameters(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Replace a module's parameters by tensors of the same names, within the context."""
+def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module's parameters and other attributes other values, within the context."""
     # An attribute of the instance hides the parameter, which is still registered.
-    module.__dict__.update(tensors)
+    own = module.__dict__
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        for name in tensors:
-            module.__dict__.pop(name, None)
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -93,20 +96,43 @@ class CheckedStyle(ParallelStyle):
 class LocalParameters(CheckedStyle):
     """Style that turns a module's own parameters into DTensors; forward uses their local tensors.
 
-    Use it for parameters that are not a layer's, such as attention sinks, which have a value for
-    each head: a rank needs the values of its own heads. Other parameters and submodules are
-    unchanged.
+    Use it for parameters that are not a layer's: `Shard(0)` for attention sinks, which have a value
+    for each head; `summed` for a temperature that all heads share; `Replicate()` for a parameter
+    that works on values that are the same on all ranks, so that each rank's gradient is whole.
+    Other parameters and submodules are unchanged.
 
     Args:
-        placements: placement of each of the module's own parameters to distribute, by name.
+        placements: placement of each of the module's own parameters to distribute, by name. An int
+            attribute may be named as well: with `Shard(0)` it counts heads, and becomes the number
+            on one rank; with `Replicate()` it stays.
+        summed: names of own parameters that work on a rank's own heads or features: they are
+            replicated, and their gradients are summed over the ranks.
+
+    Example:
+        >>> LocalParameters({"sinks": Shard(0), "heads": Shard(0)}, summed=["temperature"])
+        LocalParameters({'sinks': Shard(dim=0), 'heads': Shard(dim=0), 'temperature': 'summed'})
     """
 
-    def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
+    def __init__(
+        self, placements: Mapping[str, Placement] | None = None, *, summed: Collection[str] = ()
+    ) -> None:
+        if isinstance(summed, str):
+            raise TypeError(f"summed={summed!r} is a str, expected a list of parameters' names.")
         self.placements = dict(placements or {})
+        self.summed = tuple(summed)
+        if both := [name for name in self.summed if name in self.placements]:
+            raise ValueError(f"{both} have a placement and are in summed=. Name each of them once.")
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
         """Return the placement of each parameter that becomes a DTensor, by name."""
-        return self.placements
+        counts = self.counts_of(module)
+        given = {name: each for name, each in self.placements.items() if name not in counts}
+        return given | dict.fromkeys(self.summed, Replicate())
+
+    def counts_of(self, module: nn.Module) -> dict[str, bool]:
+        """Return, for each int attribute that is named, whether it counts heads."""
+        ints = {name for name in self.placements if type(getattr(module, name, None)) is int}
+        return {name: each.is_shard() for name, each in self.placements.items() if name in ints}
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module has the parameters, with sizes divisible by the number of ranks."""
@@ -130,7 +156,8 @@ class LocalParameters(CheckedStyle):
         # An attribute of the instance hides the parameter, which is still registered.
         def hide(module: nn.Module, arguments: Any) -> None:
             for name in names:
-                module.__dict__[name] = self._local(cast("DTensor", module._parameters[name]))
+                parameter = cast("DTensor", module._parameters[name])
+                module.__dict__[name] = self._local(name, parameter)
 
         def show(module: nn.Module, arguments: Any, output: Any) -> None:
             for name in names:
@@ -140,11 +167,13 @@ class LocalParameters(CheckedStyle):
         module.register_forward_hook(show, always_call=True)
         return module
 
-    def _local(self, parameter: DTensor) -> Tensor:
-        return parameter.to_local()
+    def _local(self, name: str, parameter: DTensor) -> Tensor:
+        local = parameter.to_local()
+        return sum_gradients(local, parameter.device_mesh) if name in self.summed else local
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.placements or ''})"
+        shown = self.placements | dict.fromkeys(self.summed, "summed")
+        return f"{type(self).__name__}({shown or ''})"
 
 
 class ReplicatedWithGradAllreduce(LocalParameters):
@@ -158,8 +187,22 @@ class ReplicatedWithGradAllreduce(LocalParameters):
         """Return placements that replicate all of the module's own parameters."""
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
-    def _local(self, parameter: DTensor) -> Tensor:
+    def _local(self, name: str, parameter: DTensor) -> Tensor:
         return sum_gradients(parameter.to_local(), parameter.device_mesh)
+
+
+class Replicated(ParallelStyle):
+    """Style of a module whose input is the same on all ranks, amid modules that are split.
+
+    Each rank has the module whole, and computes its whole gradient, such as for the norm of a
+    latent before a column-wise layer. The style changes nothing: it says so to `apply_tp_plan`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
 @dataclass(eq=False)
@@ -226,6 +269,34 @@ class GatherTokens(ParallelStyle):
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         module.register_forward_hook(split_again)
+        return module
+
+
+@dataclass(eq=False)
+class SplitTokens(ParallelStyle):
+    """Style of a first layer amid modules split by tokens: splits hidden states that are whole.
+
+    The hidden states, the first argument or `hidden_states`, may come from the embedding or from
+    the caller (`inputs_embeds`); they must be the same on all ranks.
+
+    Args:
+        dim: dimension of the tokens in the hidden states.
+    """
+
+    dim: int = 1
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(module: nn.Module, arguments: Any, keywords: Any) -> Any:
+            given = arguments[0] if arguments else keywords["hidden_states"]
+            if isinstance(given, DTensor):
+                return None
+            whole = DTensor.from_local(given, device_mesh, [Replicate()], run_check=False)
+            tokens = whole.redistribute(placements=[Shard(self.dim)])
+            if arguments:
+                return (tokens, *arguments[1:]), keywords
+            return arguments, {**keywords, "hidden_states": tokens}
+
+        module.register_forward_pre_hook(split, with_kwargs=True)
         return module
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -31,19 +32,30 @@ from meshverse.parallel.models.modules import (
     is_in_other_stage,
     matching_modules,
     nearest_name,
-    parent_name,
 )
 from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 
-from .gaps import fill_gaps, has_local_output
+from .regions import check_regions, has_local_output, regions
 
 _logger = logging.getLogger(__name__)
-_FIRST, _SECOND = "lora_A", "lora_B"  # PEFT's names, by which it also saves them
+# PEFT's names, by which it also saves them.
+_FIRST, _SECOND = "lora_A", "lora_B"
+_ORIGINAL, _COPIES, _TOKENS = "original_module", "modules_to_save", "token_adapter"
 
-# Attributes for the number of heads in attention modules of transformers and similar libraries.
+# Attributes of modules in transformers and similar libraries: for the number of heads, for the
+# features of one head, and for other numbers that are the same on all ranks.
 _HEAD_COUNTS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head"),
     *("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+)
+_HEAD_FEATURES = ("head_dim", "head_size")
+_NO_COUNTS = frozenset(
+    {
+        *("hidden_size", "embed_dim", "intermediate_size", "layer_idx", "num_key_value_groups"),
+        *("q_lora_rank", "kv_lora_rank", "rotary_dim", "rotary_ndims", "gate_projection_size"),
+        *("qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("sliding_window", "sliding_window_pattern", "keep_window_size", "floor_scale", "mp_num"),
+    }
 )
 
 
@@ -55,9 +67,10 @@ def apply_tp_plan(
     Differences from `parallelize_module`:
 
     - If an entry of the plan does not fit the model, nothing is changed.
-    - Modules that work on a rank's own heads, such as norms of queries and keys, get a style that
-      sums their gradients, if the plan has no style for them.
-    - Attributes for the number of heads are set to the number on one rank.
+    - Between a column-wise and a row-wise layer, each rank computes with its own heads or features.
+      A parameter there without an entry is an error: the plan must say how its gradients add up.
+    - Attributes for the number of heads are set to the number on one rank. An int attribute that
+      may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
     - Shared parameters, such as tied embeddings, are still shared afterwards.
     - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
@@ -73,9 +86,9 @@ def apply_tp_plan(
 
     Raises:
         TypeError: a value of the plan is not a parallel style.
-        ValueError: an entry matches no module, a style does not fit its module, sizes or heads are
-            not divisible by the number of ranks, or modules that share a parameter would split it
-            differently.
+        ValueError: an entry matches no module, a style does not fit its module, a parameter or a
+            number of heads between split layers has no entry, sizes or heads are not divisible by
+            the number of ranks, or modules that share a parameter would split it differently.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
@@ -84,7 +97,7 @@ def apply_tp_plan(
             f"The tensor-parallel plan has {wrong}: all values must be parallel styles. "
             "translate_to_torch_parallel_style() returns a style for transformers' name of it."
         )
-    planned = fill_gaps(model, _styles_by_module(model, plan, strict))
+    planned = _styles_by_module(model, plan, strict)
     styles = {
         own: own_style
         for name, style in planned.items()
@@ -101,6 +114,7 @@ def apply_tp_plan(
                 f"{placements}. The styles of their modules must split it in the same way, such "
                 "as row-wise for an embedding and column-wise for the head that is tied to it."
             )
+    check_regions(model, planned)
     local_heads = list(_local_heads(model, planned, tp_mesh.size()))
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
@@ -185,26 +199,83 @@ def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
-    split = [parent_name(name) for name, style in styles.items() if has_local_output(style)]
-    for region in dict.fromkeys(split):
-        module = model.get_submodule(region)
-        counts = {name: getattr(module, name, None) for name in _HEAD_COUNTS}
+    for region, _ in regions(styles):
+        module, own = model.get_submodule(region), styles.get(region)
+        given = own.counts_of(module) if isinstance(own, LocalParameters) else {}
+        ints = _ints(module)
+        known = {name: ints[name] for name in _HEAD_COUNTS if name in ints}
+        _refuse_unknown_counts(model, region, styles, ints, given)
+        counts = {name: count for name, count in ints.items() if given.get(name, name in known)}
         for attribute, count in counts.items():
-            if not isinstance(count, int):
-                continue
             if count % size:
                 raise ValueError(
                     f"{region}.{attribute}={count} is not divisible by the {size} ranks of tensor "
                     "parallelism. Use a number of ranks that divides the number of heads."
                 )
+            if isinstance(getattr_static(module, attribute), property):
+                raise ValueError(
+                    f"{region}.{attribute} is a property of {type(module).__name__}, and cannot "
+                    "be set to the number of heads on one rank. Make it an attribute."
+                )
             yield module, attribute, count // size
-        heads, features = counts["num_heads"], getattr(module, "head_dim", None)
-        if isinstance(heads, int) and isinstance(features, int):
+        heads, features = known.get("num_heads"), ints.get("head_dim")
+        if heads and features:
             # The width of all heads together, to which older attention modules reshape. If it is
             # also the model's width, forward still reads it only for this purpose.
-            for attribute in ("hidden_size", "embed_dim"):
-                if getattr(module, attribute, None) == heads * features:
+            for attribute in {"hidden_size", "embed_dim"} - given.keys():
+                if ints.get(attribute) == heads * features:
                     yield module, attribute, heads * features // size
+
+
+def _ints(module: nn.Module) -> dict[str, int]:
+    """Return the int attributes of a module and of its class, and known properties, by name."""
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in _HEAD_COUNTS}
+    for each in reversed(type(module).__mro__):
+        found |= {name: value for name, value in vars(each).items() if type(value) is int}
+    return {name: value for name, value in (found | vars(module)).items() if type(value) is int}
+
+
+def _refuse_unknown_counts(
+    model: nn.Module,
+    region: str,
+    styles: Mapping[str, ParallelStyle],
+    ints: Mapping[str, int],
+    given: Mapping[str, bool],
+) -> None:
+    """Raise ValueError for an int attribute that may be the number of heads under another name.
+
+    If the number of heads is not known, this is each number that divides the split features.
+    """
+    inside = {
+        name: layer
+        for name, each in model.get_submodule(region).named_modules(prefix=region)
+        if isinstance(layer := adapted(each), nn.Linear)
+    }
+    split = {
+        each.out_features for name, each in inside.items() if has_local_output(styles.get(name))
+    }
+    features = [ints[name] for name in _HEAD_FEATURES if ints.get(name)]
+    heads = {ints[name] for name in _HEAD_COUNTS if name in ints}
+    heads |= {width // each for width in split for each in features}
+    heads = heads or {
+        number
+        for number in ints.values()
+        if number > 0 and any(not width % number for width in split)
+    }
+    widths = {size for each in inside.values() for size in (each.in_features, each.out_features)}
+    others = ints.keys() - {*_HEAD_COUNTS, *_HEAD_FEATURES, *_NO_COUNTS, *given}
+    unknown = {
+        name: ints[name]
+        for name in sorted(others)
+        if ints[name] in heads - {1, *widths} and str(ints[name]) not in region.split(".")
+    }  # a number in the region's name is that of its layer
+    if unknown:
+        raise ValueError(
+            f"{unknown} of {region or type(model).__name__!r} may count heads, of which a rank has "
+            f"only some. Add to the plan: {region!r}: LocalParameters({{name: Shard(0)}}) for a "
+            "number of heads, LocalParameters({name: Replicate()}) for another number; or name "
+            "the attribute num_heads or num_kv_heads."
+        )
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
@@ -234,7 +305,7 @@ def _placement(
 
 
 def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Return the styles of a layer and of its adapters, by name.
+    """Return the styles of a layer and of its adapters or copies, by name.
 
     LoRA adds the product of two matrices. In a column-wise layer, the first matrix is replicated
     and the second is column-wise. In a row-wise layer, the first is row-wise and the second is
@@ -243,6 +314,15 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     Raises:
         ValueError: the adapters cannot be split with the layer.
     """
+    if saved := _saved_modules(module):
+        return {f"{name}.{own}": style for own in saved}
+    if _TOKENS in module._modules:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) trains some tokens only, by PEFT's "
+            f"trainable_token_indices, and cannot be split by {style}. Remove it from the plan, "
+            "with a head or embedding that is tied to it; or give modules_to_save instead, to "
+            "train all tokens."
+        )
     if adapted(module) is module:
         return {name: style}
     known = {
@@ -271,6 +351,17 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
     inside = {f"{name}.{own}": pair[not own.startswith(_FIRST)] for own in known}
     split = {own: own_style for own, own_style in inside.items() if own_style is not None}
     return {f"{name}.{BASE_LAYER}": style, **split}
+
+
+def _saved_modules(module: nn.Module) -> list[str]:
+    """Return the names of a layer and its trained copies, of which a wrapper runs one.
+
+    PEFT's modules_to_save makes such wrappers.
+    """
+    copies = module._modules.get(_COPIES)
+    if not isinstance(copies, nn.ModuleDict) or _ORIGINAL not in module._modules:
+        return []
+    return [_ORIGINAL, *(f"{_COPIES}.{name}" for name, _ in copies.named_children())]
 
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:

@@ -32,7 +32,7 @@ from meshverse.parallel.models.modules import (
     matching_modules,
     parent_name,
 )
-from meshverse.parallel.styles.local_styles import GatherTokens
+from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
 from .apply import apply_tp_plan
 from .gaps import fill_gaps
@@ -222,7 +222,7 @@ def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str
         {"output_layouts": Shard(1), "use_local_output": False} if sequence_parallel else {}
     )
     plan: dict[str, ParallelStyle] = {
-        f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate(), **split)
+        f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate())
     }
     for head in (child_name(owner, "lm_head"), child_name(parent_name(owner), "lm_head")):
         plan[head] = ColwiseParallel(**tokens, output_layouts=Shard(-1), use_local_output=False)
@@ -232,6 +232,8 @@ def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str
             plan[f"{layers}.{name}"] = RowwiseParallel(**split)
     plan = {key: style for key, style in plan.items() if is_present(model, key)}
     if sequence_parallel:
+        # Not at the embedding: callers change its output, or pass it, as a plain tensor.
+        plan[matching_modules(model, layers)[0]] = SplitTokens()
         plan |= _styles_of_tokens(model, prefix)
     plan = fill_gaps(model, plan)
     if sequence_parallel:
@@ -256,6 +258,7 @@ def _check_all_are_known(model: nn.Module, plan: Mapping[str, ParallelStyle]) ->
     """Check that a sequence-parallel plan has a style for each module with parameters."""
     known = {name: style for key, style in plan.items() for name in matching_modules(model, key)}
     blocks = tuple(f"{name}." for name, each in known.items() if isinstance(each, GatherTokens))
+    known = {name: each for name, each in known.items() if not isinstance(each, SplitTokens)}
     modules = {name: model.get_submodule(name) for name in known}
     adapters = tuple(f"{name}." for name, each in modules.items() if adapted(each) is not each)
     unknown = [

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
-from meshverse.parallel.experts.stacked import describe
+from meshverse.parallel.experts.stacked import describe, refuse_adapters
 from meshverse.parallel.models.modules import (
     child_name,
     is_present,
@@ -33,6 +33,7 @@ from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    Replicated,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
 )
@@ -73,7 +74,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": ReplicatedWithGradAllreduce,
     "mla_kv_a_proj": SharedKeyGradAllreduce,
     "local_params": LocalParameters,
-    "replicate": LocalParameters,
+    "replicate": Replicated,
 }
 
 # transformers' styles for experts and the modules around them, all of which one style replaces.
@@ -267,6 +268,8 @@ def _take_experts(
     for key in dict.fromkeys(owner for own in names for owner in (own, parent_name(own))):
         found = matching_modules(model, key) if key else []
         modules = [model.get_submodule(name) for name in found]
+        for name, module in zip(found, modules, strict=True):
+            refuse_adapters(name, module)
         if not any(describe(module) is not None for module in modules):
             continue
         whole = any(_is_of(own, key) and names[own] == "grouped_gemm" for own in names)

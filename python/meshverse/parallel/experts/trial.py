@@ -1,0 +1,453 @@
+"""Trials: the own forward of an experts' module, run on parts of random weights, and compared.
+
+Names and shapes do not show what a forward does with its weights: whether it counts experts by
+them, which dim has the inner features, where the gates are, or what an expert adds to a token. So
+the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
+sum to the same. Nothing of the module is changed, and no random state of torch's is used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
+from itertools import combinations, permutations
+from math import ceil, isfinite
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .stacked import DOWN, StackedExperts
+
+# Weights of expert e begin e * _STEP elements later in the same random numbers, so that a probe of
+# many experts needs little more memory than one of them. Kernels need weights aligned to 16 bytes.
+_STEP = 16
+_PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
+_ROWS = 2  # for each expert, if a forward takes equally many rows for each
+_Second = Literal["none", "behind", "again"]
+_SECOND: tuple[_Second, ...] = get_args(_Second)
+_NUMBERS = 4  # at most, of attributes of which each subset is tried
+
+_TRANSFORMERS = "For experts of transformers, use transformers 5.0 or newer."
+
+_Values = dict[str, int]
+_Case = TypeVar("_Case")
+
+# Inputs of a forward: only rows, equally many for each expert; hidden states and each token's
+# weights for all experts; or hidden states, each token's experts, and their weights.
+Form = Literal["rows", "all", "choices"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a module's own forward is run on one rank's part of its parameters."""
+
+    experts: StackedExperts
+    form: Form
+    # Whether ids from the number of experts on are those of identity experts, which return their
+    # input times its weight.
+    has_identity: bool
+    # Attributes of the module that have other values in the forward: numbers of experts or features
+    numbers: _Values = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartOfExperts(Part):
+    """How a module's own forward is run on some of its experts."""
+
+    # What a row has besides its only choice, with weight 0, if the forward needs two (LongCat): the
+    # id behind those of its experts, or its own again.
+    second: _Second = "none"
+    counts_from_end: bool = False  # whether id -1 is that of the last expert
+    ignores_zeros: bool = False  # whether rows of zeros give zeros, and get no gradient
+
+
+@dataclass(frozen=True)
+class PartOfFeatures(Part):
+    """How a module's own forward is run on a part of the inner features of its experts."""
+
+    columns_dim: int = 1  # dim of the inner features in the weights to them
+    down_dim: int = 2  # dim of the inner features in the weight from them
+    # Whether the weights to the inner features have two halves, of which each rank needs a part.
+    has_halves: bool = False
+
+
+class _Problem(Exception):  # noqa: N818  (part of a sentence, and never seen by users)
+    """End of a sentence about a forward, which says what is wrong with it."""
+
+
+class _Probe:
+    """A module with random weights and inputs, on which its forward is run.
+
+    Args:
+        module: the experts' module.
+        experts: its parameters.
+        own: number of experts of a rank.
+        step: distance of two experts' weights in the random numbers; 0 if all have the same.
+        width: number of features of the hidden states.
+        dtype: dtype of weights and inputs.
+        device: their device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: StackedExperts,
+        own: int,
+        step: int,
+        *,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.module, self.experts, self.own, self.step = module, experts, own, step
+        self.width, self.dtype, self.device = width, dtype, device
+        self._generator = torch.Generator().manual_seed(0)
+        self.form = _form_of(module)
+        self.weights = {name: self._weight(name) for name in experts.names}
+        self.ids, self.hidden, self.router = self._inputs()
+
+    def _random(self, *shape: int) -> Tensor:
+        given = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return (given * 2 - 1).to(self.device, self.dtype)
+
+    def _weight(self, name: str) -> Tensor:
+        parameter = self.module.get_parameter(name)
+        count, *inner = parameter.shape
+        size = parameter[0].numel()
+        total = size + (count - 1) * self.step
+        scale: float = 2 / size ** (0.25 * (len(inner) - 1))
+        numbers = self._random(min(total, _PERIOD)) * scale
+        numbers = numbers.repeat(ceil(total / len(numbers)))[:total]
+        strides = (inner[-1], 1) if len(inner) == 2 else (1,)
+        return numbers.as_strided((count, *inner), (self.step, *strides))
+
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, hidden states and weights of tokens of the first and last ranks' experts."""
+        count, own = self.experts.count, self.own
+        if self.form == "rows":
+            ids = torch.arange(count, device="cpu").repeat_interleave(_ROWS)[:, None]
+        else:
+            some = dict.fromkeys((0, own - 1, count - own, count - 1))
+            ids = torch.tensor([*permutations(some, 2)] or [(0,)], device="cpu")
+        if self.form == "all":
+            ids = torch.arange(count, device="cpu").expand(len(ids), count)
+        weights = (self._random(*ids.shape) + 2) / 3  # 1/3 to 1
+        return ids.to(self.device), self._random(len(ids), self.width), weights
+
+    def run(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        parameters: Mapping[str, Tensor] | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> Tensor:
+        """Return the forward's output, with some parameters and attributes replaced."""
+        forward: Any = type(self.module).forward
+        inputs = {
+            "rows": (hidden,),
+            "all": (hidden, weights),
+            "choices": (hidden, ids, weights),
+        }
+        try:
+            twin = self._twin({**self.weights, **(parameters or {}), **(numbers or {})})
+            output = forward(twin, *inputs[self.form])
+        except _Problem:
+            raise
+        except Exception as error:  # a forward of a user's own raises anything
+            raise _Problem(f"raises {type(error).__name__}: {error}") from error
+        if not isinstance(output, Tensor) or output.shape != hidden.shape:
+            given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise _Problem(f"gives {given} for hidden states of shape {tuple(hidden.shape)}")
+        return output
+
+    def whole(self) -> Tensor:
+        """Return the output for all tokens with all weights, after checking that it has values."""
+        output = self.run(self.hidden, self.ids, self.router)
+        if not output.any(-1).all() or not isfinite(output.float().norm().item()):
+            raise _Problem("gives zeros, infinite values or nan for random tokens")
+        return output
+
+    def equal(self, seen: Tensor, expected: Tensor) -> bool:
+        """Whether two outputs differ by rounding only."""
+        bound = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
+        difference = (seen.float() - expected.float()).norm(dim=-1)
+        return bool((difference <= bound * expected.float().norm(dim=-1)).all())
+
+    def _twin(self, attributes: Mapping[str, Any]) -> nn.Module:
+        """Return a copy of the module that shares nothing which its forward may change."""
+        twin = copy.copy(self.module)
+        state = vars(twin)
+        state["_parameters"] = {
+            name: each for name, each in self.module._parameters.items() if each is None
+        }
+        state["_buffers"] = {
+            name: None if each is None else self._buffer(name, each)
+            for name, each in self.module._buffers.items()
+        }
+        state["_modules"] = {
+            name: None if each is None else copy.deepcopy(each).to(self.device).eval()
+            for name, each in self.module._modules.items()
+        }
+        state |= {"training": False, **attributes}
+        return twin
+
+    def _buffer(self, name: str, buffer: Tensor) -> Tensor:
+        """Return other values, so that it shows if they depend on the expert or the feature."""
+        if buffer.is_floating_point():
+            numbers = torch.linspace(0.5, 1.5, buffer.numel(), device="cpu").view(buffer.shape)
+            return numbers.to(self.device, buffer.dtype)
+        if buffer.is_meta:
+            raise _Problem(f"has the buffer {name!r} without values, on the meta device")
+        return buffer.clone().to(self.device)
+
+
+@torch.no_grad()
+def ask_for_experts(
+    name: str, module: nn.Module, experts: StackedExperts, size: int
+) -> PartOfExperts:
+    """Return how a module's own forward is run on the experts of each of `size` ranks.
+
+    Raises:
+        ValueError: it cannot be, or the number of experts is not divisible by `size`.
+    """
+    kind, count = type(module).__name__, experts.count
+    if count % size:
+        raise ValueError(
+            f"{name}: its {count} experts are not divisible by the {size} ranks of "
+            "expert parallelism. Use a number of ranks that divides the number of experts."
+        )
+    own = count // size
+    probe = _probe(name, module, experts, own, _STEP)
+    try:
+        whole = probe.whole()
+        if probe.form == "all":
+            raise _Problem("takes weights for all experts")
+        common = (experts, probe.form, _has_identity(probe))
+        possible = [
+            PartOfExperts(*common, numbers, second)
+            for second in (_SECOND if probe.form == "choices" else _SECOND[:1])
+            for numbers in _subsets(_numbers_equal_to(module, {count: own}))
+        ]
+        part = _first(possible, lambda part: _is_sum_of_experts(probe, whole, part))
+    except _Problem as problem:
+        raise ValueError(
+            f"{name}: the forward of {kind} cannot be run on {own} of its {count} experts: it "
+            f"{problem}. With expert parallelism, each rank runs it with its own experts' weights, "
+            "on one row for each token and expert, and the outputs of a token are summed: so it "
+            "must count experts by its weights, such as len(self.down_proj), and add nothing else. "
+            f"Change it, or use ep_size=1. {_TRANSFORMERS}"
+        ) from problem
+    return replace(
+        part, counts_from_end=_counts_from_end(probe), ignores_zeros=_ignores_zeros(probe)
+    )
+
+
+def with_second(
+    part: PartOfExperts, own: int, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights of rows, of shape (rows, choices), for a forward with `own` experts.
+
+    Args:
+        part: how the forward is run.
+        own: number of experts.
+        ids: each row's expert, shape (rows,).
+        weights: its weight, shape (rows,).
+    """
+    if part.second == "none":
+        return ids[:, None], weights[:, None]
+    second = ids if part.second == "again" else torch.full_like(ids, own)
+    return torch.stack([ids, second], 1), torch.stack([weights, torch.zeros_like(weights)], 1)
+
+
+@torch.no_grad()
+def ask_for_features(
+    name: str, module: nn.Module, experts: StackedExperts, size: int
+) -> PartOfFeatures:
+    """Return how a module's own forward is run on `size` parts of its experts' inner features.
+
+    Raises:
+        ValueError: it cannot be, or the number of features is not divisible by `size`.
+    """
+    probe = _probe(name, module, experts, experts.count, step=0)
+    columns, down = (
+        [module.get_parameter(each).shape for each in names] for names in (experts.columns, (DOWN,))
+    )
+    width = down[0][1:].numel() // probe.width
+    if width % size:
+        raise ValueError(
+            f"{name}: the {width} inner features of its experts are not divisible by "
+            f"the {size} ranks of tensor parallelism. Use a number of ranks that divides them."
+        )
+    common = (experts, probe.form, _has_identity(probe))
+    features = {shape[1:].numel() // probe.width for shape in columns}
+    numbers = _numbers_equal_to(module, {each: each // size for each in (*features, width)})
+    possible = [
+        PartOfFeatures(*common, chosen, columns_dim, down_dim, has_halves)
+        for chosen in _subsets(numbers)
+        for columns_dim in (1, 2)
+        for down_dim in (2, 1)
+        for has_halves in (False, True)
+        if all(shape[3 - columns_dim] == probe.width for shape in columns)
+        and down[0][3 - down_dim] == probe.width
+        and all(shape[columns_dim] % (size * (1 + has_halves)) == 0 for shape in columns)
+    ]
+    try:
+        whole = probe.whole()
+        return _first(possible, lambda part: _is_sum_of_features(probe, whole, part, size))
+    except _Problem as problem:
+        raise ValueError(
+            f"{name}: the forward of {type(module).__name__} cannot be run on a part of the "
+            f"{width} inner features of its experts: it {problem}. The outputs of {size} such "
+            "parts must sum to that of all features, so it must not normalize or select features. "
+            "Distribute whole experts over an experts' mesh instead, with ExpertParallel(), or "
+            "remove the module from the plan."
+        ) from problem
+
+
+def _form_of(module: nn.Module) -> Form:
+    given = [*signature(type(module).forward).parameters.values()][1:]
+    count = sum(each.kind is Parameter.POSITIONAL_OR_KEYWORD for each in given)
+    forms: dict[int, Form] = {1: "rows", 2: "all"}
+    return forms.get(count, "choices")
+
+
+def _probe(name: str, module: nn.Module, experts: StackedExperts, own: int, step: int) -> _Probe:
+    """Return a probe with the number of hidden features and the dtype that the forward takes."""
+    first = module.get_parameter(DOWN)
+    device = first.device
+    if first.is_meta:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    _, outputs, inputs = module.get_parameter(experts.columns[-1]).shape
+    widths = [each for each in (inputs, outputs) if each in first.shape[1:]]
+    problem: Exception = _Problem(f"has weights of the shapes {outputs, inputs} and {first.shape}")
+    # In float32, rounding hides least; but some kernels take only the parameters' own dtype.
+    for dtype in dict.fromkeys((torch.float32, first.dtype)):
+        for width in dict.fromkeys(widths):
+            probe = _Probe(module, experts, own, step, width=width, dtype=dtype, device=device)
+            try:
+                probe.whole()
+            except _Problem as error:
+                problem = error
+            else:
+                return probe
+    raise ValueError(
+        f"{name}: the forward of {type(module).__name__} {problem}. It must take hidden states of "
+        "shape (tokens, features), each token's experts and their weights, both of shape (tokens, "
+        "choices); or only rows of hidden states, equally many for each expert. It must return "
+        "their new values. Change it, or use ep_size=1 and a plan without this module. "
+        f"{_TRANSFORMERS}"
+    ) from problem
+
+
+def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> bool:
+    """Whether the outputs of the first and the last rank's experts sum to those of all experts."""
+    own, total = probe.own, torch.zeros_like(whole)
+    starts = (
+        range(0, probe.experts.count, own)
+        if probe.form == "rows"
+        else (0, probe.experts.count - own)
+    )
+    for start in dict.fromkeys(starts):
+        tokens, choices = torch.where((probe.ids >= start) & (probe.ids < start + own))
+        ids, weights = (each[tokens, choices] for each in (probe.ids - start, probe.router))
+        # The weights of identity experts, if there are any, are behind those of experts.
+        parameters = {name: each[start : start + own] for name, each in probe.weights.items()}
+        ids, weights = with_second(part, own, ids, weights)
+        rows = probe.run(probe.hidden[tokens], ids, weights, parameters, part.numbers)
+        total = total.index_add(0, tokens, rows.to(total.dtype))
+    return probe.equal(total, whole)
+
+
+def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size: int) -> bool:
+    total = torch.zeros_like(whole)
+    for rank in range(size):
+        parameters = {}
+        for name, each in probe.weights.items():
+            if name == f"{DOWN}_bias":
+                own = each[0] / size
+            elif name == DOWN:
+                own = each[0].chunk(size, part.down_dim - 1)[rank]
+            else:  # a weight or a bias, of which one has been taken
+                dim = 0 if each.ndim == 2 else part.columns_dim - 1
+                halves = each[0].chunk(1 + part.has_halves, dim)
+                own = torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
+            parameters[name] = own.contiguous().expand(each.size(0), *own.shape)
+        rows = probe.run(probe.hidden, probe.ids, probe.router, parameters, part.numbers)
+        total = total + rows
+    return probe.equal(total, whole)
+
+
+def _has_identity(probe: _Probe) -> bool:
+    """Whether the first id above those of experts is that of an identity expert."""
+    if probe.form != "choices":
+        return False
+    seen = _with_id(probe, probe.experts.count)
+    expected = (probe.hidden * probe.router.sum(-1, keepdim=True)).cpu()
+    return seen is not None and probe.equal(seen, expected)
+
+
+def _counts_from_end(probe: _Probe) -> bool:
+    """Whether the id -1 is that of the last expert."""
+    if probe.form != "choices":
+        return False
+    seen, expected = _with_id(probe, -1), _with_id(probe, probe.experts.count - 1)
+    return seen is not None and expected is not None and probe.equal(seen, expected)
+
+
+def _with_id(probe: _Probe, expert_id: int) -> Tensor | None:
+    """Return the output if all tokens choose an id, maybe of no expert; None if forward raises.
+
+    On the CPU, because on other devices, an index out of bounds ends the process.
+    """
+    same = (probe.module, probe.experts, probe.own, probe.step)
+    cpu = torch.device("cpu")
+    try:
+        again = _Probe(*same, width=probe.width, dtype=probe.dtype, device=cpu)
+        return again.run(again.hidden, torch.full_like(again.ids, expert_id), again.router)
+    except _Problem:
+        return None
+
+
+def _ignores_zeros(probe: _Probe) -> bool:
+    """Whether rows of zeros give zeros and get no gradient, so that they need not be sent."""
+    if probe.form != "rows":
+        return False
+    hidden = probe.hidden.clone()
+    hidden[1::_ROWS] = 0
+    hidden.requires_grad_()
+    with torch.enable_grad():
+        output = probe.run(hidden, probe.ids, probe.router)
+    if not output.requires_grad:
+        return not output[1::_ROWS].any()
+    (gradient,) = torch.autograd.grad(output, hidden, torch.ones_like(output))
+    return not output[1::_ROWS].any() and not gradient[1::_ROWS].any()
+
+
+def _numbers_equal_to(module: nn.Module, values: Mapping[int, int]) -> _Values:
+    """Return new values of the module's own int attributes that have one of these values."""
+    own = {name: each for name, each in vars(module).items() if type(each) is int}
+    return {name: values[each] for name, each in own.items() if each in values}
+
+
+def _subsets(numbers: _Values) -> Iterator[_Values]:
+    """Yield the subsets of some attributes, larger ones first; of many, only all and none."""
+    sizes = range(len(numbers), -1, -1) if len(numbers) <= _NUMBERS else (len(numbers), 0)
+    for size in sizes:
+        yield from map(dict, combinations(numbers.items(), size))
+
+
+def _first(possible: Iterable[_Case], is_right: Callable[[_Case], bool]) -> _Case:
+    """Return the first possibility that is right; raise the problem of the last one otherwise."""
+    problem = _Problem("gives other outputs than in one process")
+    for each in possible:
+        try:
+            if is_right(each):
+                return each
+            problem = _Problem("gives other outputs than in one process")
+        except _Problem as error:  # noqa: PERF203  (each is a call of the module's forward)
+            problem = error
+    raise problem

@@ -1,0 +1,121 @@
+"""Modules with split activations, in which a tensor-parallel plan must name each parameter.
+
+From a column-wise layer whose output stays local to the row-wise layer that follows, each rank
+computes with its own heads or features. A parameter in between that is the same on all ranks gets a
+part of its gradient on each rank; one before the column-wise layer gets the whole. The module does
+not show which is the case, so `check_regions` refuses a parameter that the plan does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
+
+from meshverse.parallel.models.modules import child_name, parent_name
+from meshverse.parallel.styles.local_styles import (
+    LocalParameters,
+    PackedColwiseParallel,
+    PackedRowwiseParallel,
+    SplitTokens,
+)
+
+# Styles that move inputs and outputs, and say nothing of the parameters inside.
+_MOVES = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SplitTokens)
+
+
+def has_local_output(style: ParallelStyle | None) -> bool:
+    """Return whether a style leaves each rank with its own part of the output features."""
+    if isinstance(style, PackedColwiseParallel):
+        return True
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return False
+    return style.use_local_output and _are_features(style.output_layouts)
+
+
+def _has_local_input(style: ParallelStyle) -> bool:
+    if isinstance(style, PackedRowwiseParallel):
+        return True
+    return isinstance(style, RowwiseParallel) and _are_features(style.input_layouts)
+
+
+def _are_features(layouts: tuple[Placement, ...]) -> bool:
+    # Dims 0 and 1 are those of sequences and tokens.
+    return any(isinstance(each, Shard) and each.dim not in (0, 1) for each in layouts)
+
+
+def regions(styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules that contain split activations, each with a column-wise layer.
+
+    These are the modules around each column-wise layer, up to the first one that also has a
+    row-wise layer, or to the model.
+    """
+    rows = [name for name, style in styles.items() if _has_local_input(style)]
+    seen = set()
+    for column in (name for name, style in styles.items() if has_local_output(style)):
+        region, is_closed = column, False
+        while region and not is_closed:
+            region = parent_name(region)
+            is_closed = any(row.startswith(child_name(region, "")) for row in rows)
+            if region not in seen:
+                seen.add(region)
+                yield region, column
+
+
+def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Check that a plan says how each parameter between split layers is used.
+
+    Args:
+        model: whole model.
+        styles: the plan, by the names of modules.
+
+    Raises:
+        ValueError: a parameter has no entry; or a module needs all features at once.
+    """
+    for region, column in regions(styles):
+        inside = model.get_submodule(region)
+        if getattr(inside, "activation_sparsity", 0):
+            raise ValueError(
+                f"{region!r} ({type(inside).__name__}) keeps the largest of all features, but "
+                f"{column!r} gives a rank only some. Its projections must gather their output: "
+                "ColwiseParallel(output_layouts=Replicate()), and RowwiseParallel("
+                "input_layouts=Replicate()) for the layer after it."
+            )
+        names = [child_name(region, name) for name, _ in inside.named_parameters()]
+        if unknown := [name for name in names if not _is_known(model, name, region, styles)]:
+            raise ValueError(
+                f"The plan has no entry for the parameters {unknown[:6]}, but {column!r} splits "
+                f"activations in {region or type(model).__name__!r} over the ranks. If they work "
+                "on a rank's own heads or features, give their module "
+                "ReplicatedWithGradAllreduce(), which sums their gradients; if their input is the "
+                "same on all ranks, Replicated(); if a module has several kinds of parameters, or "
+                "is split itself, LocalParameters(placements, summed=names). If no row-wise layer "
+                f"follows {column!r}, gather its output: output_layouts=Replicate()."
+            )
+
+
+def _is_known(
+    model: nn.Module, parameter: str, region: str, styles: Mapping[str, ParallelStyle]
+) -> bool:
+    """Return whether the entry of a module inside the region says how a parameter is used."""
+    owner, _, own_name = parameter.rpartition(".")
+    style = styles.get(owner)
+    if isinstance(style, LocalParameters) and own_name in style.placements_of(
+        model.get_submodule(owner)
+    ):
+        return True
+    while owner != region:
+        style = styles.get(owner)
+        if style is not None and not isinstance(style, (LocalParameters, *_MOVES)):
+            return True
+        owner = parent_name(owner)
+    return False

@@ -1,0 +1,127 @@
+"""Experts of a user's own: split in every way as in one process, or refused before any change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from expert_models import BOUND, objective, tokens
+from own_experts import NO_FEATURES, NO_PARTS, OWN, make
+from rounding import largest_error
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import meshverse
+from helpers.crew import Crew
+from helpers.worlds import fake_world
+from meshverse.parallel import (
+    ExpertFeaturesParallel,
+    ExpertParallel,
+    ParallelismSizes,
+    SameTokensExpertParallel,
+    apply_tp_plan,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+)
+
+STYLES: dict[str, Any] = {
+    "dispatch": ExpertParallel,
+    "same tokens": SameTokensExpertParallel,
+    "features": ExpertFeaturesParallel,
+}
+WHOLE = ("dispatch", "same tokens")
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: nn.Module, given: Tensor) -> dict[str, Tensor]:
+    """The output, the input's gradient, and those of all parameters."""
+    given = given.clone().requires_grad_()
+    output = model(given)
+    objective(output).backward()
+    assert given.grad is not None
+    seen = {"output": output.detach(), "input": given.grad}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        seen[name] = full(parameter.grad)
+    return seen
+
+
+def compare(style: str, name: str, counts: list[int]) -> tuple[float, str]:
+    """Return the largest error; with "dispatch", each rank has tokens of its own."""
+    whole = make(OWN[name])
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    parallelize_module(split, mesh, {"*.experts": STYLES[style]()})
+    given, rank = tokens(sum(counts)), dist.get_rank()
+    mine = slice(None)
+    if style == "dispatch":
+        mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    seen, expected = run(copy.deepcopy(split), given[:, mine]), run(whole, given)
+    expected |= {each: expected[each][:, mine] for each in ("output", "input")}
+    if style == "dispatch":
+        for each in ("0.router.weight", "1.router.weight"):
+            dist.all_reduce(seen[each])
+    return largest_error(seen, expected, floor=1e-2)
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("style", STYLES)
+def test_own_forwards_equal_one_process(crew: Crew, style: str, name: str) -> None:
+    for error, worst in crew.run(compare, 2, style, name, [5, 9]):
+        assert error < BOUND, worst
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("style", STYLES)
+def test_own_forwards_equal_one_process_on_more_ranks(crew: Crew, style: str, name: str) -> None:
+    for error, worst in crew.run(compare, 4, style, name, [3, 0, 1, 6]):
+        assert error < BOUND, worst
+
+
+def refusal(model: nn.Module, style: str) -> str:
+    """The message with which a style refuses a model, which it has not changed."""
+    before = {name: id(each) for name, each in model.named_parameters()}
+    state = [dict(vars(each)) for each in model.modules()]
+    mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError, match=r"1\.experts: ") as refused:
+        apply_tp_plan(model, mesh, {"1.experts": STYLES[style]()})
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+    assert [dict(vars(each)) for each in model.modules()] == state
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", NO_PARTS)
+@pytest.mark.parametrize("style", WHOLE)
+def test_what_cannot_be_run_on_some_experts_is_refused(style: str, name: str) -> None:
+    kind, message = NO_PARTS[name]
+    with fake_world(2):
+        text = refusal(make(kind), style)
+        assert name in text
+        assert message in text
+
+
+@pytest.mark.parametrize("name", NO_PARTS)
+def test_ep_size_refuses_it_by_name(name: str) -> None:
+    kind, message = NO_PARTS[name]
+    model = make(kind)
+    before = {name: id(each) for name, each in model.named_parameters()}
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(ep_size=2))
+        with pytest.raises(ValueError, match=f"0.experts: .*{name}.*{message}"):
+            fsdp2_strategy_parallelize(model, mesh)
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("name", NO_FEATURES)
+def test_what_cannot_be_run_on_some_features_is_refused(name: str) -> None:
+    with fake_world(2):
+        text = refusal(make(NO_FEATURES[name]), "features")
+        assert name in text
+        assert "ExpertParallel()" in text
