@@ -125,7 +125,10 @@ def test_a_group_that_waits_for_a_cause_follows() -> None:
         ("dp", Cause.MISSING),
         ("tp", Cause.FOLLOWS),
     ]
-    assert "the missing ranks wait in axis dp, ranks 0-3" in _verdict(found, 1)
+    assert _verdict(found, 1) == (
+        "caused by another hang: rank 0 waits in all_reduce number 1 on axis dp, ranks 0-3. There, "
+        "rank 3 has not called it."
+    )
 
 
 def test_a_rank_that_is_missing_in_two_groups_is_reported_where_it_is_missing_first() -> None:
@@ -145,14 +148,15 @@ def test_a_dead_rank_is_a_cause_though_another_missing_rank_waits_elsewhere() ->
     assert "there is no dump of rank 2" in _verdict([one for one in found if one.group == "dp"])
 
 
-def test_a_deadlock_is_reported_in_full_below_a_mismatch_on_its_cycle() -> None:
-    # In dp, ranks 0 and 1 call different operations. Rank 2 waits for rank 1 in tp.
+def test_a_call_that_waits_for_ranks_of_a_mismatch_follows() -> None:
+    # In dp, ranks 0 and 1 call different operations. Rank 2 waits for rank 1 in tp, and is missing
+    # in dp: with it, the ranks would wait as well.
     calls = {0: [_call("dp", 1)], 1: [_call("dp", 1, operation="broadcast")], 2: [_call("tp", 1)]}
-    found = {one.cause: one for one in find_stuck(_records({"dp": range(3), "tp": (1, 2)}, calls))}
-    mismatch, deadlock = found[Cause.MISMATCH], found[Cause.DEADLOCK]
-    text = ReportFormatter().text([mismatch, deadlock])
-    assert "Verdict: a deadlock. " in text
-    assert "part of the deadlock above" not in text
+    found = find_stuck(_records({"dp": range(3), "tp": (1, 2)}, calls))
+    assert [(one.group, one.cause) for one in found] == [
+        ("dp", Cause.MISMATCH),
+        ("tp", Cause.FOLLOWS),
+    ]
 
 
 def test_missing_ranks_whose_records_were_not_read_are_named() -> None:
@@ -173,7 +177,13 @@ def test_a_send_without_its_receive() -> None:
     records = _records({"pp": (4, 6), "tp": (6, 7)}, {4: [_p2p("send", 1)], 6: [_call("tp", 2)]})
     group, pair = find_stuck(records)
     assert (group.group, group.cause) == ("tp", Cause.MISSING)  # of rank 7 there is no dump
-    assert (pair.cause, pair.seen.ranks) == (Cause.PARTNER, [4, 6])
+    assert (pair.cause, pair.seen.ranks) == (Cause.FOLLOWS, [4, 6])
+    verdict = _verdict([group, pair], 1)
+    assert "rank 6 waits in all_reduce number 2 on axis tp, ranks 6, 7" in verdict
+    assert "There, there is no dump of rank 7" in verdict
+    del records[6].calls[:]
+    (pair,) = find_stuck(records)
+    assert pair.cause is Cause.PARTNER
     assert _verdict([pair]) == "a send without its receive: rank 6 has not called it."
 
 
@@ -186,7 +196,8 @@ def test_both_sides_of_a_transfer_are_there() -> None:
 def test_two_receives_from_each_other_lack_their_sends() -> None:
     calls = {4: [_p2p("recv", 1)], 6: [_p2p("recv", 0)]}
     found = find_stuck(_records({"pp": (4, 6)}, calls))
-    assert [one.cause for one in found] == [Cause.PARTNER, Cause.PARTNER]
+    assert [one.cause for one in found] == [Cause.DEADLOCK, Cause.DEADLOCK]
+    assert "One of these ranks must begin with the call that another one waits for" in _verdict(found)
 
 
 # --- any program ----------------------------------------------------------------------------------

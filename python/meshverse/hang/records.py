@@ -24,7 +24,7 @@ _PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torc
 
 
 class Progress(str, enum.Enum):
-    """How far a pending call is, as the record tells.
+    """How far a call is, as the record tells.
 
     Gloo runs a call where it is called. NCCL's ranks enqueue their calls: the GPU runs them later,
     one after the other, unless they are asynchronous. Starts are recorded only with
@@ -53,7 +53,7 @@ class Call(NamedTuple):
         peer: rank within the group that a send goes to or a receive comes from; else None.
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
-        progress: how far it is, if it is pending.
+        progress: how far it is.
         is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
             `isend`, `irecv`, or one whose frames were not recorded.
     """
@@ -297,7 +297,7 @@ def _has_started(entry: Entry) -> bool:
 def _progress(entry: Entry, has_timing: bool) -> Progress:
     if _is_gloos(entry):
         return Progress.CALLED
-    if _has_started(entry):
+    if _has_started(entry) or _is_done(entry):
         return Progress.STARTED
     return Progress.NOT_STARTED if has_timing else Progress.ENQUEUED
 
