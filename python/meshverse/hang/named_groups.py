@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.request import ranks_and_identity
+from meshverse.universe.find_group import find_group_optional, root_coordinate
 from meshverse.universe.registry import universes_here
 
-from .records import DEFAULT_GROUP, GroupSeen, RankRecord, complete_default_group
+from .records import (
+    DEFAULT_GROUP,
+    GroupSeen,
+    RankRecord,
+    axes_in_words,
+    complete_default_group,
+)
 
 _SIZE = re.compile(r"([^\W\d]\w*)\s*=\s*(\d+)")  # of an axis, with its name
 
@@ -214,12 +221,6 @@ class MeshSizes:
         return f"{'axes' if len(along) > 1 else 'axis'} {', '.join(along)}"
 
 
-def axes_in_words(axes: Sequence[str]) -> str:
-    """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
-    first, *others = axes or ("unnamed",)
-    return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
-
-
 def _axis(text: str) -> AxisLayout:
     sizes, strides = ([int(n) for n in re.findall(r"\d+", part)] for part in text.split(":"))
     return AxisLayout(sizes, strides)
@@ -227,18 +228,16 @@ def _axis(text: str) -> AxisLayout:
 
 def name_live(record: RankRecord) -> None:
     """Set the axes of the groups in this process's record, from its universes."""
-    for universe in universes_here():
-        for use in universe.groups:
-            if use.name in record.groups and use.requests:
-                seen = record.groups[use.name]
-                record.groups[use.name] = seen._replace(label=axes_in_words(list(use.requests)))
+    for name, seen in record.groups.items():
+        found = find_group_optional(name)
+        if found is not None:
+            record.groups[name] = seen._replace(label=axes_in_words(found.axes))
 
 
 def live_coordinates(rank: int) -> dict[str, int]:
     """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
     for universe in universes_here():
-        position, root = universe.rank_map.position_of(rank), universe.root
-        if position is not None and root is not None:
-            what = root._description
-            return dict(zip(what.labels, what.layout.coordinate(position), strict=True))
+        position = universe.rank_map.position_of(rank)
+        if position is not None and universe.root is not None:
+            return root_coordinate(universe, position)
     return {}

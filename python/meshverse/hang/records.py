@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 DEFAULT_GROUP = "the default group"
 _KEPT = 4  # completed calls kept per group; pending calls are all kept
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_RANKS_IN_DESCRIPTION = re.compile(r"\[[^]]*\]$")  # which Meshverse's groups have
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
 _BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
@@ -192,8 +193,15 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
 def label_of(description: str) -> str:
     """Return a group's name for messages, from c10d's description of the group."""
     if description.startswith("mesh_"):
-        return f"axis {description.removeprefix('mesh_')}"
+        axes = _RANKS_IN_DESCRIPTION.sub("", description.removeprefix("mesh_")).split("+")
+        return axes_in_words(axes)
     return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
+
+
+def axes_in_words(axes: Sequence[str]) -> str:
+    """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
+    first, *others = axes or ("unnamed",)
+    return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
 
 
 def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:
