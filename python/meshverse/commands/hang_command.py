@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
 
 from meshverse.hang.dumps import Dumps, read_dumps
 from meshverse.hang.named_groups import MeshNames, MeshSizes
+from meshverse.hang.ras import findings_in, query, report, stacks
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted, rank_ranges
@@ -30,6 +32,7 @@ if nothing is stuck, 1 if something is, and 2 if there is no dump.
 
 _MOST_FOLLOWERS = 8  # calls that follow from others and are printed
 _MOST_LEFT_OUT = 8  # files that are named
+_SECONDS_BETWEEN = 10.0  # two questions to RAS
 
 
 def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +47,13 @@ def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "dumps", nargs="+", metavar="DUMP", help="files of the ranks, or folders of such files"
+        "dumps", nargs="*", metavar="DUMP", help="files of the ranks, or folders of such files"
+    )
+    parser.add_argument(
+        "--live",
+        metavar="HOST",
+        help="ask NCCL's RAS (ncclras) about the running job with a process on this host, twice, "
+        "and print the stacks (py-spy) of the processes here that it names; not tried on GPUs yet",
     )
     parser.add_argument(
         "--mesh",
@@ -57,6 +66,21 @@ def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if not arguments.dumps and arguments.live is None:
+        raise ValueError("There is nothing to read: pass dumps or folders, or --live HOST.")
+    status = 0 if arguments.live is None else _ask_ras(arguments.live)
+    return max(status, _read(arguments)) if arguments.dumps else status
+
+
+def _ask_ras(host: str) -> int:
+    before = findings_in(query(host))
+    time.sleep(_SECONDS_BETWEEN)
+    now = findings_in(query(host))
+    print("\n".join([*report(before, now, _SECONDS_BETWEEN), *stacks(now)]), "\n")  # noqa: T201
+    return 1 if any(one in before for one in now) else 0
+
+
+def _read(arguments: argparse.Namespace) -> int:
     names = None if arguments.mesh is None else _names(arguments.mesh)
     dumps = read_dumps(arguments.dumps)
     if names is not None:

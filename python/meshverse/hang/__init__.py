@@ -6,6 +6,7 @@
 - `report`: verdicts as text and as data.
 - `named_groups`: mesh axes and ranks of process groups, from c10d's names.
 - `live`: records of a running job, exchanged through the store.
+- `ras`: a running job as NCCL's RAS sees it, for `meshverse hang --live`.
 - `watch`: the thread on each rank that finds stuck calls in a running job.
 """
 
