@@ -11,9 +11,10 @@ import logging
 import tempfile
 from pathlib import Path
 
+from torch.distributed.flight_recorder import fr_trace
+
 from helpers.hang_catalogue import CATALOGUE
 from helpers.recorded_job import Format
-from torch.distributed.flight_recorder import fr_trace
 
 _TELLING = ("missing ranks", "Culprit", "Error", "group info", "undecided")
 

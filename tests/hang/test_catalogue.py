@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshverse.commands.main import main
-
 from helpers.hang_catalogue import CATALOGUE, CataloguedHang, Verdict
 from helpers.recorded_job import Format
+from meshverse.commands.main import main
 
 _FORMATS = [Format("nccl"), Format("nccl", is_timed=True), Format("nccl2"), Format("gloo")]
 

@@ -49,7 +49,9 @@ Warnings
   Rank 7 has launched up to operation {number} -- GPU 3 managed by process {pid} on node {node}
 """
 )
-_DEAD = _HEAD.format(word="INCOMPLETE") + """\
+_DEAD = (
+    _HEAD.format(word="INCOMPLETE")
+    + """\
 DEAD
   1 job process is considered dead (unreachable via the RAS network)
   Process 3487984 on node 172.16.64.213 managing GPU 5
@@ -62,6 +64,7 @@ Warnings
 ========
 
 """
+)
 
 
 def test_a_rank_that_is_behind() -> None:

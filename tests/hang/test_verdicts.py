@@ -197,7 +197,9 @@ def test_two_receives_from_each_other_lack_their_sends() -> None:
     calls = {4: [_p2p("recv", 1)], 6: [_p2p("recv", 0)]}
     found = find_stuck(_records({"pp": (4, 6)}, calls))
     assert [one.cause for one in found] == [Cause.DEADLOCK, Cause.DEADLOCK]
-    assert "One of these ranks must begin with the call that another one waits for" in _verdict(found)
+    assert "One of these ranks must begin with the call that another one waits for" in _verdict(
+        found
+    )
 
 
 # --- any program ----------------------------------------------------------------------------------

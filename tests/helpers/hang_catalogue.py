@@ -195,10 +195,7 @@ CATALOGUE = [
         "a ring in which all receive first",
         "pp=4",
         Job(
-            [
-                [receives("pp", (rank - 1) % 4), sends("pp", (rank + 1) % 4)]
-                for rank in range(4)
-            ],
+            [[receives("pp", (rank - 1) % 4), sends("pp", (rank + 1) % 4)] for rank in range(4)],
             _LINE,
         ),
         _deadlock("One of these ranks must begin", "batch_isend_irecv"),
@@ -360,9 +357,7 @@ CATALOGUE = [
         "two hangs at once",
         "dp=2 tp=2",
         Job([[TP], [STOPS], [TP], [STOPS]], _SQUARE),
-        _missing(
-            "rank 1 (dp=0, tp=1) has not called it", "rank 3 (dp=1, tp=1) has not called it"
-        ),
+        _missing("rank 1 (dp=0, tp=1) has not called it", "rank 3 (dp=1, tp=1) has not called it"),
         gloo=_missing(
             "rank 1 (dp=0, tp=1) has not called it", "rank 3 (dp=1, tp=1) has not called it"
         ),
@@ -379,7 +374,7 @@ CATALOGUE = [
     CataloguedHang(
         "a dump of another day",
         "x=4",
-        Job([[WORLD, WORLD]] * 3 + [[WORLD, STOPS]], later={rank: 86_400 for rank in range(3)}),
+        Job([[WORLD, WORLD]] * 3 + [[WORLD, STOPS]], later=dict.fromkeys(range(3), 86400)),
         _missing("no dump of rank 3 (x=3) (nccl_trace_rank_3: its last call is 24 hours older"),
     ),
     CataloguedHang(

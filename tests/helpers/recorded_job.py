@@ -106,7 +106,7 @@ class _Run:
         self.groups = [(axis, list(ranks)) for axis, each in axes.items() for ranks in each]
         self.queues: list[list[_Enqueued]] = [[] for _ in world]
         self.at = [0 for _ in world]
-        while any([self._advance(rank) for rank in world]) or self._complete():
+        while sum(map(self._advance, world)) or self._complete():
             pass
 
     def _name(self, rank: int, axis: str) -> int:

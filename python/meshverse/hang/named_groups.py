@@ -173,8 +173,8 @@ class MeshSizes:
     def name(self, records: Mapping[int, RankRecord]) -> None:
         """Set the axes of the records' groups, and the ranks of those whose dump lacks them.
 
-        A group is along the axes in which its ranks differ. If its ranks are not known, as with
-        gloo, it is along the axis that torch's mesh has described it by.
+        A group is along the axes in which its ranks have several coordinates. If its ranks are not
+        known, as with gloo, it is along the axis that torch's mesh has described it by.
 
         Raises:
             ValueError: a record is of a rank outside the mesh.

@@ -101,7 +101,7 @@ def query(host: str) -> str:
 def report(before: Sequence[Finding], now: Sequence[Finding], seconds: float) -> Iterator[str]:
     """Yield lines on what RAS finds, and whether it was the same some seconds before.
 
-    Healthy ranks differ for a moment, too: only findings that stay are signs of a hang.
+    Healthy ranks are apart for a moment, too: only findings that stay are signs of a hang.
     """
     if not now:
         yield "NCCL's RAS reports no error and no rank that differs."

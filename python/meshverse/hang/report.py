@@ -262,7 +262,8 @@ class ReportFormatter(NamedTuple):
         unseen = (
             ""
             if one.call.detail or one.call.is_p2p
-            else " Compare roots, split sizes and reduce operations, too: torch does not record them."
+            else " Compare roots, split sizes and reduce operations, too: torch does not record "
+            "them."
         )
         if not is_enqueued:
             return (
@@ -276,8 +277,8 @@ class ReportFormatter(NamedTuple):
         timing = "" if has_started else "; TORCH_NCCL_ENABLE_TIMING=1 records which GPUs start it"
         return (
             f"all ranks have enqueued the call, {state}, and torch's records show no mismatch. "
-            "They cannot tell why it does not end: look at the ranks' stacks (py-spy dump), at what "
-            f"their GPUs run, and at the output of ncclras{timing}.{unseen}"
+            "They cannot tell why it does not end: look at the ranks' stacks (py-spy dump), at "
+            f"what their GPUs run, and at the output of ncclras{timing}.{unseen}"
         )
 
     def _where_to_look(self, missing: Missing) -> str:
