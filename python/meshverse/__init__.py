@@ -41,6 +41,7 @@ from .report.group_explanation import GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
 from .topology import Topology
 from .universe import Universe, revive
+from .universe.find_group import FoundGroup, find_group
 
 __version__ = _core.__version__
 
@@ -64,6 +65,7 @@ __all__ = [
     "Connection",
     "DeviceMesh",
     "Explanation",
+    "FoundGroup",
     "GroupExplanation",
     "Hang",
     "MeshPart",
@@ -73,6 +75,7 @@ __all__ = [
     "Watch",
     "__version__",
     "connect",
+    "find_group",
     "init_device_mesh",
     "init_mesh_partition",
     "install",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from meshverse.commands.main import main
-from meshverse.hang.records import Call, RankRecord, read_dumps, record_of
+from meshverse.hang.dumps import read_dumps
+from meshverse.hang.records import Call, Progress, RankRecord, record_of
 from meshverse.hang.verdicts import find_stuck
 
 # An entry as torch 2.13 writes it; the source is its FlightRecorderDetail.hpp, getCollectiveTrace.
@@ -71,6 +72,8 @@ def test_a_call_of_nccl() -> None:
         shapes=((4, 2),),
         dtype="BFloat16",
         line="/home/me/torch/train.py:88 in step",
+        out_shapes=((4, 2),),
+        progress=Progress.STARTED,
     )
     assert record.groups == {"7": ("axis tp", range(2))}
     assert record.pending() == []
@@ -158,7 +161,7 @@ def test_files_of_a_folder_are_read_by_rank(form: str, tmp_path: Path) -> None:
             file.write_text(json.dumps(content))
         else:
             file.write_bytes(pickle.dumps(content, protocol=2))
-    records = read_dumps([tmp_path])
+    records = read_dumps([tmp_path]).records
     assert sorted(records) == [0, 1]
     (found,) = find_stuck(records)
     assert (found.seen.label, found.call.number, [*found.waiting]) == ("axis tp", 2, [0])
@@ -188,7 +191,7 @@ def test_causes_are_printed_and_of_many_groups_that_follow_some(tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Stuck: barrier number 1 on axis dp, ranks 0-39, ")
     assert sum(line.startswith("Stuck: ") for line in lines) == 1 + 8
-    assert lines[-1] == "And 31 more groups that follow from these: pass --json to see all."
+    assert lines[-1] == "And 31 more calls that follow from these: pass --json to see all."
     assert main(["hang", str(tmp_path), "--json"]) == 1
     groups = json.loads(capsys.readouterr().out)
     assert [one["cause"] for one in groups] == ["missing"] + ["follows"] * 39
@@ -206,9 +209,9 @@ class _Object:
         ("rank_0", b'{"version": "2.10", "entries": [{}]}', "an entry is not as torch writes it"),
         ("rank_0", pickle.dumps([1]), "it is not a dump of torch's flight recorder"),
         ("rank_0", pickle.dumps(_dump())[:40], "cannot be read"),
-        ("rank_0", b"", "cannot be read"),
+        ("rank_0", b"", "it is empty"),
         ("rank_0", b"{nothing", "cannot be read"),
-        ("trace.pickle", pickle.dumps(_dump()), "has no rank at the end of its name"),
+        ("trace.pickle", pickle.dumps(_dump()), "its name does not end with a rank"),
     ],
 )
 def test_what_is_no_dump_is_refused(
@@ -222,24 +225,30 @@ def test_what_is_no_dump_is_refused(
     assert caught.out == ""
 
 
-def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys) -> None:
-    for name in ("a_3", "b_3"):
-        (tmp_path / name).write_bytes(pickle.dumps(_dump()))
-    assert main(["hang", str(tmp_path / "a_3"), str(tmp_path / "b_3")]) == 2
-    assert "are both of rank 3" in capsys.readouterr().err
+def test_of_two_dumps_of_a_rank_the_newer_counts(tmp_path, capsys) -> None:
+    stuck = _entry(collective_seq_id=2, state="started", retired=False)
+    stuck["time_created_ns"] += 10**9
+    (tmp_path / "a_0").write_bytes(pickle.dumps(_dump(_entry())))
+    (tmp_path / "b_0").write_bytes(pickle.dumps(_dump(_entry(), stuck)))
+    assert main(["hang", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "Stuck: all_reduce number 2" in out
+    assert f"Left out: {tmp_path / 'a_0'}: there is a newer dump of this rank." in out
 
 
 def test_no_dumps(tmp_path, capsys) -> None:
     assert main(["hang", str(tmp_path)]) == 2
     assert f"There are no dumps in {tmp_path}." in capsys.readouterr().err
     assert main(["hang", str(tmp_path / "missing_1")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert f"{tmp_path / 'missing_1'} does not exist" in capsys.readouterr().err
 
 
 def test_nothing_is_pending(tmp_path, capsys) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps(_dump(_entry())))
     assert main(["hang", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "No call is pending in the dumps of 1 rank.\n"
+    assert capsys.readouterr().out == (
+        "No call is pending in the dumps of 1 rank. There is no dump of rank 1.\n"
+    )
     assert main(["hang", str(tmp_path), "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"
 

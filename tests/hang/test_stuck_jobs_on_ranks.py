@@ -217,8 +217,8 @@ _CASES = [
         "has_another_root",
         "mismatch",
         ("as number 1: root 0 on rank 1; root 3 on rank 5.",),
-        ("or ranks disagree about what torch does not record, such as the root or split sizes.",),
-        dump_cause="backend",
+        ("Verdict: all ranks have made the call, ", "Compare roots, split sizes and reduce"),
+        dump_cause="unknown",
     ),
     Stuck(
         "calls_from_two_threads",

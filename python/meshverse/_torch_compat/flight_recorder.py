@@ -14,7 +14,9 @@ from .private_names import c10d, c10d_core
 
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _USUAL_SIZE = 2000
-_dump = getattr(c10d_core, "_dump_fr_trace", None) or getattr(c10d_core, "_dump_nccl_trace", None)
+# NCCL's groups are in a recorder of their own, which only a torch with NCCL has.
+_NAMES = ("_dump_nccl_trace", "_dump_fr_trace")
+_dumps = [getattr(c10d_core, name) for name in _NAMES if hasattr(c10d_core, name)]
 
 
 class FrameWait(NamedTuple):
@@ -53,13 +55,13 @@ def recorder_size() -> int:
     """Return the number of calls that the flight recorder keeps; 0 if it is off."""
     sizes = (os.environ.get(name) for name in _SIZE_VARIABLES)
     size = next((each for each in sizes if each is not None), str(_USUAL_SIZE)).strip()
-    is_number = _dump is not None and size.lstrip("-").isdecimal()
+    is_number = bool(_dumps) and size.lstrip("-").isdecimal()
     return max(int(size), 0) if is_number else 0
 
 
 def why_not_recording() -> str:
     """Return why the flight recorder is off, and how to turn it on; "" if it is on."""
-    if _dump is None:
+    if not _dumps:
         return "this torch has no flight recorder for its backends"
     if recorder_size():
         return ""
@@ -69,16 +71,14 @@ def why_not_recording() -> str:
     )
 
 
-def read_flight_recorder(*, with_lines: bool) -> dict[str, Any]:
-    """Return the recorder's completed and pending calls. O(size of its buffer).
+def read_flight_recorders(*, with_lines: bool) -> list[dict[str, Any]]:
+    """Return the completed and pending calls of each recorder, NCCL's first. O(their size).
 
     Args:
         with_lines: whether to include each call's line in the program; the first time, this takes a
             second.
     """
-    assert _dump is not None
-    dump: dict[str, Any] = pickle.loads(_dump(True, with_lines, False))  # written by torch
-    return dump
+    return [pickle.loads(dump(True, with_lines, False)) for dump in _dumps]  # written by torch
 
 
 def recorded_calls() -> Iterator[RecordedCall]:
@@ -88,25 +88,29 @@ def recorded_calls() -> Iterator[RecordedCall]:
     """
     if not recorder_size():
         return
-    for entry in read_flight_recorder(with_lines=False)["entries"]:
-        if "thread_id" in entry:
-            group, _ = entry["process_group"]
-            thread_name = str(entry.get("thread_name", ""))
-            time_ns = entry["time_created_ns"]
-            yield RecordedCall(group, int(entry["thread_id"]), thread_name, time_ns)
+    for dump in read_flight_recorders(with_lines=False):
+        for entry in dump["entries"]:
+            if "thread_id" in entry:
+                group, _ = entry["process_group"]
+                thread_name = str(entry.get("thread_name", ""))
+                time_ns = entry["time_created_ns"]
+                yield RecordedCall(group, int(entry["thread_id"]), thread_name, time_ns)
 
 
-def flight_recorder_status() -> dict[str, Any]:
+def flight_recorder_status() -> dict[tuple[int, str], Any]:
     """Return the sequence numbers of each group's last calls. O(number of groups)."""
-    assert _dump is not None
-    status: dict[str, Any] = pickle.loads(_dump(False, False, False))["pg_status"]
-    return status
+    return {
+        (recorder, group): numbers
+        for recorder, dump in enumerate(_dumps)
+        for group, numbers in pickle.loads(dump(False, False, False))["pg_status"].items()
+    }
 
 
 def recorded_pickle() -> bytes:
-    """Return the recorder's content as torch writes it to a file."""
-    assert _dump is not None
-    content: bytes = _dump(True, True, False)
+    """Return a recorder's content as torch writes it to a file: NCCL's, if it has calls."""
+    *nccls, last = _dumps
+    used = (dump for dump in nccls if pickle.loads(dump(True, False, False))["entries"])
+    content: bytes = next(used, last)(True, True, False)
     return content
 
 

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -87,7 +87,7 @@ def _split(request: GroupRequest, world: World, name: str | None) -> compat.Proc
         backend_options=request.options.new_backend_options_for_split(world.default_group),
         timeout=request.options.timeout,
         name=name or f"{request.axis_name} of others",
-        description=f"mesh_{request.axis_name}",
+        description=describe([request.axis_name], request.my_ranks()),
     )
 
 
@@ -101,7 +101,7 @@ def _make_by_all(request: GroupRequest, world: World) -> compat.ProcessGroup | N
         backend_options=request.options.new_backend_options(),
         timeout=request.options.timeout,
         keeps_order=request.keeps_order,
-        description=f"mesh_{request.axis_name}",
+        description=describe([request.axis_name], request.my_ranks()),
     )
 
 
@@ -127,7 +127,7 @@ def _make_by_all_in_order(
             timeout=request.options.timeout,
             name=name if world.rank in ranks else f"{name} {index} of others",
             attempt="",
-            description=f"mesh_{request.axis_name}",
+            description=describe([request.axis_name], request.my_ranks()),
         )
         mine = made or mine
     return mine
@@ -147,6 +147,45 @@ def keep_to(group: Group, world: World) -> None:
     if _store_for_rendezvous(group.request, ranks, world) is not None:
         name = world.state(GroupRegistry).next_name(group.request)
         world.state(Rendezvous).keep(world, name, group.name)
+
+
+_LONGEST_DESCRIPTION = 60
+
+
+def describe(axes: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return a group's description in c10d's logs, profiler traces and flight recorder.
+
+    It begins like that of torch's meshes, and has at most 60 characters. c10d copies it when it
+    creates the group, so axes that share the group later are not in it.
+
+    >>> describe(["fsdp", "batch"], [0, 2, 4, 6]), describe(["tp"], [0, 1, 5])
+    ('mesh_fsdp+batch[0-6:2]', 'mesh_tp[0-5, 3 ranks]')
+    """
+    where = f"[{_range(ranks)}]" if ranks else ""
+    shown = len(axes)
+    while True:
+        left_out = f"+{len(axes) - shown} more" if shown < len(axes) else ""
+        text = f"mesh_{'+'.join(axes[:shown])}{left_out}{where}"
+        if len(text) <= _LONGEST_DESCRIPTION or shown == 1:
+            break
+        shown -= 1
+    if len(text) > _LONGEST_DESCRIPTION:  # of one long name
+        text = f"mesh_{axes[0]}"[: _LONGEST_DESCRIPTION - len(left_out + where)] + left_out + where
+    return text
+
+
+def _range(ranks: Sequence[int]) -> str:
+    first, last, count = ranks[0], ranks[-1], len(ranks)
+    step = ranks[1] - first if count > 1 else 1
+    if step < 1 or list(ranks) != list(range(first, last + 1, step)):
+        return f"{min(ranks)}-{max(ranks)}, {count} ranks"
+    return str(first) if count == 1 else f"{first}-{last}" + (f":{step}" if step > 1 else "")
+
+
+def _axes(group: Group) -> list[str]:
+    """Return the names of all axes that have requested a group so far, the first one first."""
+    asked = (name for use in group.uses.alive() for name in list(use.requests))
+    return list(dict.fromkeys((group.request.axis_name, *asked)))
 
 
 def create_by_members(
@@ -183,7 +222,7 @@ def create_by_members(
         timeout=options.timeout,
         name=group.name,
         attempt=str(attempt or ""),
-        description=f"mesh_{request.axis_name}",
+        description=describe(_axes(group), ranks),
     )
     try:
         if attempt is None or world.thread_id is not None:

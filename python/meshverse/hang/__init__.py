@@ -1,13 +1,15 @@
 """Why a job hangs: every stuck collective by axis, coordinate and line of code.
 
-- `records`: the calls of each rank, from dumps of torch's flight recorder.
+- `records`: the calls of each rank, as torch's flight recorder has them.
+- `dumps`: files with dumps of flight recorders.
 - `verdicts`: which groups are stuck, and why.
 - `report`: verdicts as text and as data.
 - `named_groups`: mesh axes and ranks of process groups, from c10d's names.
 - `live`: records of a running job, exchanged through the store.
+- `ras`: a running job as NCCL's RAS sees it, for `meshverse hang --live`.
 - `watch`: the thread on each rank that finds stuck calls in a running job.
 """
 
-from .records import write_dump
+from .dumps import write_dump
 
 __all__ = ["write_dump"]

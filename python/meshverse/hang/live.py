@@ -14,7 +14,7 @@ from meshverse import _torch_compat as compat
 from meshverse.world.run_store import RunStore
 
 from .named_groups import name_live
-from .records import Call, GroupSeen, RankRecord, label_of, line_of, record_of
+from .records import Call, GroupSeen, Progress, RankRecord, label_of, line_of, record_of
 
 FrameKey: TypeAlias = tuple[int, int, int]
 """A thread, the id of its frame, and the instruction that the frame is at."""
@@ -32,21 +32,60 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
         with_lines: whether to include lines of the program.
     """
     frames = sys._current_frames()
-    dump = compat.read_flight_recorder(with_lines=with_lines)
-    record = record_of(dump, rank, time.time())
+    record = RankRecord(rank, time.time())
+    threads: dict[str, int] = {}  # by group, the one that made the last call
+    for dump in compat.read_flight_recorders(with_lines=with_lines):
+        _add_recorded(record, record_of(dump, rank, record.time))
+        threads |= {
+            entry["process_group"][0]: int(entry["thread_id"])
+            for entry in dump["entries"]
+            if str(entry.get("thread_id")).isdecimal()
+        }
     groups = {name: (description, ranks) for name, description, ranks in compat.groups_of_process()}
     record.groups = {
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
+    } | {
+        name: GroupSeen(f"{seen.label} (gloo)", groups[name.removesuffix(" (gloo)")][1])
+        for name, seen in record.groups.items()
+        if name not in groups and name.removesuffix(" (gloo)") in groups
     }
     # Drop calls of groups that no longer exist.
-    record.calls = [call for call in record.calls if call.group in groups]
+    record.calls = [call for call in record.calls if call.group in record.groups]
     name_live(record)
-    for thread, frame in frames.items():
-        _add_wait(record, frame, waits.get((thread, id(frame), frame.f_lasti), record.time))
-    main = frames.get(threading.main_thread().ident or 0)
+    for thread, own in frames.items():
+        _add_wait(record, own, waits.get((thread, id(own), own.f_lasti), record.time))
+    main = _joined(threading.main_thread().ident, frames)
     record.doing = line_of(_innermost_first(main))
+    for group, thread in threads.items():
+        frame = _joined(thread, frames)
+        if group in record.groups and frame is not None and frame is not main:
+            record.doing_in[group] = line_of(_innermost_first(frame))
     return record
+
+
+def _add_recorded(record: RankRecord, other: RankRecord) -> None:
+    """Add what a further recorder has. A group of two backends has calls of its name in both."""
+    names = {
+        name: f"{name} (gloo)"
+        for name in other.groups
+        if any(call.group == name for call in record.calls)
+    }
+    other = other.renamed(names)
+    record.groups |= other.groups
+    record.calls = sorted([*record.calls, *other.calls], key=lambda call: call.since)
+    record.is_cut = record.is_cut or other.is_cut
+
+
+def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | None:
+    """Return the innermost frame of a thread, or of the one that it waits for in `join`."""
+    innermost = frame = frames.get(thread or 0)
+    others = {one: other for one, other in frames.items() if one != thread}
+    while frame is not None:
+        if frame.f_code is threading.Thread.join.__code__:
+            return _joined(frame.f_locals["self"].ident, others) or innermost
+        frame = frame.f_back
+    return innermost
 
 
 def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
@@ -208,17 +247,19 @@ def _to_text(record: RankRecord) -> str:
         for name, seen in record.groups.items()
     }
     calls = [_aged(call, record.time) for call in record.calls]
-    return json.dumps([record.rank, calls, groups, record.doing])
+    lines = {name: line for name, line in record.doing_in.items() if name in groups}
+    return json.dumps([record.rank, calls, groups, record.doing, lines, record.is_cut])
 
 
 def _from_text(text: str) -> RankRecord:
-    rank, calls, groups, doing = json.loads(text)
+    rank, calls, groups, doing, lines, is_cut = json.loads(text)
     now = time.time()
     seen = {
         name: GroupSeen(label, [one for run in runs for one in range(*run)] or None)
         for name, (label, runs) in groups.items()
     }
-    return RankRecord(rank, now, [_call(call, now) for call in calls], seen, doing)
+    restored = [_call(call, now) for call in calls]
+    return RankRecord(rank, now, restored, seen, doing, lines, is_cut=is_cut)
 
 
 def _aged(call: Call, now: float) -> Call:
@@ -228,8 +269,15 @@ def _aged(call: Call, now: float) -> Call:
 
 def _call(values: list[Any], now: float) -> Call:
     aged = Call(*values)
-    shapes = tuple(tuple(shape) for shape in aged.shapes)
-    return aged._replace(since=now - aged.since, shapes=shapes)
+    shapes, out_shapes = (
+        tuple(tuple(shape) for shape in each) for each in (aged.shapes, aged.out_shapes)
+    )
+    return aged._replace(
+        since=now - aged.since,
+        shapes=shapes,
+        out_shapes=out_shapes,
+        progress=Progress(aged.progress),
+    )
 
 
 def _runs(ranks: Any) -> list[list[int]]:

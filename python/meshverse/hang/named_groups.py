@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,18 @@ from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.groups.request import ranks_and_identity
+from meshverse.universe.find_group import find_group_optional, root_coordinate
 from meshverse.universe.registry import universes_here
 
-from .records import GroupSeen, RankRecord, complete_default_group
+from .records import (
+    DEFAULT_GROUP,
+    GroupSeen,
+    RankRecord,
+    axes_in_words,
+    complete_default_group,
+)
+
+_SIZE = re.compile(r"([^\W\d]\w*)\s*=\s*(\d+)")  # of an axis, with its name
 
 
 class _Groups(NamedTuple):
@@ -122,10 +132,93 @@ class MeshNames:
                     return
 
 
-def axes_in_words(axes: Sequence[str]) -> str:
-    """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
-    first, *others = axes or ("unnamed",)
-    return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
+class MeshSizes:
+    """The axes of a mesh over ranks 0 to n-1, in row-major order, as in `init_device_mesh`.
+
+    Args:
+        sizes: size of each axis, by name, the outermost first.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+        self._n_ranks = math.prod(sizes.values())
+
+    @staticmethod
+    def of_text(text: str) -> MeshSizes:
+        """Return the mesh of a text such as "pp=2 dp=8 tp=8".
+
+        Raises:
+            ValueError: the text names no sizes, or an axis twice.
+        """
+        found = _SIZE.findall(text)
+        if not found or _SIZE.sub("", text).strip(" ,"):
+            raise ValueError(
+                f"--mesh {text!r} is neither a file nor the sizes of a mesh's axes. Pass them "
+                "like 'pp=2 dp=8 tp=8', the outermost axis first."
+            )
+        sizes = {name: int(size) for name, size in found}
+        if len(sizes) < len(found) or 0 in sizes.values():
+            raise ValueError(f"--mesh {text!r}: each axis has one name, and a size of at least 1.")
+        return MeshSizes(sizes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's coordinates; {} if it is not in the mesh."""
+        if not 0 <= rank < self._n_ranks:
+            return {}
+        found = {}
+        for name, size in reversed(self._sizes.items()):
+            rank, found[name] = divmod(rank, size)
+        return dict(reversed(found.items()))
+
+    def name(self, records: Mapping[int, RankRecord]) -> None:
+        """Set the axes of the records' groups, and the ranks of those whose dump lacks them.
+
+        A group is along the axes in which its ranks have several coordinates. If its ranks are not
+        known, as with gloo, it is along the axis that torch's mesh has described it by.
+
+        Raises:
+            ValueError: a record is of a rank outside the mesh.
+        """
+        if (largest := max(records)) >= self._n_ranks:
+            sizes = " ".join(f"{name}={size}" for name, size in self._sizes.items())
+            raise ValueError(
+                f"--mesh '{sizes}' has {self._n_ranks:,} ranks, but there is a dump of rank "
+                f"{largest}."
+            )
+        complete_default_group(records, self._n_ranks - 1)
+        labels: dict[Sequence[int], str] = {}
+        for rank, record in records.items():
+            for name, seen in record.groups.items():
+                if seen.label == DEFAULT_GROUP:
+                    continue
+                if seen.ranks is None:
+                    axis = seen.label.removeprefix("axis ")
+                    ranks = self._along(axis, rank) if axis in self._sizes else None
+                    record.groups[name] = seen._replace(ranks=ranks)
+                    continue
+                key = seen.ranks if isinstance(seen.ranks, range) else tuple(seen.ranks)
+                if key not in labels:
+                    labels[key] = self._label(key) or seen.label
+                record.groups[name] = seen._replace(label=labels[key])
+
+    def _along(self, axis: str, rank: int) -> range:
+        names = list(self._sizes)
+        step = math.prod(self._sizes[name] for name in names[names.index(axis) + 1 :])
+        first = rank - self.coordinates(rank)[axis] * step
+        return range(first, first + step * self._sizes[axis], step)
+
+    def _label(self, ranks: Sequence[int]) -> str:
+        """Return the axes that ranks are along, in words; "" if they are along none."""
+        coordinates = [self.coordinates(rank) for rank in ranks]
+        along = [
+            name
+            for name in self._sizes
+            if len({coordinate.get(name) for coordinate in coordinates}) > 1
+        ]
+        n_ranks = math.prod(self._sizes[name] for name in along)
+        if not along or not all(coordinates) or not n_ranks == len(set(ranks)) == len(ranks):
+            return ""
+        return f"{'axes' if len(along) > 1 else 'axis'} {', '.join(along)}"
 
 
 def _axis(text: str) -> AxisLayout:
@@ -135,18 +228,16 @@ def _axis(text: str) -> AxisLayout:
 
 def name_live(record: RankRecord) -> None:
     """Set the axes of the groups in this process's record, from its universes."""
-    for universe in universes_here():
-        for use in universe.groups:
-            if use.name in record.groups and use.requests:
-                seen = record.groups[use.name]
-                record.groups[use.name] = seen._replace(label=axes_in_words(list(use.requests)))
+    for name, seen in record.groups.items():
+        found = find_group_optional(name)
+        if found is not None:
+            record.groups[name] = seen._replace(label=axes_in_words(found.axes))
 
 
 def live_coordinates(rank: int) -> dict[str, int]:
     """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
     for universe in universes_here():
-        position, root = universe.rank_map.position_of(rank), universe.root
-        if position is not None and root is not None:
-            what = root._description
-            return dict(zip(what.labels, what.layout.coordinate(position), strict=True))
+        position = universe.rank_map.position_of(rank)
+        if position is not None and universe.root is not None:
+            return root_coordinate(universe, position)
     return {}

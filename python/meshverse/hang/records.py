@@ -7,30 +7,35 @@ as pickle or JSON, from NCCL and gloo.
 
 from __future__ import annotations
 
-import gc
-import io
+import enum
 import json
-import multiprocessing
-import os
-import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch.distributed as dist
-
-from meshverse import _torch_compat as compat
 
 DEFAULT_GROUP = "the default group"
 _KEPT = 4  # completed calls kept per group; pending calls are all kept
-_MANY = 64  # from this number of files on, several processes read them
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-_RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
+_RANKS_IN_DESCRIPTION = re.compile(r"\[[^]]*\]$")  # which Meshverse's groups have
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
+_BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
 _PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torch/_", "<")
+
+
+class Progress(str, enum.Enum):
+    """How far a call is, as the record tells.
+
+    Gloo runs a call where it is called. NCCL's ranks enqueue their calls: the GPU runs them later,
+    one after the other, unless they are asynchronous. Starts are recorded only with
+    TORCH_NCCL_ENABLE_TIMING=1.
+    """
+
+    CALLED = "called"  # the backend runs it as soon as all its ranks have called it
+    ENQUEUED = "enqueued"  # whether the GPU has started it is not recorded
+    NOT_STARTED = "not started"  # enqueued, and the GPU has not reached it
+    STARTED = "started"  # the GPU has reached it
 
 
 class Call(NamedTuple):
@@ -48,6 +53,10 @@ class Call(NamedTuple):
         line: file, line and function of the program; "" if that was not recorded.
         peer: rank within the group that a send goes to or a receive comes from; else None.
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
+        out_shapes: shapes of the outputs.
+        progress: how far it is.
+        is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
+            `isend`, `irecv`, or one whose frames were not recorded.
     """
 
     group: str
@@ -60,6 +69,9 @@ class Call(NamedTuple):
     line: str = ""
     peer: int | None = None
     detail: str = ""
+    out_shapes: tuple[tuple[int, ...], ...] = ()
+    progress: Progress = Progress.CALLED
+    is_async: bool = False
 
     @property
     def is_p2p(self) -> bool:
@@ -89,7 +101,11 @@ class RankRecord:
         calls: last calls in each group, and all pending calls, in the order of the calls.
         groups: the rank's process groups, by c10d's name.
         doing: line of the program that the rank's main thread is in; "" if it is not known.
+        doing_in: by group, the line of the thread that made the rank's last call in it, if that is
+            another thread.
         was_read: whether the rank's record was read: of many missing ranks, only some are.
+        is_cut: whether older calls are gone, as the recorder keeps only the last ones.
+        has_p2p: whether sends and receives would be recorded: gloo's are not.
     """
 
     rank: int
@@ -97,11 +113,38 @@ class RankRecord:
     calls: list[Call] = field(default_factory=list)
     groups: dict[str, GroupSeen] = field(default_factory=dict)
     doing: str = ""
+    doing_in: dict[str, str] = field(default_factory=dict)
     was_read: bool = True
+    is_cut: bool = False
+    has_p2p: bool = True
 
     def pending(self) -> list[Call]:
         """Return the calls that are not over, oldest first."""
         return [call for call in self.calls if not call.is_done]
+
+    def fronts(self) -> list[Call]:
+        """Return the pending calls that no other call of this rank is known to hold up.
+
+        The others are enqueued behind one of them. There are several if the rank has started
+        several, or if sends and receives may be asynchronous: then the rank waits in one of them.
+        """
+        found: list[Call] = []
+        # Calls of one lane run in their order on any backend: a group's collectives, and the sends
+        # and receives of one pair of ranks, unless one launch has them.
+        first_of_lane: dict[tuple[str, int | None], int] = {}
+        is_held = False
+        for call in self.pending():
+            first = first_of_lane.setdefault((call.group, call.peer), call.number)
+            may_run = {
+                Progress.CALLED: True,
+                Progress.STARTED: True,
+                Progress.NOT_STARTED: not found,
+                Progress.ENQUEUED: not is_held,
+            }
+            if first == call.number and may_run[call.progress]:
+                found.append(call)
+            is_held = is_held or (call.progress is Progress.ENQUEUED and not call.is_async)
+        return found
 
     def last(self, group: str) -> Call | None:
         """Return the last collective that this rank called in a group, or None."""
@@ -111,7 +154,8 @@ class RankRecord:
         """Return this record with other names for some groups."""
         groups = {names.get(name, name): seen for name, seen in self.groups.items()}
         calls = [call._replace(group=names.get(call.group, call.group)) for call in self.calls]
-        return replace(self, groups=groups, calls=calls)
+        doing_in = {names.get(name, name): line for name, line in self.doing_in.items()}
+        return replace(self, groups=groups, calls=calls, doing_in=doing_in)
 
 
 def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
@@ -138,17 +182,26 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
             if name not in groups:
                 groups[str(name)] = GroupSeen(label_of(description), None)
         last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
-        calls = [call for call in (_call(*entry) for entry in _to_keep(last)) if call is not None]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        calls = _calls(last)
+        is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
-    return RankRecord(rank, time, calls, groups)
+    has_p2p = any(not _is_gloos(entry) for entry in entries)
+    return RankRecord(rank, time, calls, groups, is_cut=is_cut, has_p2p=has_p2p)
 
 
 def label_of(description: str) -> str:
     """Return a group's name for messages, from c10d's description of the group."""
     if description.startswith("mesh_"):
-        return f"axis {description.removeprefix('mesh_')}"
+        axes = _RANKS_IN_DESCRIPTION.sub("", description.removeprefix("mesh_")).split("+")
+        return axes_in_words(axes)
     return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
+
+
+def axes_in_words(axes: Sequence[str]) -> str:
+    """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
+    first, *others = axes or ("unnamed",)
+    return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
 
 
 def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:
@@ -178,56 +231,114 @@ def _as_range(ranks: list[int]) -> Sequence[int]:
     return tuple(map(int, ranks))
 
 
-def _to_keep(
-    entries: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Mapping[str, Any], int, bool]]:
-    """Return the entries to keep, in order, each with its number and whether the call is over."""
-    numbered = []
-    last_done: dict[tuple[str, bool], int] = {}
+Entry = Mapping[str, Any]
+
+
+def _calls(entries: Sequence[Entry]) -> list[Call]:
+    """Return the calls of entries to keep, in order: the last ones and all pending ones."""
+    # Several coalesced operations are one launch: they have the same number, and an entry after
+    # them, whose state alone the recorder updates.
+    launches: dict[tuple[str, bool, int], list[Entry]] = {}
+    has_timing = False
     for entry in entries:
-        is_p2p = bool(entry.get("is_p2p"))
-        number = int(
-            entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
-        )
-        is_gloos = str(entry["profiling_name"]).startswith("gloo:")
-        # With gloo, a call is over once it is retired; there is no other sign. NCCL's watchdog also
-        # retires calls that timed out.
-        is_done = bool(entry["retired"]) if is_gloos else entry["state"] == "completed"
-        key = entry["process_group"][0], is_p2p
-        if is_done and not is_gloos:
-            last_done[key] = max(last_done.get(key, 0), number)
-        numbered.append((entry, key, number, is_done))
+        launches.setdefault(_launch(entry), []).append(entry)
+        has_timing = has_timing or _has_started(entry)
+    last_done: dict[str, int] = {}
+    for (group, is_p2p, number), inside in launches.items():
+        if not is_p2p and not _is_gloos(inside[-1]) and _is_done(inside[-1]):
+            last_done[group] = max(last_done.get(group, 0), number)
     left: dict[str, int] = {}
-    kept: list[tuple[Mapping[str, Any], int, bool]] = []
-    for entry, key, number, is_done in reversed(numbered):
-        # NCCL runs the calls of a group in order, so all calls before one that is over are over
-        # too. The recorder does not update each of several coalesced calls.
-        is_over = is_done or number <= last_done.get(key, 0)
-        n_left = left.setdefault(key[0], _KEPT)
-        if not is_over or n_left:
-            left[key[0]] = max(n_left - is_over, 0)
-            kept.append((entry, number, is_over))
+    kept: list[Call] = []
+    for (group, is_p2p, number), inside in reversed(launches.items()):
+        # NCCL runs the collectives of a group in order, so all before one that is over are over
+        # too. Sends and receives end in any order.
+        is_over = not is_p2p and number <= last_done.get(group, 0)
+        for entry, state in reversed(_operations(inside)):
+            is_done = is_over or _is_done(state)
+            n_left = left.setdefault(group, _KEPT)
+            if is_done and not n_left:
+                continue
+            call = _call(entry, number, is_done, _progress(state, has_timing))
+            if call is not None:
+                left[group] = max(n_left - is_done, 0)
+                kept.append(call)
     kept.reverse()
-    return iter(kept)
+    return kept
 
 
-def _call(entry: Mapping[str, Any], number: int, is_done: bool) -> Call | None:
+def _launch(entry: Entry) -> tuple[str, bool, int]:
+    is_p2p = bool(entry.get("is_p2p"))
+    number = entry["p2p_seq_id"] if is_p2p else entry.get("collective_seq_id", entry.get("seq_id"))
+    return str(entry["process_group"][0]), is_p2p, int(number)
+
+
+def _operations(inside: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+    """Return the operations of a launch, each with the entry that has its state."""
+    *operations, whole = inside
+    if not operations or not str(whole["profiling_name"]).endswith("coalesced"):
+        return [(entry, entry) for entry in inside]
+    if operations[0].get("is_p2p"):
+        return [(entry, whole) for entry in operations]
+    # Coalesced collectives are compared with those of other ranks as one.
+    names = dict.fromkeys(str(entry["profiling_name"]).rpartition(":")[2] for entry in operations)
+    one = dict(operations[0])
+    one["profiling_name"] = " and ".join(names)
+    for key in ("input_sizes", "output_sizes"):
+        one[key] = [size for entry in operations for size in entry.get(key, ())]
+    return [(one, whole)]
+
+
+def _is_gloos(entry: Entry) -> bool:
+    return str(entry["profiling_name"]).startswith("gloo:")
+
+
+def _is_done(entry: Entry) -> bool:
+    # With gloo, a call is over once it is retired; there is no other sign. NCCL's watchdog also
+    # retires calls that timed out.
+    return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
+
+
+def _has_started(entry: Entry) -> bool:
+    return bool(entry.get("time_discovered_started_ns")) or entry["state"] == "started"
+
+
+def _progress(entry: Entry, has_timing: bool) -> Progress:
+    if _is_gloos(entry):
+        return Progress.CALLED
+    if _has_started(entry) or _is_done(entry):
+        return Progress.STARTED
+    return Progress.NOT_STARTED if has_timing else Progress.ENQUEUED
+
+
+def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call | None:
     """Return the call of an entry; None if the entry stands for several sends and receives."""
     operation = str(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
     if entry.get("is_p2p") and p2p is None:
         return None
+    frames = entry.get("frames") or ()
     return Call(
         group=str(entry["process_group"][0]),
         number=number,
         operation=operation if p2p is None else p2p[1],
         is_done=is_done,
         since=int(entry["time_created_ns"]) / 1e9,
-        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        shapes=_shapes(entry["input_sizes"]),
         dtype=next(iter(entry.get("input_dtypes") or ()), ""),
-        line=line_of(entry.get("frames", ())),
+        line=line_of(frames),
         peer=None if p2p is None else int(p2p[3]),
+        out_shapes=_shapes(entry.get("output_sizes") or ()),
+        progress=progress,
+        is_async=p2p is not None and not any(_is_blocking(frame) for frame in frames),
     )
+
+
+def _shapes(sizes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, size)) for size in sizes)
+
+
+def _is_blocking(frame: Mapping[str, Any]) -> bool:
+    return frame["name"] in _BLOCKING and str(frame["filename"]).endswith("distributed_c10d.py")
 
 
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
@@ -249,104 +360,3 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
         elif not any(part in file for part in _PYTHONS):
             return line
     return in_package
-
-
-# --- files --------------------------------------------------------------------------------------
-
-
-def write_dump(folder: str | os.PathLike[str]) -> Path:
-    """Write a dump of this rank's flight recorder, in torch's format.
-
-    With NCCL, torch itself writes one when its watchdog finds a timeout; with gloo, it never does.
-
-    Args:
-        folder: folder for the dumps of all ranks; it is created if it does not exist.
-
-    Returns:
-        Path of the file, whose name ends with the rank.
-
-    Raises:
-        RuntimeError: the recorder is off, or there is no default process group.
-    """
-    if why := compat.why_not_recording():
-        raise RuntimeError(f"There is nothing to dump: {why}.")
-    if compat.current_default_group() is None:
-        raise RuntimeError("There is no default process group, whose rank the dump is named after.")
-    file = Path(folder) / f"trace_rank_{dist.get_rank()}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(compat.recorded_pickle())
-    return file
-
-
-def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> dict[int, RankRecord]:
-    """Read dumps of flight recorders, one per rank.
-
-    Args:
-        paths: files whose names end with the rank, as torch names them, such as
-            "nccl_trace_rank_12"; a suffix such as ".json" or ".pickle" may follow. A folder stands
-            for the files in it.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is not a dump, its name has no rank, two files have the same rank, or
-            there is no file.
-    """
-    files = [file for path in map(Path, paths) for file in _files(path)]
-    named: dict[int, Path] = {}
-    for file in files:
-        found = _RANK_IN_NAME.search(file.name)
-        if found is None:
-            raise ValueError(
-                f"{file} has no rank at the end of its name: torch names a dump after its rank, "
-                "such as nccl_trace_rank_12. Rename it, or leave it out."
-            )
-        rank = int(found[1])
-        if rank in named:
-            raise ValueError(
-                f"{named[rank]} and {file} are both of rank {rank}: pass one dump per rank, all "
-                "of one job and one time."
-            )
-        named[rank] = file
-    records = dict(zip(named, _all_records(named), strict=True))
-    if not records:
-        raise ValueError(f"There are no dumps in {', '.join(map(str, paths))}.")
-    complete_default_group(records, max(records))
-    return records
-
-
-def _all_records(files: Mapping[int, Path]) -> list[RankRecord]:
-    if len(files) < _MANY or "fork" not in multiprocessing.get_all_start_methods():
-        return [_record_of_file(*one) for one in files.items()]
-    # Without the collector, which would scan the objects of a dump again and again. These processes
-    # are ours; in the caller's, it is left alone.
-    with multiprocessing.get_context("fork").Pool(initializer=gc.disable) as pool:
-        return pool.starmap(_record_of_file, files.items(), chunksize=32)
-
-
-def _record_of_file(rank: int, file: Path) -> RankRecord:
-    try:
-        return record_of(_read(file), rank, file.stat().st_mtime)
-    except (ValueError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}.") from None
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] != "."]
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    content = file.read_bytes()
-    is_json = content.lstrip()[:1] == b"{"
-    dump = json.loads(content) if is_json else _PlainUnpickler(io.BytesIO(content)).load()
-    if not isinstance(dump, Mapping):
-        raise ValueError("it is not a dump of torch's flight recorder")
-    return dump
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of numbers, strings, lists and dictionaries only: a file may be malicious."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it contains {module}.{name}, which no dump does")

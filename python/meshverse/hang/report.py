@@ -1,4 +1,4 @@
-"""Verdicts on stuck groups, as text and as data."""
+"""Verdicts on stuck calls, as text and as data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
-from .records import Call, GroupSeen
+from .records import Call, GroupSeen, Progress
 from .verdicts import Cause, Missing, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
 """Function of a global rank that returns its coordinates by axis name; {} if unknown."""
 
+_SHOWN_STEPS = 4  # of the way to a cause
 _SHOWN = 8  # lines of ranks that are missing or waiting, for one group
 _DTYPES = {
     "Float": "float32",
@@ -38,24 +39,26 @@ class NoRecord(enum.Enum):
 
 
 class ReportFormatter(NamedTuple):
-    """Formatter of verdicts on stuck groups.
+    """Formatter of verdicts on stuck calls.
 
     Args:
         coordinates: function that returns the coordinates of a rank.
-        no_record: why a rank has no record.
+        no_record: why ranks have no record.
+        why_no_dump: function that returns why there is no dump of a rank; "" if it is not known.
     """
 
     coordinates: Coordinates = lambda _: {}
     no_record: NoRecord = NoRecord.NO_DUMP
+    why_no_dump: Callable[[int], str] = lambda _: ""
 
     def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
-        """Return one paragraph per stuck group.
+        """Return one paragraph per stuck call.
 
         Args:
-            stuck: all stuck groups.
-            about: stuck groups to report; by default all.
+            stuck: all stuck calls.
+            about: stuck calls to report; by default all.
         """
-        by_name = {one.group: one for one in stuck}
+        by_name = {one.name: one for one in stuck}
         said: set[str] = set()
         paragraphs = []
         for one in stuck if about is None else about:
@@ -71,12 +74,13 @@ class ReportFormatter(NamedTuple):
         """Return the same as plain data, ready for JSON, with every rank and whole paths of files.
 
         Args:
-            stuck: all stuck groups.
-            about: stuck groups to report; by default all.
+            stuck: all stuck calls.
+            about: stuck calls to report; by default all.
         """
-        by_name = {one.group: one for one in stuck}
+        by_name = {one.name: one for one in stuck}
         return [
             {
+                "name": one.name,
                 "group": one.group,
                 "label": one.seen.label,
                 "ranks": list(one.seen.ranks or ()),
@@ -87,23 +91,26 @@ class ReportFormatter(NamedTuple):
                 "verdict": self.verdict(one, by_name),
                 "waiting": [{"rank": rank, **_data(call)} for rank, call in one.waiting.items()],
                 "past": one.past,
-                "missing": [
-                    {
-                        "rank": missing.rank,
-                        "coordinates": dict(self.coordinates(missing.rank)),
-                        "elsewhere": missing.elsewhere and _data(missing.elsewhere),
-                        "last": missing.last and _data(missing.last),
-                        "doing": missing.doing,
-                        "is_recorded": missing.is_recorded,
-                    }
-                    for missing in one.missing
-                ],
+                "missing": [self._missing_data(missing) for missing in one.missing],
+                "held": [self._missing_data(missing) for missing in one.held],
                 "differing": one.differing,
                 "cycle": one.cycle,
                 "waits_on": one.waits_on,
+                "root": self._root(one, by_name)[0].name,
             }
             for one in (stuck if about is None else about)
         ]
+
+    def _missing_data(self, missing: Missing) -> dict[str, Any]:
+        return {
+            "rank": missing.rank,
+            "coordinates": dict(self.coordinates(missing.rank)),
+            "elsewhere": missing.elsewhere and _data(missing.elsewhere),
+            "last": missing.last and _data(missing.last),
+            "latest": missing.latest and _data(missing.latest),
+            "doing": missing.doing,
+            "is_recorded": missing.is_recorded,
+        }
 
     # --- lines --------------------------------------------------------------------------------
 
@@ -117,11 +124,13 @@ class ReportFormatter(NamedTuple):
             + (f", {tensors}" if tensors else "")
             + f", for {one.seconds:,.0f} s"
         )
-        yield from self._rows("waiting there:", _by_line(one.waiting))
+        held = {each.rank for each in one.held}
+        there = {rank: call for rank, call in one.waiting.items() if rank not in held}
+        yield from self._rows("waiting there:", _by_line(there))
         if one.past:
             yield f"  past it:       {_ranks(one.past)}"
-        rows = self._missing_rows(one, by_name)
-        yield from self._rows("missing:", rows)
+        yield from self._rows("enqueued:", self._missing_rows(one.held, by_name))
+        yield from self._rows("missing:", self._missing_rows(one.missing, by_name))
         verdict = "part of the deadlock above." if is_said else self.verdict(one, by_name)
         yield f"Verdict: {verdict}"
 
@@ -133,21 +142,24 @@ class ReportFormatter(NamedTuple):
         if len(rows) > _SHOWN:
             yield f"  {'':14} and {len(rows) - _SHOWN} more lines like these"
 
-    def _missing_rows(self, one: Stuck, by_name: Mapping[str, Stuck]) -> list[tuple[str, str]]:
+    def _missing_rows(
+        self, awaited: Iterable[Missing], by_name: Mapping[str, Stuck]
+    ) -> list[tuple[str, str]]:
         alike: dict[str, list[int]] = {}
-        for missing in one.missing:
+        for missing in awaited:
             alike.setdefault(self._where(missing, by_name), []).append(missing.rank)
         return [(self.ranks(ranks), f", {where}") for where, ranks in alike.items()]
 
     def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
         """Return where a missing rank is instead, for one line of the report."""
         if not missing.is_recorded:
-            return _WITHOUT_RECORD[self.no_record]
+            why = self.why_no_dump(missing.rank)
+            return f"no dump ({why})" if why else _WITHOUT_RECORD[self.no_record]
         if not missing.was_read:
             return "whose records were not read"
         call = missing.elsewhere
         if call is not None:
-            other = by_name.get(call.group)
+            other = by_name.get(missing.where)
             on = missing.label if other is None else self.group(other.seen)
             line = call.line or missing.doing
             return f"which waits in {_called(call)} on {on}{_at(line)}"
@@ -158,6 +170,8 @@ class ReportFormatter(NamedTuple):
             parts.append(
                 f"whose last call in this group was {_called(missing.last)}{_at(missing.last.line)}"
             )
+        elif missing.is_cut:
+            parts.append("whose calls in this group, if any, are no longer in its recorder")
         return ", and ".join(parts) or "which has made no call in this group"
 
     def call(self, call: Call, seen: GroupSeen) -> str:
@@ -181,11 +195,11 @@ class ReportFormatter(NamedTuple):
     # --- verdicts -----------------------------------------------------------------------------
 
     def verdict(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
-        """Return the verdict on a stuck group, in one to three sentences.
+        """Return the verdict on a stuck call, in some sentences.
 
         Args:
-            one: the group.
-            by_name: all stuck groups, by c10d's name.
+            one: the call.
+            by_name: all stuck calls, by name.
         """
         if one.cause is Cause.DEADLOCK:
             return self._deadlock(one, by_name)
@@ -194,34 +208,89 @@ class ReportFormatter(NamedTuple):
         if one.cause is Cause.MISSING:
             return self._who_is_missing(one)
         if one.cause is Cause.PARTNER:
-            other = "receive" if one.call.operation == "send" else "send"
-            (partner,) = one.missing
-            if not partner.is_recorded and self.no_record is NoRecord.NO_STORE:
-                return self._why_no_record([partner.rank], f"the {other}")
-            return (
-                f"a {one.call.operation} without its {other}: "
-                f"{self.ranks([partner.rank])} has not called it."
-            )
+            return self._which_partner(one)
         if one.cause is Cause.FOLLOWS:
-            names = dict.fromkeys(
-                self.group(by_name[name].seen) for name in one.waits_on if name in by_name
-            )
-            where = "; ".join([*names][:2]) or "a send or receive that is stuck"
-            return f"caused by another hang: the missing ranks wait in {where}."
+            return self._what_it_follows(one, by_name)
+        if one.cause is Cause.LATE:
+            return self._whose_gpu_is_late(one)
         if not one.is_whole:
             return (
                 "all known ranks of this group have made the call. Gloo's dumps do not say which "
-                "ranks a group has: pass --mesh FILE to find out which are missing."
+                "ranks a group has: pass --mesh to find out which are missing."
             )
+        return self._what_is_unknown(one)
+
+    def _which_partner(self, one: Stuck) -> str:
+        other = "receive" if one.call.operation == "send" else "send"
+        (partner,) = one.missing or one.held
+        if not partner.is_recorded:
+            return self._why_no_record([partner.rank], f"the {other}")
         return (
-            "all ranks have made the call, and torch's records show no mismatch. So the backend or "
-            "the network is stuck"
-            + (
-                "."
-                if one.call.detail
-                else "; or ranks disagree about what torch does not record, such as the root or "
-                "split sizes."
+            f"a {one.call.operation} without its {other}: {self.ranks([partner.rank])} has not "
+            f"called it{self._where_to_look(partner)}."
+        )
+
+    def _root(self, one: Stuck, by_name: Mapping[str, Stuck]) -> tuple[Stuck, list[str]]:
+        """Return the call whose cause is that of another one, and the way to it in words."""
+        way = []
+        while one.via is not None and one.via[1] in by_name:
+            rank, name = one.via
+            one = by_name[name]
+            way.append(f"{self.ranks([rank])} waits in {self.call(one.call, one.seen)}")
+        return one, way
+
+    def _what_it_follows(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
+        root, way = self._root(one, by_name)
+        if len(way) > _SHOWN_STEPS:
+            way[_SHOWN_STEPS - 1 : -1] = [f"and so on, {len(way) - _SHOWN_STEPS} more"]
+        there = f" There, {self.verdict(root, by_name)}" if root is not one else ""
+        return f"caused by another hang: {'; '.join(way)}.{there}"
+
+    def _whose_gpu_is_late(self, one: Stuck) -> str:
+        late = [r for r, call in one.waiting.items() if call.progress is Progress.NOT_STARTED]
+        who = f"the GPU{'s' * (len(late) > 1)} of {self.ranks(late)}"
+        have = "have" if len(late) > 1 else "has"
+        return (
+            f"all ranks have enqueued the call, and {who} {have} not started it: what the program "
+            f"enqueued there before it is not over. Look at the kernel that {who} "
+            f"{'run' if len(late) > 1 else 'runs'}."
+        )
+
+    @staticmethod
+    def _what_is_unknown(one: Stuck) -> str:
+        is_enqueued = one.call.progress is not Progress.CALLED
+        unseen = (
+            ""
+            if one.call.detail or one.call.is_p2p
+            else " Compare roots, split sizes and reduce operations, too: torch does not record "
+            "them."
+        )
+        if not is_enqueued:
+            return (
+                "all ranks have made the call, and torch's records show no mismatch. They cannot "
+                f"tell why it does not end: look at the network and at the ranks' stacks.{unseen}"
             )
+        has_started = all(call.progress is Progress.STARTED for call in one.waiting.values())
+        state = (
+            "their GPUs have started it" if has_started else "the GPUs' progress is not recorded"
+        )
+        timing = "" if has_started else "; TORCH_NCCL_ENABLE_TIMING=1 records which GPUs start it"
+        return (
+            f"all ranks have enqueued the call, {state}, and torch's records show no mismatch. "
+            "They cannot tell why it does not end: look at the ranks' stacks (py-spy dump), at "
+            f"what their GPUs run, and at the output of ncclras{timing}.{unseen}"
+        )
+
+    def _where_to_look(self, missing: Missing) -> str:
+        """Return where a missing rank that waits nowhere is, or was when it made its last call."""
+        if missing.doing:
+            return f": look at {_short(missing.doing)}"
+        latest = missing.latest
+        if latest is None:
+            return ""
+        return (
+            f". Its last recorded call is {_called(latest)} on {missing.latest_label}"
+            f"{_at(latest.line)}"
         )
 
     def _deadlock(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
@@ -229,20 +298,31 @@ class ReportFormatter(NamedTuple):
         for name in one.cycle[:4]:
             stuck = by_name[name]
             following = one.cycle[(one.cycle.index(name) + 1) % len(one.cycle)]
-            for missing in stuck.missing:
-                if missing.elsewhere is not None and missing.elsewhere.group == following:
+            for missing in stuck.awaited:
+                if missing.where == following:
                     others = [rank for rank in stuck.waiting if rank != missing.rank]
-                    line = _line_of(stuck.waiting.values())
+                    line = _line_of(stuck.waiting[rank] for rank in others)
+                    behind = (
+                        f", which has enqueued it behind its {_called(missing.elsewhere)} on "
+                        f"{missing.label}"
+                        if missing in stuck.held and missing.elsewhere is not None
+                        else ""
+                    )
                     steps.append(
-                        f"{_ranks(others)} wait{'s' * (len(others) == 1)} on {stuck.seen.label}"
-                        f"{_at(line)} for rank {missing.rank}"
+                        f"{_ranks(others)} wait{'s' * (len(others) == 1)} in "
+                        f"{stuck.call.operation} on {stuck.seen.label}{_at(line)} for rank "
+                        f"{missing.rank}{behind}"
                     )
                     break
         chain = "; ".join(steps)
-        return (
-            f"a deadlock. {chain[:1].upper()}{chain[1:]}. All ranks must use these groups in the "
-            "same order, and skip none."
+        is_p2p = all(by_name[name].call.is_p2p for name in one.cycle)
+        rule = (
+            "One of these ranks must begin with the call that another one waits for, or each must "
+            "use batch_isend_irecv."
+            if is_p2p
+            else "All ranks must use these groups in the same order, and skip none."
         )
+        return f"a deadlock. {chain[:1].upper()}{chain[1:]}. {rule}"
 
     def _mismatch(self, one: Stuck) -> str:
         lines = []
@@ -252,29 +332,30 @@ class ReportFormatter(NamedTuple):
                 for value, ranks in sorted(values.items(), key=lambda item: -len(item[1]))
             )
             lines.append(f"{what} {said}".strip())
+        number = "" if one.call.is_p2p else f" as number {one.call.number:,}"
         return (
-            f"the ranks make different calls as number {one.call.number:,}: {', and '.join(lines)}"
+            f"the ranks make different calls{number}: {', and '.join(lines)}"
             ". Either a rank skipped an earlier call, or its arguments are wrong."
         )
 
     def _who_is_missing(self, one: Stuck) -> str:
         gone = [missing.rank for missing in one.missing if not missing.is_recorded]
-        late = [
-            missing
-            for missing in one.missing
-            if missing.is_recorded
-            and missing.was_read
-            and (missing.elsewhere is None or missing.elsewhere.group not in one.waits_on)
-        ]
+        absent = [m for m in one.missing if m.is_recorded and m.was_read and not m.where]
         parts = []
         if gone:
             parts.append(self._why_no_record(gone, "it"))
-        if late:
-            where = late[0].elsewhere.line if late[0].elsewhere else late[0].doing
+        sure = [missing for missing in absent if missing.last is not None or not missing.is_cut]
+        if sure:
             parts.append(
-                f"{self.ranks([missing.rank for missing in late])} "
-                f"{'have' if len(late) > 1 else 'has'} not called it"
-                + (f": look at {_short(where)}." if where else ".")
+                f"{self.ranks([missing.rank for missing in sure])} "
+                f"{'have' if len(sure) > 1 else 'has'} not called it"
+                f"{self._where_to_look(sure[0])}."
+            )
+        elif absent:
+            parts.append(
+                f"the recorder of {self.ranks([missing.rank for missing in absent])} no longer has "
+                "calls in this group: it may have called it, or not. Set TORCH_FR_BUFFER_SIZE to "
+                "more than 2,000."
             )
         if not parts:
             unread = [missing.rank for missing in one.missing if not missing.was_read]
@@ -295,6 +376,8 @@ class ReportFormatter(NamedTuple):
         if self.no_record is NoRecord.NO_STORE:
             they = "they" if are_several else "it"
             return f"the records of {who} could not be read: {they} may have called {call}."
+        if not are_several and (why := self.why_no_dump(ranks[0])):
+            return f"there is no dump of {who} ({why})."
         return (
             f"there is no dump of {who}: the process died without one, or it is not among these "
             "dumps."

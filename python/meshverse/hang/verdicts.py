@@ -1,92 +1,110 @@
-"""Verdicts on stuck process groups: which ranks wait in which call, which are missing, and why.
+"""Verdicts on stuck calls: which ranks wait in which call, for which ranks, and why.
 
-Each rank numbers its calls in a group. The call that a group is stuck in has the lowest number of
-all pending ones. Every rank of the group waits in this call, is past it, or has not begun it: then
-it is *missing*.
+A stuck call is a collective of a group, or a send and receive of two ranks. The collective that a
+group is stuck in has the lowest number of all pending ones. Every rank of the group waits in it, is
+past it, or has not called it: then it is *missing*. With NCCL, where ranks enqueue their calls, a
+rank that waits may be *held*: it has enqueued the call behind another one that is not over.
 
-A missing rank may wait in another stuck group. This gives a wait-for graph: an edge leads from a
-group to each group that its missing ranks wait in. The cause is the first of these that applies:
+This gives a wait-for graph. A rank waits in its fronts (`RankRecord.fronts`), and each of these
+waits for its missing and held ranks. A rank is *deadlocked* if each of its fronts waits for a
+deadlocked rank. Roots of the graph are calls and ranks that wait for nobody. The cause of a stuck
+call is the first of these that applies:
 
-1. *Mismatch*: the ranks made different calls.
-2. *Deadlock*: the group is on a cycle.
-3. *Follows*: each missing rank waits in another stuck group or in a stuck send or receive, or is
-   also missing in a group that this one waits on.
-4. *Missing*: some missing rank has no such explanation.
-5. *Backend*: no rank is missing, so the backend or the network is stuck.
-
-A send or receive without its partner is reported separately.
+1. *Mismatch*: its ranks made different calls.
+2. *Deadlock*: it is on a cycle of deadlocked ranks.
+3. *Follows*: each rank that it waits for waits in another stuck call, or is also missing in a call
+   that this one waits on.
+4. *Missing*, or *partner* for a send or receive: it waits for a rank that waits for nobody.
+5. *Late*: nobody is missing, and the GPUs of some ranks have not reached the call.
+6. *Unknown*: nobody is missing, and the records show no more.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .records import Call, GroupSeen, RankRecord
+from .records import Call, GroupSeen, Progress, RankRecord
 
 # Beginnings of names of operations whose inputs must have equally many elements on all ranks.
 _EVEN = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather", "reduce_scatter")
 _EVEN_STARTS = (*_EVEN, "_reduce_scatter", "ALLGATHER", "REDUCE_SCATTER", "allreduce")
+_EXCHANGES = ("all_to_all", "alltoall")  # all ranks together send as much as they receive
 
 
 class Cause(enum.Enum):
-    """Why a group is stuck."""
+    """Why a call is stuck."""
 
-    DEADLOCK = "deadlock"  # groups wait for one another in a cycle
+    DEADLOCK = "deadlock"  # calls wait for one another in a cycle
     MISMATCH = "mismatch"  # ranks call different operations, or with different arguments
-    MISSING = "missing"  # ranks have not made the call, and wait in no other stuck group
+    MISSING = "missing"  # ranks have not made the call, and wait in no other stuck call
     PARTNER = "partner"  # a send without its receive, or a receive without its send
-    BACKEND = "backend"  # all ranks have made the call
-    FOLLOWS = "follows"  # missing ranks wait in another stuck group, which has its own cause
+    LATE = "late"  # all ranks have enqueued the call, and some GPUs have not reached it
+    UNKNOWN = "unknown"  # all ranks have made the call
+    FOLLOWS = "follows"  # its ranks wait for another stuck call, which has its own cause
 
 
 class Missing(NamedTuple):
-    """A rank that a stuck group waits for.
+    """A rank that a stuck call waits for.
 
     Attributes:
         rank: global rank.
         elsewhere: call that the rank waits in instead, or None.
         label: name of that call's group for messages, such as "axis tp".
+        where: name of the stuck call that `elsewhere` belongs to; "" if there is none.
         last: last collective that the rank called in the stuck group; None if none is known.
-        doing: line of the program that the rank's main thread is in; "" if it is not known.
+        latest: last call that the rank made in any group, if it waits nowhere; else None.
+        latest_label: name of that call's group for messages.
+        doing: line of the program that the rank is in; "" if it is not known.
         is_recorded: whether there is a record of this rank.
         was_read: whether this record was read: of many missing ranks, only some are.
+        is_cut: whether the rank's older calls are gone, so that it may have made the call.
     """
 
     rank: int
-    elsewhere: Call | None
-    label: str
-    last: Call | None
-    doing: str
-    is_recorded: bool
+    elsewhere: Call | None = None
+    label: str = ""
+    where: str = ""
+    last: Call | None = None
+    latest: Call | None = None
+    latest_label: str = ""
+    doing: str = ""
+    is_recorded: bool = True
     was_read: bool = True
+    is_cut: bool = False
 
 
 @dataclass
 class Stuck:
-    """A process group that is stuck in a call.
+    """A call that ranks of a process group are stuck in.
 
     Attributes:
+        name: of a collective, c10d's name of the group; of a send and receive, also the ranks.
         group: c10d's name of the group.
-        seen: label and ranks of the group.
+        seen: label and ranks of the group; of a send and receive, their two ranks.
         is_whole: whether all ranks of the group are known. Otherwise `seen` has only those with a
             recorded call in it.
         call: call of the rank that has waited longest.
         seconds: time for which that rank has waited.
         waiting: calls of the ranks that wait, by global rank.
         past: ranks that have completed the call.
-        missing: ranks that have not begun the call.
+        missing: ranks that have not called it.
+        held: ranks that have enqueued it behind another call, which is not over.
         differing: differences between the ranks' calls: kind of difference -> value -> ranks.
             Example: {"dtype": {"Float": [0], "Half": [1]}}. The kind is "" for `Call.detail`.
-        cause: why the group is stuck.
-        waits_on: c10d names of the stuck groups that the missing ranks wait in.
-        cycle: c10d names of groups from this one on, each of which waits on the next one, and the
-            last on the first: a deadlock, unless there is a mismatch. Empty without a cycle.
+        cause: why it is stuck.
+        waits_on: names of the stuck calls that the missing and held ranks wait in.
+        cycle: names of stuck calls from this one on, each of which waits on the next one, and the
+            last on the first. Empty if this one is in no deadlock.
+        via: if it follows: a rank that it waits for, and the name of the stuck call which that rank
+            waits in, on the way to the cause.
     """
 
+    name: str
     group: str
     seen: GroupSeen
     is_whole: bool
@@ -95,47 +113,36 @@ class Stuck:
     waiting: dict[int, Call]
     past: list[int]
     missing: list[Missing]
+    held: list[Missing]
     differing: dict[str, dict[str, list[int]]]
-    cause: Cause = Cause.BACKEND
+    cause: Cause = Cause.UNKNOWN
     waits_on: list[str] = field(default_factory=list)
     cycle: list[str] = field(default_factory=list)
+    via: tuple[int, str] | None = None
+
+    @property
+    def awaited(self) -> Iterator[Missing]:
+        """The ranks that it waits for."""
+        yield from self.missing
+        yield from self.held
 
 
 def find_stuck(
     records: Mapping[int, RankRecord], is_stuck: Callable[[Call], bool] | None = None
 ) -> list[Stuck]:
-    """Find the groups that are stuck, in the order of `Cause`.
+    """Find the stuck calls, in the order of `Cause`.
 
     Args:
         records: records of ranks, by global rank.
         is_stuck: returns whether a pending call counts as stuck; by default all do.
     """
-    records = _with_distinct_names(records)
-    by_group: dict[str, dict[int, list[Call]]] = {}
-    ranks_of: dict[str, GroupSeen] = {}
-    for rank, record in records.items():
-        for call in record.calls:
-            if not call.is_p2p:
-                by_group.setdefault(call.group, {}).setdefault(rank, []).append(call)
-        for name, seen in record.groups.items():
-            if name not in ranks_of or (ranks_of[name].ranks is None and seen.ranks is not None):
-                ranks_of[name] = seen
-    found: dict[str, Stuck] = {}
-    for name, calls in by_group.items():
-        pending = [
-            call.number
-            for of_rank in calls.values()
-            for call in of_rank
-            if not call.is_done and (is_stuck is None or is_stuck(call))
-        ]
-        stuck_in = _stuck(name, min(pending), calls, ranks_of[name], records) if pending else None
-        if stuck_in is not None:
-            found[name] = stuck_in
-    pairs = list(_stuck_pairs(records, ranks_of, is_stuck))
-    _find_causes(found, pairs)
+    graph = _WaitForGraph(_with_distinct_names(records))
+    graph.add_collectives(is_stuck or (lambda _: True))
+    graph.add_pairs(is_stuck or (lambda _: True))
+    graph.find_causes()
     order = [*Cause]
-    stuck = [*found.values(), *pairs]
-    return sorted(stuck, key=lambda one: (order.index(one.cause), -one.seconds))
+    found = graph.found.values()
+    return sorted(found, key=lambda one: (order.index(one.cause), -one.seconds))
 
 
 def _with_distinct_names(records: Mapping[int, RankRecord]) -> Mapping[int, RankRecord]:
@@ -162,58 +169,254 @@ def _are_equal(one: Sequence[int], other: Sequence[int]) -> bool:
     return list(one) == list(other)
 
 
-def _stuck(
-    name: str,
-    number: int,
-    calls: Mapping[int, Sequence[Call]],
-    seen: GroupSeen,
-    records: Mapping[int, RankRecord],
-) -> Stuck | None:
-    """Return which ranks wait in a group's call of this number; None if no member waits there."""
-    waiting: dict[int, Call] = {}
-    there: dict[int, Call] = {}
-    past: list[int] = []
-    missing: list[Missing] = []
-    members = seen.ranks if seen.ranks is not None else sorted(calls)
-    for rank in members:
-        own = calls.get(rank, ())
-        here = next((call for call in own if call.number == number), None)
-        if here is not None:
-            there[rank] = here
-        if here is not None and not here.is_done:
-            waiting[rank] = here
-        elif here is not None or (own and own[-1].number > number):
-            past.append(rank)
-        else:
-            missing.append(_missing(rank, name, records.get(rank)))
-    if not waiting:
-        return None
-    first = min(waiting.values(), key=lambda call: call.since)
-    now = max(records[rank].time for rank in waiting)
-    return Stuck(
-        group=name,
-        seen=seen._replace(ranks=list(members)),
-        is_whole=seen.ranks is not None,
-        call=first,
-        seconds=max(now - first.since, 0.0),
-        waiting=waiting,
-        past=past,
-        missing=missing,
-        differing=_differing(there),
-    )
+class _WaitForGraph:
+    """Ranks, the calls that they wait in, and the ranks that these calls wait for.
+
+    Args:
+        records: records of ranks, by global rank; a name is that of one group.
+    """
+
+    def __init__(self, records: Mapping[int, RankRecord]) -> None:
+        self.found: dict[str, Stuck] = {}
+        self._records = records
+        self._fronts = {rank: record.fronts() for rank, record in records.items()}
+        self._seen: dict[str, GroupSeen] = {}
+        for record in records.values():
+            for name, seen in record.groups.items():
+                if name not in self._seen or (self._seen[name].ranks is None and seen.ranks):
+                    self._seen[name] = seen
+
+    # --- stuck calls --------------------------------------------------------------------------
+
+    def add_collectives(self, is_stuck: Callable[[Call], bool]) -> None:
+        """Add the collective that each group is stuck in."""
+        by_group: dict[str, dict[int, list[Call]]] = {}
+        for rank, record in self._records.items():
+            for call in record.calls:
+                if not call.is_p2p:
+                    by_group.setdefault(call.group, {}).setdefault(rank, []).append(call)
+        for name, calls in by_group.items():
+            pending = [
+                call.number
+                for of_rank in calls.values()
+                for call in of_rank
+                if not call.is_done and is_stuck(call)
+            ]
+            if pending:
+                self._add_collective(name, min(pending), calls)
+
+    def _add_collective(self, name: str, number: int, calls: Mapping[int, Sequence[Call]]) -> None:
+        waiting: dict[int, Call] = {}
+        there: dict[int, Call] = {}
+        past: list[int] = []
+        missing: list[int] = []
+        seen = self._seen[name]
+        members = seen.ranks if seen.ranks is not None else sorted(calls)
+        for rank in members:
+            own = calls.get(rank, ())
+            here = next((call for call in own if call.number == number), None)
+            if here is not None:
+                there[rank] = here
+            if here is not None and not here.is_done:
+                waiting[rank] = here
+            elif here is not None or (own and own[-1].number > number):
+                past.append(rank)
+            else:
+                missing.append(rank)
+        if waiting:
+            is_complete = seen.ranks is not None and len(there) == len(members)
+            differing = _differing(there, is_complete=is_complete)
+            whole = seen._replace(ranks=list(members))
+            self._add(name, name, whole, waiting, past, missing, differing, seen.ranks is not None)
+
+    def add_pairs(self, is_stuck: Callable[[Call], bool]) -> None:
+        """Add the pending sends and receives. The first ones of two ranks belong together."""
+        pairs: dict[tuple[str, int, int], dict[int, Call]] = {}
+        for rank, record in self._records.items():
+            for call in record.pending():
+                if call.is_p2p and (pair := self._pair(rank, call)) is not None:
+                    pairs.setdefault(pair, {}).setdefault(rank, call)
+        for (group, sender, receiver), waiting in pairs.items():
+            if any(map(is_stuck, waiting.values())):
+                both = sorted((sender, receiver))
+                missing = [rank for rank in both if rank not in waiting]
+                differing = {} if missing else _differing(waiting, is_complete=True)
+                seen = GroupSeen(self._seen[group].label, both)
+                name = _pair_name(group, sender, receiver)
+                self._add(name, group, seen, waiting, [], missing, differing, True)
+
+    def _pair(self, rank: int, call: Call) -> tuple[str, int, int] | None:
+        """Return a call's group, sender and receiver; None if the partner's rank is not known."""
+        ranks = self._seen[call.group].ranks
+        assert call.peer is not None
+        if ranks is None or rank not in ranks or call.peer >= len(ranks):
+            return None
+        partner = ranks[call.peer]
+        return (call.group, *((rank, partner) if call.operation == "send" else (partner, rank)))
+
+    def _add(
+        self,
+        name: str,
+        group: str,
+        seen: GroupSeen,
+        waiting: dict[int, Call],
+        past: list[int],
+        missing: list[int],
+        differing: dict[str, dict[str, list[int]]],
+        is_whole: bool,
+    ) -> None:
+        held = [rank for rank, call in waiting.items() if call not in self._fronts[rank]]
+        if len(held) == len(waiting) and not missing:
+            return  # each rank has enqueued it behind another call, which tells more
+        first = min(waiting.values(), key=lambda call: call.since)
+        now = max(self._records[rank].time for rank in waiting)
+        self.found[name] = Stuck(
+            name=name,
+            group=group,
+            seen=seen,
+            is_whole=is_whole,
+            call=first,
+            seconds=max(now - first.since, 0.0),
+            waiting=waiting,
+            past=past,
+            missing=[self._missing(rank, group) for rank in missing],
+            held=[self._missing(rank, group) for rank in held],
+            differing=differing,
+        )
+
+    def _missing(self, rank: int, group: str) -> Missing:
+        record = self._records.get(rank)
+        if record is None:
+            return Missing(rank, is_recorded=False)
+        front = next(iter(self._fronts[rank]), None)
+        latest = record.calls[-1] if record.calls and front is None else None
+        return Missing(
+            rank,
+            elsewhere=front,
+            label="" if front is None else record.groups[front.group].label,
+            last=record.last(group),
+            latest=latest,
+            latest_label="" if latest is None else record.groups[latest.group].label,
+            doing=record.doing_in.get(group, record.doing),
+            was_read=record.was_read,
+            is_cut=record.is_cut,
+        )
+
+    # --- causes -------------------------------------------------------------------------------
+
+    def find_causes(self) -> None:
+        """Set the cause of each stuck call, the calls that it waits on, its cycle and its `via`."""
+        where = {
+            rank: [self._name_of(rank, call) for call in fronts]
+            for rank, fronts in self._fronts.items()
+        }
+        deadlocked = self._deadlocked(where)
+        graph: dict[str, set[str]] = {}  # through deadlocked ranks only
+        for name, stuck in self.found.items():
+            stuck.missing = [_placed(each, where) for each in stuck.missing]
+            stuck.held = [_placed(each, where) for each in stuck.held]
+            waits_on = [other for each in stuck.awaited for other in where.get(each.rank, ())]
+            stuck.waits_on = [one for one in dict.fromkeys(waits_on) if one not in (name, "")]
+            graph[name] = {each.where for each in stuck.awaited if each.rank in deadlocked}
+        may_be_on_cycle = _on_cycles(graph)
+        for name, stuck in self.found.items():
+            if name in may_be_on_cycle:
+                stuck.cycle = _cycle(name, graph)
+            stuck.cause = self._cause(stuck)
+        self._find_ways()
+
+    def _name_of(self, rank: int, call: Call) -> str:
+        """Return the name of the stuck call that a rank's call belongs to; "" if there is none."""
+        pair = self._pair(rank, call) if call.is_p2p else None
+        name = call.group if not call.is_p2p else "" if pair is None else _pair_name(*pair)
+        return name if name in self.found else ""
+
+    def _deadlocked(self, where: Mapping[int, Sequence[str]]) -> set[int]:
+        """Return the ranks that wait for one another, or for such ranks, and for nothing else.
+
+        Repeatedly removes ranks with a call that waits for no remaining rank.
+        """
+        left = {rank for rank, names in where.items() if names and "" not in names}
+        waiting_in: dict[str, list[int]] = {}
+        for rank in left:
+            for name in where[rank]:
+                waiting_in.setdefault(name, []).append(rank)
+        waited_for_in: dict[int, list[str]] = {}
+        n_awaited: dict[str, int] = {}
+        for name, stuck in self.found.items():
+            awaited = {each.rank for each in stuck.awaited if each.rank in left}
+            n_awaited[name] = 0 if stuck.differing else len(awaited)
+            for rank in awaited if not stuck.differing else ():
+                waited_for_in.setdefault(rank, []).append(name)
+        ends = [name for name, count in n_awaited.items() if not count]
+        while ends:
+            for rank in waiting_in.get(ends.pop(), ()):
+                if rank in left:
+                    left.remove(rank)
+                    for name in waited_for_in.get(rank, ()):
+                        n_awaited[name] -= 1
+                        if not n_awaited[name]:
+                            ends.append(name)
+        return left
+
+    def _cause(self, stuck: Stuck) -> Cause:
+        if stuck.differing:
+            return Cause.MISMATCH
+        if stuck.cycle:
+            return Cause.DEADLOCK
+        if stuck.missing or stuck.held:
+            # A missing rank that waits nowhere may also be missing in a call that this one waits
+            # on: then that call's verdict names it.
+            there = {one.rank for name in stuck.waits_on for one in self.found[name].missing}
+            is_explained = all(each.where or each.rank in there for each in stuck.awaited)
+            is_pair = stuck.call.is_p2p
+            alone = Cause.PARTNER if is_pair else Cause.MISSING
+            return Cause.FOLLOWS if is_explained else alone
+        if any(call.progress is Progress.NOT_STARTED for call in stuck.waiting.values()):
+            return Cause.LATE
+        return Cause.UNKNOWN
+
+    def _find_ways(self) -> None:
+        """Set `via` of each call that follows, on a shortest way to a cause, a known one if any."""
+        came_from: dict[str, list[tuple[int, str]]] = {}
+        for name, stuck in self.found.items():
+            for each in stuck.awaited:
+                if each.where:
+                    came_from.setdefault(each.where, []).append((each.rank, name))
+        for is_known in (True, False):
+            queue = deque(
+                name
+                for name, stuck in self.found.items()
+                if stuck.cause is not Cause.FOLLOWS
+                and (stuck.cause is not Cause.UNKNOWN) == is_known
+            )
+            while queue:
+                to = queue.popleft()
+                for rank, name in came_from.get(to, ()):
+                    stuck = self.found[name]
+                    if stuck.cause is Cause.FOLLOWS and stuck.via is None and name != to:
+                        stuck.via = rank, to
+                        queue.append(name)
 
 
-def _missing(rank: int, group: str, record: RankRecord | None) -> Missing:
-    if record is None:
-        return Missing(rank, None, "", None, "", False)
-    elsewhere = next((call for call in record.pending() if call.group != group), None)
-    label = "" if elsewhere is None else record.groups[elsewhere.group].label
-    last = record.last(group)
-    return Missing(rank, elsewhere, label, last, record.doing, True, record.was_read)
+def _pair_name(group: str, sender: int, receiver: int) -> str:
+    return f"{group}: {sender} to {receiver}"
 
 
-def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
-    """Return the differences between the calls of one number; see `Stuck.differing`."""
+def _placed(missing: Missing, where: Mapping[int, Sequence[str]]) -> Missing:
+    return missing._replace(where=next(filter(None, where.get(missing.rank, ())), ""))
+
+
+# --- differences ----------------------------------------------------------------------------------
+
+
+def _differing(there: Mapping[int, Call], *, is_complete: bool) -> dict[str, dict[str, list[int]]]:
+    """Return the differences between the calls of one number; see `Stuck.differing`.
+
+    Args:
+        there: calls by rank.
+        is_complete: whether these are the calls of all ranks.
+    """
     found: dict[str, dict[str, list[int]]] = {}
 
     def compare(what: str, value_of: Callable[[Call], str]) -> None:
@@ -224,14 +427,23 @@ def _differing(there: Mapping[int, Call]) -> dict[str, dict[str, list[int]]]:
         if len(values) > 1:
             found[what] = values
 
-    compare("operation", lambda call: call.operation)
+    first = next(iter(there.values()))
+    if not first.is_p2p:
+        compare("operation", lambda call: call.operation)
     if not found:
         compare("dtype", lambda call: call.dtype)
         compare("", lambda call: call.detail)
-        counts = {tuple(map(math.prod, call.shapes)) for call in there.values() if call.shapes}
-        is_even = next(iter(there.values())).operation.startswith(_EVEN_STARTS)
-        if is_even and len(counts) > 1:
-            compare("shape", lambda call: shapes_in_words(call.shapes))
+        if first.is_p2p or first.operation.startswith(_EVEN_STARTS):
+            counts = {tuple(map(math.prod, call.shapes)) for call in there.values() if call.shapes}
+            if len(counts) > 1:
+                compare("shape", lambda call: shapes_in_words(call.shapes))
+    if not found and is_complete and first.operation.startswith(_EXCHANGES):
+        sent = sum(math.prod(shape) for call in there.values() for shape in call.shapes)
+        received = sum(math.prod(shape) for call in there.values() for shape in call.out_shapes)
+        if sent != received and all(call.out_shapes for call in there.values()):
+            for rank, call in there.items():
+                sizes = f"{shapes_in_words(call.shapes)} to {shapes_in_words(call.out_shapes)}"
+                found.setdefault("split sizes", {}).setdefault(sizes, []).append(rank)
     return found
 
 
@@ -240,96 +452,16 @@ def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
-# --- sends and receives ---------------------------------------------------------------------------
+# --- cycles ---------------------------------------------------------------------------------------
 
 
-def _stuck_pairs(
-    records: Mapping[int, RankRecord],
-    ranks_of: Mapping[str, GroupSeen],
-    is_stuck: Callable[[Call], bool] | None,
-) -> Iterable[Stuck]:
-    """Find pending sends and receives: a missing partner, or a pair that the backend keeps stuck.
+def _on_cycles(graph: Mapping[str, set[str]]) -> set[str]:
+    """Return the nodes that are on a cycle, or on a path between two cycles.
 
-    If both sides of a pair are pending, only the send is reported.
+    Repeatedly removes nodes without a following one. Then it does the same in the reversed graph,
+    with nodes that none leads to.
     """
-    for rank, record in records.items():
-        for call in record.pending():
-            if not call.is_p2p or (is_stuck is not None and not is_stuck(call)):
-                continue
-            seen = ranks_of[call.group]
-            assert call.peer is not None
-            if seen.ranks is None or rank not in seen.ranks or call.peer >= len(seen.ranks):
-                continue  # the partner's global rank is not known
-            partner = seen.ranks[call.peer]
-            other = records.get(partner)
-            missing = [_partner(partner, other)]
-            theirs = () if other is None else other.pending()
-            wanted = "recv" if call.operation == "send" else "send"
-            me = list(seen.ranks).index(rank)
-            if any(
-                (one.group, one.operation, one.peer) == (call.group, wanted, me) for one in theirs
-            ):
-                missing = []
-                if call.operation == "recv":  # reported with the send
-                    continue
-            yield Stuck(
-                group=call.group,
-                seen=GroupSeen(seen.label, sorted((rank, partner))),
-                is_whole=True,
-                call=call,
-                seconds=max(record.time - call.since, 0.0),
-                waiting={rank: call},
-                past=[],
-                missing=missing,
-                differing={},
-                cause=Cause.PARTNER if missing else Cause.BACKEND,
-            )
-
-
-def _partner(rank: int, record: RankRecord | None) -> Missing:
-    if record is None:
-        return Missing(rank, None, "", None, "", False)
-    elsewhere = next(iter(record.pending()), None)
-    label = "" if elsewhere is None else record.groups[elsewhere.group].label
-    return Missing(rank, elsewhere, label, None, record.doing, True, record.was_read)
-
-
-# --- causes ---------------------------------------------------------------------------------------
-
-
-def _find_causes(found: Mapping[str, Stuck], pairs: Sequence[Stuck]) -> None:
-    """Set the cause of each stuck group, the groups that it waits on, and its cycle."""
-    for name, stuck in found.items():
-        elsewhere = [missing.elsewhere.group for missing in stuck.missing if missing.elsewhere]
-        stuck.waits_on = [one for one in dict.fromkeys(elsewhere) if one in found and one != name]
-    in_pairs = {rank for pair in pairs for rank in pair.waiting}
-    may_be_on_cycle = _on_cycles(found)
-    for name, stuck in found.items():
-        stuck.cycle = _cycle(name, found) if name in may_be_on_cycle else []
-        if stuck.differing:
-            stuck.cause = Cause.MISMATCH
-        elif stuck.cycle:
-            stuck.cause = Cause.DEADLOCK
-        elif stuck.missing:
-            # A missing rank that waits nowhere may also be missing in a group that `stuck` waits
-            # on: then that group's verdict names it.
-            missing_there = {each.rank for other in stuck.waits_on for each in found[other].missing}
-            is_explained = all(
-                missing.rank in in_pairs
-                or (missing.elsewhere is not None and missing.elsewhere.group in stuck.waits_on)
-                or missing.rank in missing_there
-                for missing in stuck.missing
-            )
-            stuck.cause = Cause.FOLLOWS if is_explained else Cause.MISSING
-
-
-def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
-    """Return the groups that are on a cycle, or on a path between two cycles.
-
-    Repeatedly removes groups that wait on no remaining group. Then it does the same in the reversed
-    graph, with groups that no remaining group waits on.
-    """
-    left = {name: set(stuck.waits_on) for name, stuck in found.items()}
+    left = {name: set(following) for name, following in graph.items()}
     for _ in range(2):
         came_from: dict[str, set[str]] = {name: set() for name in left}
         for name, following in left.items():
@@ -347,14 +479,14 @@ def _on_cycles(found: Mapping[str, Stuck]) -> set[str]:
     return set(left)
 
 
-def _cycle(start: str, found: Mapping[str, Stuck]) -> list[str]:
-    """Return a shortest cycle through a group, beginning with that group; [] if there is none."""
+def _cycle(start: str, graph: Mapping[str, set[str]]) -> list[str]:
+    """Return a shortest cycle through a node, beginning with it; [] if there is none."""
     came_from: dict[str, str] = {}
     level = [start]
     while level:
         following = []
         for name in level:
-            for other in found[name].waits_on:
+            for other in sorted(graph[name]):
                 if other == start:
                     path = [name]
                     while path[-1] != start:

@@ -29,7 +29,7 @@ from .live import Alarm, FrameKey, record_here, waits_in_frames
 from .named_groups import live_coordinates
 from .records import Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
-from .verdicts import Cause, find_stuck
+from .verdicts import Cause, Stuck, find_stuck
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -251,8 +251,9 @@ class _WatchedWorld:
         self.world, self.place = world, (world, world.run)
         self._seconds, self._on_stuck = seconds, on_stuck
         self._next_alarm: int | None = None  # None until the first look
-        self._unchanged: dict[str, tuple[object, float]] = {}  # status of each group, since when
-        self._settled: dict[str, object] = {}  # status of groups when no collective was pending
+        # Status of each group of the recorders, since when, and when no recorded call was pending.
+        self._unchanged: dict[tuple[int, str], tuple[object, float]] = {}
+        self._settled: dict[tuple[int, str], object] = {}
         self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
         self._reported: dict[tuple[object, ...], _Reported] = {}  # pending ones, by identity
         self._own_keys: list[tuple[float, str]] = []  # keys in the store, and since when
@@ -307,7 +308,7 @@ class _WatchedWorld:
         if not is_suspect and all(wall - since < self._seconds for since in self._waits.values()):
             return []
         record = self._record(with_lines=False)
-        if not any(not call.is_p2p for call in record.pending()):
+        if not any(call.number for call in record.pending()):  # of those that are recorded
             self._settled |= {group: numbers for group, (numbers, _) in self._unchanged.items()}
         return [
             call
@@ -377,12 +378,15 @@ class _WatchedWorld:
         own = next((one for one in stuck if one.group == group), None)
         if own is None:  # the call has ended meanwhile
             return
-        about = [own, *(one for one in stuck if one.group in own.cycle and one is not own)]
+        # Pairs of ranks in a group may be stuck for different causes.
+        about = [own, *(one for one in stuck if one is not own and _goes_with(one, own))]
         formatter = ReportFormatter(live_coordinates, NoRecord.NO_ANSWER)
         text, data = formatter.text(stuck, about), formatter.data(stuck, about)
         alarm.store.write(alarm.verdict_key(group, record), json.dumps([text, data]))
         # Of the groups in a deadlock, one logs an error.
-        is_cause = own.cause is not Cause.FOLLOWS and group == min([*own.cycle, group])
+        first = min([*own.cycle, own.name])
+        is_first = any(one.name == first for one in stuck if one.group == group)
+        is_cause = own.cause is not Cause.FOLLOWS and is_first
         level = logging.ERROR if is_cause else logging.INFO
         _log.log(level, "A collective is stuck.\n%s", text)
         self._call(Hang(text, data, True))
@@ -441,6 +445,12 @@ class _WatchedWorld:
                     reported.what,
                     time.time() - reported.since,
                 )
+
+
+def _goes_with(one: Stuck, reported: Stuck) -> bool:
+    """Return whether a stuck call is reported together with another one."""
+    is_other_cause = one.group == reported.group and one.cause is not Cause.FOLLOWS
+    return one.name in reported.cycle or is_other_cause
 
 
 def _number_of_alarms(store: RunStore) -> int:
