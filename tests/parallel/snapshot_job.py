@@ -104,9 +104,7 @@ class Job:
             "weights": Weights(self.model, self.optimizer),
             "scheduler": self.scheduler,
             "scaler": self.scaler,
-            # What each rank has for itself: buffers differ, as each averages its own batches.
-            f"data of rank {rank}": self.data,
-            f"averages of rank {rank}": {str(i): b.average for i, b in enumerate(self.model)},
+            f"data of rank {rank}": self.data,  # what each rank has for itself
         }
 
     def step(self) -> float:
@@ -121,6 +119,9 @@ class Job:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        for block in self.model:
+            dist.all_reduce(block.average.data)
+            block.average.data /= dist.get_world_size()
         dist.all_reduce(losses)
         return losses.item()
 
@@ -129,12 +130,11 @@ def main(folder: str, losses: str, steps: str, copies: str, replicas: str, secon
     """Train until a step, and note every loss as `step loss`."""
     timeout = timedelta(seconds=float(seconds))
     dist.init_process_group("gloo", timeout=timeout)
-    job, notes = Job(int(replicas)), Path(losses)
+    notes = Path(losses)
     notes.mkdir(exist_ok=True, parents=True)
-    snapshot = Snapshot(folder, copies=int(copies))
-    first = snapshot.load(job.state) or 0
-    rank, attempt = dist.get_rank(), f"{os.getpid()}"
-    with (notes / f"{rank}.{attempt}").open("a", buffering=1) as log:
+    with (notes / f"{dist.get_rank()}.{os.getpid()}").open("a", buffering=1) as log:
+        job, snapshot = Job(int(replicas)), Snapshot(folder, copies=int(copies))
+        first = snapshot.load(job.state) or 0
         log.write(f"from {first} on {dist.get_world_size()}\n")
         for step in range(first, int(steps)):
             log.write(f"{step} {job.step().hex()}\n")

@@ -87,8 +87,8 @@ class Plan:
             if found[0][1].item.type != WriteItemType.SHARD and not has_own:
                 if len({record.checksum for _, record in found}) > 1:
                     self.missing.append(
-                        f"rank {rank}'s value of {index.fqn!r}, of which other ranks saved "
-                        f"different ones (to load each other's, give each rank's a key of its own)"
+                        f"this rank's value of {index.fqn!r} (other ranks saved different values: "
+                        "give each rank's a key of its own)"
                     )
         self._planner = DefaultLoadPlanner(allow_partial_load=True)
         self._planner.set_up_planner(state, self._metadata())
