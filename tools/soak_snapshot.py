@@ -1,8 +1,8 @@
 """Kill, stop and lose ranks of a job that keeps its state in memory, and compare every loss.
 
-Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. All losses
-must equal those of a job that nobody disturbed, bit by bit. When both torchruns are killed, they are
-started again.
+Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. All
+losses must equal those of a job that nobody disturbed, bit by bit. When both torchruns are killed,
+they are started again.
 
     python tools/soak_snapshot.py --seconds 3600
 
@@ -12,6 +12,7 @@ Needs `tests/` and `python/` on PYTHONPATH.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -54,7 +55,7 @@ def start(
 
 
 def losses_of(folder: Path) -> tuple[dict[int, set[str]], int, int]:
-    """Return all losses that ranks noted for each step, and how often ranks began and from where."""
+    """Return all losses that ranks noted for each step, and how often ranks began, and went on."""
     losses: dict[int, set[str]] = {}
     begun, from_memory = 0, 0
     for note in (folder / "losses").glob("*"):
@@ -84,10 +85,8 @@ def _below(agent: Forked) -> list[psutil.Process]:
 def send(what: signal.Signals, processes: list[psutil.Process]) -> None:
     """Send a signal to processes, some of which may have ended."""
     for one in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.send_signal(what)
-        except psutil.NoSuchProcess:
-            pass
 
 
 def end(agents: list[Forked]) -> None:
@@ -102,7 +101,7 @@ def end(agents: list[Forked]) -> None:
 def hit(kind: str, folder: Path, agents: list[Forked], draw: random.Random) -> bool:
     """Disturb the job in one way, unless it has no ranks now."""
     hosts = alive(folder, agents)
-    everyone = sum(hosts, [])
+    everyone = [one for host in hosts for one in host]
     if len(everyone) < 2 * PER_HOST:
         return False
     if kind == "kill one":
@@ -149,7 +148,7 @@ def main() -> None:
             kind = draw.choice(KINDS)
             if hit(kind, folder, agents, draw):
                 hits[kind] += 1
-                memory = [path for path in folder.glob("memory*/*")]
+                memory = list(folder.glob("memory*/*"))
                 unfinished += any(path.name.startswith(".") for path in memory)
                 files = max(files, len(memory))
                 steps = max(losses_of(folder)[0], default=0)

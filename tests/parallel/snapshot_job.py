@@ -1,6 +1,6 @@
 """A job that keeps its state in memory: HSDP and tensor parallelism, and all that a trainer keeps.
 
-Run by torchrun, or by the ranks of a crew. Its losses say whether every part of its state came back.
+Run by torchrun or by a crew. Its losses say whether every part of its state came back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank needs of a snapshot, who has it, and what nobody has.
+"""Reads of a rank from a snapshot: what it needs, who has it, and what nobody has.
 
 `torch.distributed.checkpoint`'s planners compute which parts of which saved chunks a rank needs, on
 whatever mesh it saved and on whatever mesh it loads.
@@ -10,6 +10,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    WriteItem,
+    WriteItemType,
+)
 
 from .file import Header, Record, SnapshotFile
 
@@ -84,12 +91,12 @@ class Plan:
         for index, found in self._places.items():
             found.sort(key=preference)
             has_own = found[0][0].owner == rank and saved_by == world_size
-            if found[0][1].item.type != WriteItemType.SHARD and not has_own:
-                if len({record.checksum for _, record in found}) > 1:
-                    self.missing.append(
-                        f"this rank's value of {index.fqn!r} (other ranks saved different values: "
-                        "give each rank's a key of its own)"
-                    )
+            is_shared = found[0][1].item.type == WriteItemType.SHARD or has_own
+            if not is_shared and len({record.checksum for _, record in found}) > 1:
+                self.missing.append(
+                    f"this rank's value of {index.fqn!r} (other ranks saved different values: "
+                    "give each rank's a key of its own)"
+                )
         self._planner = DefaultLoadPlanner(allow_partial_load=True)
         self._planner.set_up_planner(state, self._metadata())
         try:
@@ -127,7 +134,9 @@ class Plan:
                 target.copy_(source)
                 self._planner.commit_tensor(item, target)
             else:
-                self._planner.load_bytes(item, io.BytesIO(source.numpy().tobytes()))
+                self._planner.load_bytes(
+                    item, io.BytesIO(string_at(source.data_ptr(), source.numel()))
+                )
 
 
 def part_of(file: SnapshotFile, record: Record, item: ReadItem) -> torch.Tensor:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .file import Contents, FileName, Header, SnapshotFile, names_in, unfinished_in
+from .file import Contents, FileName, Header, Record, SnapshotFile, names_in, unfinished_in
 from .hosts import Hosts, gathered, meet
 from .plan import Plan, part_of
 
@@ -60,7 +61,7 @@ class Snapshot:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep < 2:
-            raise ValueError(f"keep={keep} steps are too few: keep at least 2, so that one is whole")
+            raise ValueError(f"keep={keep} steps are too few: keep 2 or more, so that one is whole")
         if copies not in (0, 1):
             raise ValueError(f"copies={copies} is not possible: pass 0 or 1")
         backends = str(dist.get_backend_config(process_group))
@@ -144,9 +145,7 @@ class Snapshot:
         for sender, copy in copies.items():
             self._finish_file(name._replace(owner=sender), copy)
 
-    def _exchange(
-        self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]
-    ) -> None:
+    def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
         group = self._group
         works = [dist.irecv(into, group=group, group_src=rank) for rank, into in received.items()]
         works += [dist.isend(data, group=group, group_dst=rank) for rank, data in sent.items()]
@@ -179,7 +178,7 @@ class Snapshot:
         for leftover in unfinished_in(self.folder, self._attempt):
             leftover.unlink(missing_ok=True)
         mine = [name for name in names_in(self.folder) if self._reads(name.owner)]
-        every = gathered([name[:2] for name in mine], self._group)
+        every: list[list[tuple[str, int]]] = gathered([name[:2] for name in mine], self._group)
         reasons = []
         for attempt, step in sorted({key for keys in every for key in keys}, reverse=True):
             part = {name.owner: name for name in mine if name[:2] == (attempt, step)}
@@ -211,7 +210,8 @@ class Snapshot:
             if not alone:
                 found = {(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
                 plan = self._plan(target, found)
-            if missing := sum(gathered(plan.missing, self._group), []):
+            lists: list[list[str]] = gathered(plan.missing, self._group)
+            if missing := sorted({text for texts in lists for text in texts}):
                 return _in_words(missing, everyone)
         plan.read(self._sources(plan, files))
         for key, value in state.items():
@@ -308,20 +308,19 @@ def _as_bytes(part: torch.Tensor) -> torch.Tensor:
     return part.contiguous().view(-1).view(torch.uint8)
 
 
-def _n_bytes(record: Any, item: Any) -> int:
+def _n_bytes(record: Record, item: ReadItem) -> int:
     data = record.item.tensor_data
     if data is None:
-        return int(record.n_bytes)
-    return int(item.lengths.numel()) * data.properties.dtype.itemsize
+        return record.n_bytes
+    return item.lengths.numel() * data.properties.dtype.itemsize
 
 
 def _in_words(missing: list[str], everyone: list[dict[int, Header]]) -> str:
     """Return what is missing, and the hosts of the ranks whose files are."""
     header = next((h for held in everyone for h in held.values()), None)
     there = {owner for held in everyone for owner in held}
-    names = sorted(set(missing))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    text = ", ".join(names[:_NAMED]) + more
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    text = ", ".join(missing[:_NAMED]) + more
     if header is None:
         return text + " (no file of it is sound)"
     lost = {name: [r for r in ranks if r not in there] for name, ranks in header.hosts}
