@@ -46,6 +46,7 @@ SUITES = [
     "experts",
     "reshard",
     "repair",
+    "snapshot",
     "gpu",
 ]
 
