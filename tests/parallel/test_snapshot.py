@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,13 @@ def _plain(state: dict[str, Any]) -> list[Any]:
     return [*(tensor.tolist() for tensor in tensors), nested["count"], state.get("own")]
 
 
-def _save(root: Path, steps: list[int], last_only_on: int | None, own: bool) -> None:
+def _save(root: Path, steps: list[int], last_on: Sequence[int], own: bool) -> None:
     snapshot = Snapshot(_folder(root))
     snapshot.load(_state(0, own))
     for step in steps:
         state = _state(step, own)
         dist.barrier()
-        if step < steps[-1] or last_only_on in (None, dist.get_rank()):
+        if step < steps[-1] or dist.get_rank() in last_on:
             snapshot.save(step, state)
 
 
@@ -163,15 +164,16 @@ def _assert_loaded(answers: list[Any], step: int | None) -> str:
 
 
 def test_all_ranks_load_the_newest_step_that_all_have_saved(crew: Crew, tmp_path: Path) -> None:
-    crew.run(_save, 4, tmp_path, [1, 2, 3], 2, False)
+    crew.run(_save, 4, tmp_path, [1, 2, 3], (1, 2, 3), False)
     assert _assert_loaded(crew.run(_load, 4, tmp_path), 2) == ""
-    # A later run saves step 3 on another rank: the two files of step 3 are not combined.
-    crew.run(_save, 4, tmp_path, [3], 0, False)
+    # A later run saves step 3 on the other rank: files of two runs are not combined.
+    crew.run(_save, 4, tmp_path, [3], (0,), False)
+    _assert_loaded(crew.run(_load, 4, tmp_path), 2)
     _assert_loaded(crew.run(_load, 2, tmp_path), 2)
 
 
 def test_a_damaged_file_does_not_count(crew: Crew, tmp_path: Path) -> None:
-    crew.run(_save, 4, tmp_path, [1, 2], None, False)
+    crew.run(_save, 4, tmp_path, [1, 2], range(4), False)
     newest = names_in(tmp_path / "host1")[-1]
     assert (newest.step, newest.owner) == (2, 3)
     with (tmp_path / "host1" / str(newest)).open("r+b") as file:
@@ -181,7 +183,7 @@ def test_a_damaged_file_does_not_count(crew: Crew, tmp_path: Path) -> None:
 
 
 def test_what_nobody_has_is_named_and_leaves_the_state_alone(crew: Crew, tmp_path: Path) -> None:
-    crew.run(_save, 4, tmp_path, [7], None, False)
+    crew.run(_save, 4, tmp_path, [7], range(4), False)
     shutil.rmtree(tmp_path / "host1")
     said = _assert_loaded(crew.run(_load, 4, tmp_path), None)
     assert "No snapshot is whole: step 7 lacks 'sharded'" in said
@@ -193,7 +195,7 @@ def test_what_nobody_has_is_named_and_leaves_the_state_alone(crew: Crew, tmp_pat
 def test_values_that_differ_between_ranks_go_to_their_own_rank_or_nowhere(
     crew: Crew, tmp_path: Path
 ) -> None:
-    crew.run(_save, 4, tmp_path, [7], None, True)
+    crew.run(_save, 4, tmp_path, [7], range(4), True)
     _assert_loaded(crew.run(_load, 4, tmp_path, True), 7)
     said = _assert_loaded(crew.run(_load, 2, tmp_path, True), None)
     assert "step 7 lacks this rank's value of 'own' (other ranks saved different values" in said
