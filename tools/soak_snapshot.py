@@ -136,6 +136,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--every", type=float, nargs=2, default=(2, 12), help="seconds between hits"
+    )
     options = parser.parse_args()
     draw, hits = random.Random(options.seed), Counter()
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir="/dev/shm"))
@@ -144,7 +147,7 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     try:
         while time.monotonic() < deadline:
-            time.sleep(draw.uniform(2, 12))
+            time.sleep(draw.uniform(*options.every))
             kind = draw.choice(KINDS)
             if hit(kind, folder, agents, draw):
                 hits[kind] += 1

@@ -15,6 +15,7 @@ from snapshot_job import Job
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from helpers.crew import Crew
+from helpers.forked import Forked
 from meshverse import init_device_mesh
 from meshverse.parallel import Snapshot
 from meshverse.parallel.snapshot.file import names_in
@@ -217,3 +218,39 @@ def _errors(root: Path) -> None:
 
 def test_bad_arguments_raise(crew: Crew, tmp_path: Path) -> None:
     crew.run(_errors, 2, tmp_path)
+
+
+# --- Kills in the middle of a save ---------------------------------------------------------------
+
+_SAVE = """
+import sys, torch, torch.distributed as dist
+from meshverse.parallel import Snapshot
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+state = {str(i): torch.zeros(1_000_000) for i in range(16)}
+snapshot = Snapshot(sys.argv[1])
+first = snapshot.load(state) or 0
+assert all(bool((value == first).all()) for value in state.values()), first
+print(first, flush=True)
+for step in range(first + 1, int(sys.argv[2])):
+    for value in state.values():
+        value.fill_(step)
+    snapshot.save(step, state)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_kill_in_the_middle_of_a_save_leaves_the_step_before(tmp_path: Path) -> None:
+    last = 0
+    for _ in range(5):
+        begun = set(tmp_path.glob(".*.snapshot"))
+        program = Forked(["-c", _SAVE, str(tmp_path), str(10**9)])
+        while not (names_in(tmp_path) and set(tmp_path.glob(".*.snapshot")) - begun):
+            assert program.is_alive()
+        program.kill()
+        _, out, err = program.communicate()
+        assert not err
+        last, before = names_in(tmp_path)[-1].step, last
+        assert not out or int(out) == before
+    status, out, err = Forked(["-c", _SAVE, str(tmp_path), "0"]).communicate()
+    assert (status, out, err) == (0, f"{last}\n", "")
