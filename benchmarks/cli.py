@@ -45,6 +45,7 @@ SUITES = [
     "one_graph",
     "experts",
     "reshard",
+    "snapshot",
     "gpu",
 ]
 

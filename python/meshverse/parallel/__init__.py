@@ -36,6 +36,7 @@ _NAMES = {
     "pipeline.stage": "split_into_stages",
     "reshard.reshard": "Reshard ReshardWork redistribute",
     "reshard.sides": "Piece",
+    "snapshot.snapshot": "Snapshot",
     "strategies.context_parallel": "context_parallel",
     "strategies.fsdp2": "FSDP2Manager apply_fsdp_sharding_recursively fsdp2_strategy_parallelize"
     " unshard_fsdp2_model",

@@ -30,6 +30,7 @@ from .pipeline.schedule import PipelineSchedule, pipeline_schedule, pipeline_sta
 from .pipeline.stage import split_into_stages
 from .reshard.reshard import Reshard, ReshardWork, redistribute
 from .reshard.sides import Piece
+from .snapshot.snapshot import Snapshot
 from .strategies.context_parallel import context_parallel
 from .strategies.fsdp2 import (
     FSDP2Manager,
@@ -74,6 +75,7 @@ __all__ = [
     "ReshardWork",
     "SameTokensExpertParallel",
     "SingleProcessCollective",
+    "Snapshot",
     "SplitTokens",
     "apply_activation_checkpointing",
     "apply_expert_parallelism",

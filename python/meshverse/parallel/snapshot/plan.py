@@ -1,0 +1,158 @@
+"""Reads of a rank from a snapshot: what it needs, who has it, and what nobody has.
+
+`torch.distributed.checkpoint`'s planners compute which parts of which saved chunks a rank needs, on
+whatever mesh it saved and on whatever mesh it loads.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from ctypes import string_at
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    WriteItem,
+    WriteItemType,
+)
+
+from .file import Header, Record, SnapshotFile
+
+__all__ = ["Place", "Plan", "part_of"]
+
+
+class Place(NamedTuple):
+    """A record in a file that a rank can read.
+
+    Attributes:
+        holder: the rank.
+        owner: rank that saved the file.
+        number: index of the record in the file.
+    """
+
+    holder: int
+    owner: int
+    number: int
+
+
+class Plan:
+    """A rank's reads of a snapshot.
+
+    Args:
+        state: the state to load into, without Stateful objects.
+        headers: of all files that ranks can read, by (holder, owner).
+        rank: this rank.
+        world_size: number of ranks.
+        distance: how far away a holder's files are.
+
+    Attributes:
+        reads: planned reads, each with the place to read from.
+        missing: what nobody has, in words.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        headers: Mapping[tuple[int, int], Header],
+        rank: int,
+        world_size: int,
+        distance: Callable[[int], int],
+    ) -> None:
+        needed = DefaultSavePlanner()
+        needed.set_up_planner(state)
+        needs = {item.index: _size(item) for item in needed.create_local_plan().items}
+        keys = {index.fqn for index in needs}
+        self._places: dict[MetadataIndex, list[tuple[Place, Record]]] = defaultdict(list)
+        for (holder, owner), header in headers.items():
+            for number, record in enumerate(header.records):
+                if record.item.index.fqn in keys and _size(record.item) != 0:
+                    place = Place(holder, owner, number)
+                    self._places[record.item.index].append((place, record))
+
+        def preference(found: tuple[Place, Record]) -> tuple[bool, int, int]:
+            place, _ = found
+            return place.owner != rank, distance(place.holder), (place.owner - rank) % world_size
+
+        self.missing: list[str] = []
+        saved_by = max((header.world_size for header in headers.values()), default=0)
+        for index, found in self._places.items():
+            found.sort(key=preference)
+            has_own = found[0][0].owner == rank and saved_by == world_size
+            is_shared = found[0][1].item.type == WriteItemType.SHARD or has_own
+            if not is_shared and len({record.checksum for _, record in found}) > 1:
+                self.missing.append(
+                    f"this rank's value of {index.fqn!r} (other ranks saved different values: "
+                    "give each rank's a key of its own)"
+                )
+        self._planner = DefaultLoadPlanner(allow_partial_load=True)
+        self._planner.set_up_planner(state, self._metadata())
+        try:
+            planned = self._planner.finish_plan(self._planner.create_local_plan())
+        except ValueError as error:  # saved with another shape or type
+            planned = LoadPlan([])
+            self.missing.append(str(error))
+        self.reads = [(item, self._places[item.storage_index][0]) for item in planned.items]
+        read: dict[MetadataIndex, int] = defaultdict(int)
+        for item in planned.items:
+            read[item.dest_index] += math.prod(item.lengths) if _is_tensor(item) else 1
+        lacking = {index.fqn for index, size in needs.items() if read[index] < size}
+        self.missing += [repr(name) for name in sorted(lacking)]
+
+    def _metadata(self) -> Metadata:
+        """Return the snapshot as a checkpoint of `torch.distributed.checkpoint`."""
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for index, places in self._places.items():
+            data = places[0][1].item.tensor_data
+            if data is None:
+                found[index.fqn] = BytesStorageMetadata()
+                continue
+            tensor = found.setdefault(
+                index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+            )
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensor.chunks.append(data.chunk)
+        return Metadata(dict(found))
+
+    def read(self, sources: list[torch.Tensor]) -> None:
+        """Copy into the state: for each read, its tensor, or the bytes of its pickle."""
+        for (item, _), source in zip(self.reads, sources, strict=True):
+            if _is_tensor(item):
+                target = self._planner.resolve_tensor(item).detach()
+                target.copy_(source)
+                self._planner.commit_tensor(item, target)
+            else:
+                self._planner.load_bytes(
+                    item, io.BytesIO(string_at(source.data_ptr(), source.numel()))
+                )
+
+
+def part_of(file: SnapshotFile, record: Record, item: ReadItem) -> torch.Tensor:
+    """Return what a read needs of a record."""
+    if not _is_tensor(item):
+        return file.pickled(record)
+    part = file.tensor(record)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, start, length)
+    return part
+
+
+def _is_tensor(item: ReadItem) -> bool:
+    return item.type == LoadItemType.TENSOR
+
+
+def _size(item: WriteItem) -> int:
+    """Return an item's number of elements: 1 for a pickled value."""
+    return 1 if item.tensor_data is None else math.prod(item.tensor_data.chunk.sizes)

@@ -1,0 +1,328 @@
+"""The state of each step in the memory of its hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .file import Contents, FileName, Header, Record, SnapshotFile, names_in, unfinished_in
+from .hosts import Hosts, gathered, meet
+from .plan import Plan, part_of
+
+__all__ = ["Snapshot"]
+
+_log = logging.getLogger(__name__)
+_NAMED = 8  # values that a message lists
+
+
+class Snapshot:
+    """State of the last steps in files in memory, which outlive the processes that wrote them.
+
+    Ranks that see the same folder are one host. All ranks of the group construct it, and call its
+    methods, in the same order.
+
+    Each step must communicate between all ranks (as an all-reduce of gradients does): `save` itself
+    waits for nobody, and overwrites a step's file when all ranks must have saved a later step.
+
+    Args:
+        folder: folder on a file system in memory, such as `/dev/shm/job`, of this job only and for
+            its user only, as files are unpickled. The host's ranks share it.
+        keep: number of steps in memory, at least 2. While a step is written, one fewer is whole.
+        copies: 1 to also write each rank's files on another host, or 0. A state that is replicated
+            over hosts, as by HSDP, needs none.
+        process_group: group that can send CPU tensors; the default group by default.
+
+    Raises:
+        ValueError: an argument is out of range, or the group cannot send CPU tensors.
+
+    Example:
+        >>> snapshot = Snapshot("/dev/shm/job")  # doctest: +SKIP
+        >>> first = snapshot.load(state) or load_checkpoint(state)  # doctest: +SKIP
+        >>> for step in range(first, steps):  # doctest: +SKIP
+        ...     train(step)
+        ...     snapshot.save(step + 1, state)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 2,
+        *,
+        copies: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep < 2:
+            raise ValueError(f"keep={keep} steps are too few: keep 2 or more, so that one is whole")
+        if copies not in (0, 1):
+            raise ValueError(f"copies={copies} is not possible: pass 0 or 1")
+        backends = str(dist.get_backend_config(process_group))
+        if "cpu:" not in backends:
+            raise ValueError(
+                f"the process group cannot send CPU tensors (its backends are {backends}): pass "
+                "process_group=dist.new_group(backend='gloo')"
+            )
+        self.folder, self.keep, self.copies = Path(folder), keep, copies
+        self._group = process_group
+        self._rank, self._world_size = dist.get_rank(process_group), _size(process_group)
+        self._attempt = ""
+        self._hosts = Hosts([], [], 0)
+        self._last = -1
+        self._n_saved = 0
+        self._pickles: dict[tuple[type, str], bytes] = {}
+        # Files by owner (this rank, and the ranks whose copies it keeps), oldest first.
+        self._kept: dict[int, list[SnapshotFile]] = defaultdict(list)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # --- Save ------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Copy this rank's part of the state into memory.
+
+        Afterwards, the state may change. With `copies=1`, it also waits for the copy, which the
+        ranks send each other.
+
+        Args:
+            step: number of the state; larger than the last one.
+            state: what `torch.distributed.checkpoint.save` takes. A plain value that differs
+                between ranks, such as a random number generator's, needs a key of its own on each.
+
+        Raises:
+            ValueError: the step is not larger than the last one.
+            OSError: the folder's file system is full.
+        """
+        if not self._attempt:
+            self._begin()
+        if step <= self._last:
+            raise ValueError(f"step {step} is not after step {self._last}, which is already saved")
+        if self._n_saved == self.keep:
+            self._remove_older_attempts()
+        hosts = list(zip(self._hosts.names, self._hosts.ranks, strict=True))
+        contents = Contents(_without_objects(state), self._pickles, self._world_size, hosts)
+        name = FileName(self._attempt, step, self._rank)
+        file = self._begin_file(name, contents.n_bytes)
+        file.write(contents)
+        self._finish_file(name, file)
+        if self.copies:
+            self._exchange_copies(name, file)
+        self._last, self._n_saved = step, self._n_saved + 1
+
+    def _begin_file(self, name: FileName, n_bytes: int) -> SnapshotFile:
+        """Return a file to write, under a name that no load reads: the oldest, or a new one."""
+        begun = self.folder / f".{name}"
+        kept = self._kept[name.owner]
+        while len(kept) >= self.keep:
+            oldest = kept.pop(0)
+            oldest.rename(begun)
+            if len(kept) < self.keep and oldest.n_bytes >= n_bytes:
+                return oldest
+            begun.unlink()
+        return SnapshotFile(begun, n_bytes)
+
+    def _finish_file(self, name: FileName, file: SnapshotFile) -> None:
+        file.rename(self.folder / str(name))
+        self._kept[name.owner].append(file)
+
+    def _exchange_copies(self, name: FileName, file: SnapshotFile) -> None:
+        hosts, used = self._hosts, file.used()
+        senders = [r for ranks in hosts.ranks for r in ranks if hosts.partner(r) == self._rank]
+        sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
+        partner = hosts.partner(self._rank)
+        self._exchange({partner: torch.tensor([used.numel()])}, sizes)
+        copies = {}
+        for sender, size in sizes.items():
+            copies[sender] = self._begin_file(name._replace(owner=sender), int(size))
+        received = {sender: copy.bytes[: int(sizes[sender])] for sender, copy in copies.items()}
+        self._exchange({partner: used}, received)
+        for sender, copy in copies.items():
+            self._finish_file(name._replace(owner=sender), copy)
+
+    def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+        group = self._group
+        works = [dist.irecv(into, group=group, group_src=rank) for rank, into in received.items()]
+        works += [dist.isend(data, group=group, group_dst=rank) for rank, data in sent.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _remove_older_attempts(self) -> None:
+        """Remove what earlier runs saved: this run has saved `keep` steps on all ranks."""
+        for name in names_in(self.folder):
+            if name.attempt < self._attempt:
+                (self.folder / str(name)).unlink(missing_ok=True)
+
+    # --- Load ------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any]) -> int | None:
+        """Load the newest step whose every part is in the memory of some host.
+
+        It may have been saved by another number of ranks, on another mesh. Each rank's own values
+        are loaded where they are still there. Files with wrong checksums do not count.
+
+        Args:
+            state: as for `save`. Tensors are loaded in place, other values replaced.
+
+        Returns:
+            Number of the step, or None on all ranks, if there is none; the state is then as before.
+            If a step is there in part, a warning says what is missing and on which hosts it was.
+        """
+        self._begin()
+        for leftover in unfinished_in(self.folder, self._attempt):
+            leftover.unlink(missing_ok=True)
+        mine = [name for name in names_in(self.folder) if self._reads(name.owner)]
+        every: list[list[tuple[str, int]]] = gathered([name[:2] for name in mine], self._group)
+        reasons = []
+        for attempt, step in sorted({key for keys in every for key in keys}, reverse=True):
+            part = {name.owner: name for name in mine if name[:2] == (attempt, step)}
+            if reason := self._load_step(part, state):
+                reasons.append(f"step {step} lacks {reason}")
+                continue
+            self._adopt(attempt, step)
+            return step
+        if reasons and self._rank == 0:
+            _log.warning("No snapshot is whole: %s. Load a checkpoint.", "; ".join(reasons))
+        self._adopt("", 0)
+        return None
+
+    def _load_step(self, names: dict[int, FileName], state: dict[str, Any]) -> str:
+        """Load one step, and return what is missing of it; then, nothing has been loaded."""
+        files, headers = {}, {}
+        for owner, name in names.items():
+            file = SnapshotFile(self.folder / str(name))
+            header = file.header()
+            if header is not None and file.is_sound(header):
+                files[owner], headers[owner] = file, header
+        target = _without_objects(state)
+        own = headers.get(self._rank)
+        plan = self._plan(target, {(self._rank, self._rank): own} if own is not None else {})
+        alone = own is not None and own.world_size == self._world_size and not plan.missing
+        everyone: list[dict[int, Header]] = []
+        if not all(gathered(alone, self._group)):
+            everyone = gathered(headers, self._group)
+            if not alone:
+                found = {(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
+                plan = self._plan(target, found)
+            lists: list[list[str]] = gathered(plan.missing, self._group)
+            if missing := sorted({text for texts in lists for text in texts}):
+                return _in_words(missing, everyone)
+        plan.read(self._sources(plan, files))
+        for key, value in state.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(target[key])
+            else:
+                state[key] = target[key]
+        gathered(None, self._group)  # nobody overwrites a file that others still read
+        return ""
+
+    def _plan(self, target: dict[str, Any], headers: dict[tuple[int, int], Header]) -> Plan:
+        near = set(self._hosts.ranks[self._hosts.mine])
+
+        def distance(holder: int) -> int:
+            return 0 if holder == self._rank else 1 if holder in near else 2
+
+        return Plan(target, headers, self._rank, self._world_size, distance)
+
+    def _sources(self, plan: Plan, files: dict[int, SnapshotFile]) -> list[torch.Tensor]:
+        """Return what each read needs, from this rank's files or sent by their holders."""
+        wanted = defaultdict(list)
+        for item, (place, record) in plan.reads:
+            if place.holder != self._rank:
+                wanted[place.holder].append((place.owner, record, item))
+        sent = {}
+        for rank, asked in enumerate(gathered(dict(wanted), self._group)):
+            if self._rank in asked:
+                parts = [part_of(files[owner], *what) for owner, *what in asked[self._rank]]
+                sent[rank] = torch.cat([_as_bytes(part) for part in parts])
+        received = {}
+        for holder, asked in wanted.items():
+            n_bytes = sum(_n_bytes(record, item) for _, record, item in asked)
+            received[holder] = torch.empty(n_bytes, dtype=torch.uint8)
+        self._exchange(sent, received)
+        sources, read = [], dict.fromkeys(received, 0)
+        for item, (place, record) in plan.reads:
+            if place.holder == self._rank:
+                sources.append(part_of(files[place.owner], record, item))
+                continue
+            start = read[place.holder]
+            read[place.holder] += _n_bytes(record, item)
+            flat = received[place.holder][start : read[place.holder]]
+            data = record.item.tensor_data
+            if data is not None:  # a copy, as the message has no gaps that align its parts
+                flat = flat.clone().view(data.properties.dtype).view(item.lengths)
+            sources.append(flat)
+        return sources
+
+    # --- Runs and hosts --------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin an attempt: agree on its name, and see which ranks share a folder."""
+        newest = max((int(name.attempt[:6]) for name in names_in(self.folder)), default=0)
+        every = gathered((newest, secrets.token_hex(4)), self._group)
+        self._attempt = f"{1 + max(number for number, _ in every):06d}-{every[0][1]}"
+        self._hosts = meet(self.folder, self._attempt, self._group)
+        if self.copies and len(self._hosts.ranks) == 1:
+            raise ValueError(
+                f"copies=1 needs a second host: all {self._world_size} ranks share "
+                f"{self._hosts.names[0]}. Pass copies=0"
+            )
+        self._last, self._n_saved = -1, 0
+        self._kept.clear()
+
+    def _reads(self, owner: int) -> bool:
+        """Whether this rank reads an owner's files, for its host."""
+        ranks = self._hosts.ranks[self._hosts.mine]
+        return self._rank == (owner if owner in ranks else ranks[owner % len(ranks)])
+
+    def _adopt(self, attempt: str, step: int) -> None:
+        """Let the files that are there be overwritten, those of the loaded step last."""
+        owners = [self._rank]
+        if self.copies:
+            ranks = [r for ranks in self._hosts.ranks for r in ranks]
+            owners += [r for r in ranks if self._hosts.partner(r) == self._rank]
+        names = [name for name in names_in(self.folder) if name.owner in owners]
+        for name in sorted(names, key=lambda name: (name[:2] == (attempt, step), name)):
+            self._kept[name.owner].append(SnapshotFile(self.folder / str(name), 1))
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group)
+
+
+def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the states of its objects, as `torch.distributed.checkpoint` reads it."""
+    return {
+        key: state[key].state_dict() if isinstance(state[key], Stateful) else state[key]
+        for key in sorted(state)
+    }
+
+
+def _as_bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().view(-1).view(torch.uint8)
+
+
+def _n_bytes(record: Record, item: ReadItem) -> int:
+    data = record.item.tensor_data
+    if data is None:
+        return record.n_bytes
+    return item.lengths.numel() * data.properties.dtype.itemsize
+
+
+def _in_words(missing: list[str], everyone: list[dict[int, Header]]) -> str:
+    """Return what is missing, and the hosts of the ranks whose files are."""
+    header = next((h for held in everyone for h in held.values()), None)
+    there = {owner for held in everyone for owner in held}
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    text = ", ".join(missing[:_NAMED]) + more
+    if header is None:
+        return text + " (no file of it is sound)"
+    lost = {name: [r for r in ranks if r not in there] for name, ranks in header.hosts}
+    hosts = [f"ranks {ranks} on {name}" for name, ranks in lost.items() if ranks]
+    return text + (f" (the files of {', '.join(hosts)} are lost)" if hosts else "")

@@ -1,0 +1,256 @@
+"""A state that is kept in memory, on real ranks. A folder is a host."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from snapshot_job import Job
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from helpers.crew import Crew
+from helpers.forked import Forked
+from meshverse import init_device_mesh
+from meshverse.parallel import Snapshot
+from meshverse.parallel.snapshot.file import names_in
+
+HOSTS = 2
+
+
+def _folder(root: Path) -> Path:
+    return root / f"host{dist.get_rank() * HOSTS // dist.get_world_size()}"
+
+
+# --- A whole trainer -----------------------------------------------------------------------------
+
+
+def _train(root: Path, copies: int, replicas: int) -> list[float]:
+    job, snapshot = Job(replicas), Snapshot(_folder(root), copies=copies)
+    assert snapshot.load(job.state) is None
+    losses = []
+    for step in range(5):
+        losses.append(job.step())
+        if step < 3:
+            snapshot.save(step + 1, job.state)
+    return losses
+
+
+def _go_on(root: Path, copies: int, replicas: int) -> tuple[int | None, list[float]]:
+    job, snapshot = Job(replicas), Snapshot(_folder(root), copies=copies)
+    job.step()  # what a load must undo
+    step = snapshot.load(job.state)
+    losses = []
+    for number in range(step or 0, 5):
+        losses.append(job.step())
+        snapshot.save(number + 1, job.state)
+    return step, losses
+
+
+@pytest.mark.parametrize(
+    ("copies", "replicas", "lost"),
+    [(1, 1, "host0"), pytest.param(0, 2, "nothing", marks=pytest.mark.long)],
+)
+def test_losses_after_a_load_equal_those_without_one(
+    crew: Crew, tmp_path: Path, copies: int, replicas: int, lost: str
+) -> None:
+    losses = crew.run(_train, 8, tmp_path, copies, replicas)[0]
+    shutil.rmtree(tmp_path / lost, ignore_errors=True)
+    for step, later in crew.run(_go_on, 8, tmp_path, copies, replicas):
+        assert (step, later) == (3, losses[3:])
+    for host in ("host0", "host1"):
+        assert len(names_in(tmp_path / host)) <= 4 * 2 * (1 + copies)
+
+
+def _values(job: Job) -> dict[str, torch.Tensor]:
+    values = dict(job.model.named_parameters())
+    for name, parameter in job.model.named_parameters():
+        of_optimizer = job.optimizer.state[parameter]
+        values |= {f"{name} {key}": of_optimizer[key] for key in ("exp_avg", "exp_avg_sq")}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        for name, value in values.items()
+    }
+
+
+def _shared(job: Job) -> dict[str, Any]:
+    """Return the state without the values that each rank has for itself."""
+    return {key: value for key, value in job.state.items() if "of rank" not in key}
+
+
+def _train_replicas(root: Path) -> dict[str, torch.Tensor]:
+    job, snapshot = Job(replicas=2), Snapshot(_folder(root))
+    for step in range(2):
+        job.step()
+        snapshot.save(step + 1, _shared(job))
+    return _values(job)
+
+
+def _load_replicas(
+    root: Path, replicas: int
+) -> tuple[int | None, dict[str, torch.Tensor], dict[str, Any]]:
+    job, snapshot = Job(replicas), Snapshot(_folder(root))
+    job.step()
+    step = snapshot.load(_shared(job))
+    return step, _values(job), job.scheduler.state_dict()
+
+
+def test_replicas_cover_a_lost_host_on_as_many_and_on_fewer_ranks(
+    crew: Crew, tmp_path: Path
+) -> None:
+    saved = crew.run(_train_replicas, 8, tmp_path)[0]
+    shutil.rmtree(tmp_path / "host1")
+    for n_ranks, replicas in ((8, 2), (4, 1)):
+        for step, values, scheduler in crew.run(_load_replicas, n_ranks, tmp_path, replicas):
+            assert (step, scheduler["last_epoch"]) == (2, 2)
+            torch.testing.assert_close(values, saved, rtol=0, atol=0)
+
+
+# --- Small states --------------------------------------------------------------------------------
+
+
+def _state(value: float, own: bool = False) -> dict[str, Any]:
+    """Return a sharded, a replicated, an unsharded and a pickled value; all 0 in a fresh one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(24.0).view(8, 3) * value
+    state: dict[str, Any] = {
+        "sharded": distribute_tensor(full, mesh, [Shard(0)]),
+        "replicated": distribute_tensor(full + value, mesh, [Replicate()]),
+        "nested": {"plain": torch.full((5,), value, dtype=torch.bfloat16), "count": int(value)},
+    }
+    if own:
+        state["own"] = dist.get_rank() * value
+    return state
+
+
+def _plain(state: dict[str, Any]) -> list[Any]:
+    nested = state["nested"]
+    tensors = [state["sharded"].full_tensor(), state["replicated"].full_tensor(), nested["plain"]]
+    return [*(tensor.tolist() for tensor in tensors), nested["count"], state.get("own")]
+
+
+def _save(root: Path, steps: list[int], last_on: Sequence[int], own: bool) -> None:
+    snapshot = Snapshot(_folder(root))
+    snapshot.load(_state(0, own))
+    for step in steps:
+        state = _state(step, own)
+        dist.barrier()
+        if step < steps[-1] or dist.get_rank() in last_on:
+            snapshot.save(step, state)
+
+
+def _load(root: Path, own: bool = False) -> tuple[int | None, list[Any], list[Any], list[str]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("meshverse.parallel.snapshot.snapshot")
+    log.addHandler(handler)
+    state = _state(0, own)
+    step = Snapshot(_folder(root)).load(state)
+    log.removeHandler(handler)
+    expected = _plain(_state(step or 0, own))
+    return step, _plain(state), expected, [record.getMessage() for record in records]
+
+
+def _assert_loaded(answers: list[Any], step: int | None) -> str:
+    for loaded, values, expected, _ in answers:
+        assert loaded == step
+        assert values == expected
+    return " ".join(text for *_, said in answers for text in said)
+
+
+def test_all_ranks_load_the_newest_step_that_all_have_saved(crew: Crew, tmp_path: Path) -> None:
+    crew.run(_save, 4, tmp_path, [1, 2, 3], (1, 2, 3), False)
+    assert _assert_loaded(crew.run(_load, 4, tmp_path), 2) == ""
+    # A later run saves step 3 on the other rank: files of two runs are not combined.
+    crew.run(_save, 4, tmp_path, [3], (0,), False)
+    _assert_loaded(crew.run(_load, 4, tmp_path), 2)
+    _assert_loaded(crew.run(_load, 2, tmp_path), 2)
+
+
+def test_a_damaged_file_does_not_count(crew: Crew, tmp_path: Path) -> None:
+    crew.run(_save, 4, tmp_path, [1, 2], range(4), False)
+    newest = names_in(tmp_path / "host1")[-1]
+    assert (newest.step, newest.owner) == (2, 3)
+    with (tmp_path / "host1" / str(newest)).open("r+b") as file:
+        file.seek(64)
+        file.write(b"\xff")
+    _assert_loaded(crew.run(_load, 4, tmp_path), 1)
+
+
+def test_what_nobody_has_is_named_and_leaves_the_state_alone(crew: Crew, tmp_path: Path) -> None:
+    crew.run(_save, 4, tmp_path, [7], range(4), False)
+    shutil.rmtree(tmp_path / "host1")
+    said = _assert_loaded(crew.run(_load, 4, tmp_path), None)
+    assert "No snapshot is whole: step 7 lacks 'sharded'" in said
+    assert "the files of ranks [2, 3] on " in said
+    assert f"{tmp_path / 'host1'} are lost" in said
+    assert "replicated" not in said
+
+
+def test_values_that_differ_between_ranks_go_to_their_own_rank_or_nowhere(
+    crew: Crew, tmp_path: Path
+) -> None:
+    crew.run(_save, 4, tmp_path, [7], range(4), True)
+    _assert_loaded(crew.run(_load, 4, tmp_path, True), 7)
+    said = _assert_loaded(crew.run(_load, 2, tmp_path, True), None)
+    assert "step 7 lacks this rank's value of 'own' (other ranks saved different values" in said
+
+
+def _errors(root: Path) -> None:
+    with pytest.raises(ValueError, match="keep=1 steps are too few"):
+        Snapshot(root, keep=1)
+    with pytest.raises(ValueError, match="copies=2 is not possible"):
+        Snapshot(root, copies=2)
+    snapshot = Snapshot(root, copies=1)
+    with pytest.raises(ValueError, match="copies=1 needs a second host: all 2 ranks share"):
+        snapshot.save(1, {})
+    snapshot = Snapshot(root)
+    snapshot.save(1, {"a": torch.ones(2)})
+    with pytest.raises(ValueError, match="step 1 is not after step 1"):
+        snapshot.save(1, {"a": torch.ones(2)})
+
+
+def test_bad_arguments_raise(crew: Crew, tmp_path: Path) -> None:
+    crew.run(_errors, 2, tmp_path)
+
+
+# --- Kills in the middle of a save ---------------------------------------------------------------
+
+_SAVE = """
+import sys, torch, torch.distributed as dist
+from meshverse.parallel import Snapshot
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+state = {str(i): torch.zeros(1_000_000) for i in range(16)}
+snapshot = Snapshot(sys.argv[1])
+first = snapshot.load(state) or 0
+assert all(bool((value == first).all()) for value in state.values()), first
+print(first, flush=True)
+for step in range(first + 1, int(sys.argv[2])):
+    for value in state.values():
+        value.fill_(step)
+    snapshot.save(step, state)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_kill_in_the_middle_of_a_save_leaves_the_step_before(tmp_path: Path) -> None:
+    last = 0
+    for _ in range(5):
+        begun = set(tmp_path.glob(".*.snapshot"))
+        program = Forked(["-c", _SAVE, str(tmp_path), str(10**9)])
+        while not (names_in(tmp_path) and set(tmp_path.glob(".*.snapshot")) - begun):
+            assert program.is_alive()
+        program.kill()
+        _, out, err = program.communicate()
+        assert not err
+        last, before = names_in(tmp_path)[-1].step, last
+        assert not out or int(out) == before
+    status, out, err = Forked(["-c", _SAVE, str(tmp_path), "0"]).communicate()
+    assert (status, out, err) == (0, f"{last}\n", "")
