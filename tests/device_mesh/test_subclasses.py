@@ -294,3 +294,23 @@ def test_a_name_that_only_our_class_has_can_be_the_subclass_s_own(name: str) -> 
         assert mesh.get_local_rank("tp") == 0
         copy.deepcopy(mesh)
         assert mesh["dp", "tp"].size() == 8
+
+
+@pytest.mark.parametrize("name", _NEW_NAMES)
+def test_a_name_that_only_our_class_has_can_be_assigned(name: str) -> None:
+    with fake_world(8):
+        mesh = DeviceMesh("cpu", torch.tensor(_RANKS), mesh_dim_names=_NAMES)
+        before = getattr(mesh, name)
+        setattr(mesh, name, "own")
+        assert getattr(mesh, name) == "own"
+        assert mesh["tp"].size() == 4
+        assert getattr(mesh["tp"], name) != "own"
+        assert mesh._flatten("all").size() == 8
+        assert mesh._unflatten("tp", (2, 2), ("x", "y")).size() == 8
+        assert mesh.get_group("tp").size() == 4
+        assert mesh == mesh["dp", "tp"]
+        assert "dp=2" in repr(mesh)
+        delattr(mesh, name)
+        assert getattr(mesh, name) == before or name in ("flattened", "group_names")
+        with pytest.raises(AttributeError):
+            delattr(mesh, name)

@@ -19,7 +19,7 @@ from typing_extensions import Self
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
 from meshverse.graphs.traced_coordinates import traced_coordinate
-from meshverse.layouts.computed import computed
+from meshverse.layouts.computed import assignable, computed
 from meshverse.layouts.derivation import (
     MeshDescription,
     axis_index,
@@ -147,6 +147,7 @@ class DeviceMesh(StockDeviceMesh):
     _root_mesh: StockDeviceMesh | None
     _dim_group_names: list[str]  # type: ignore[assignment]  # torch writes it too
     _coordinate_on_dim: Any  # set if this rank cannot change; otherwise see `_CheckedCoordinate`
+    _assigned: dict[str, Any] | None = None  # what a program assigned to our own public names
 
     # --- creating a mesh ------------------------------------------------------------------------
 
@@ -360,22 +361,22 @@ class DeviceMesh(StockDeviceMesh):
 
     # --- properties -----------------------------------------------------------------------------
 
-    @property
+    @assignable
     def universe(self) -> Universe:
         """Universe of this mesh: its ranks, process groups and related meshes."""
         return self._universe
 
-    @property
+    @assignable
     def description(self) -> MeshDescription:
         """Device type, axes and tags of this mesh, without its universe and groups."""
         return self._description
 
-    @property
+    @assignable
     def layout(self) -> Layout:
         """Layout of each axis over the positions of the universe's rank map."""
         return self._description.layout
 
-    @property
+    @assignable
     def flattened(self) -> Mapping[str, DeviceMesh]:
         """Flattened meshes by name: those that the root of this mesh has."""
         return self._root()._flatten_mapping
@@ -788,12 +789,12 @@ class DeviceMesh(StockDeviceMesh):
         names = self._dim_group_names
         return None if isinstance(names, MissingGroups) else tuple(names)
 
-    @property
+    @assignable
     def has_groups(self) -> bool:
         """Whether this mesh has process groups, lazy ones included; the same on all ranks."""
         return not isinstance(self._dim_group_names, MissingGroups)
 
-    @property
+    @assignable
     def group_names(self) -> tuple[str, ...] | None:
         """c10d names of this rank's process groups, one per axis; None if the mesh has no groups.
 
