@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import sys
 import threading
 from pathlib import Path
 
@@ -42,7 +43,11 @@ def test_other_files_cost_only_themselves(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_damaged_pickle_raises_nothing_but_its_own_reason(seed: int, tmp_path, capsys) -> None:
+def test_a_damaged_pickle_raises_nothing_but_its_own_reason(
+    seed: int, tmp_path, capsys, monkeypatch
+) -> None:
+    # Another test's default group may have left torch's hook, which writes ranks before each line.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     _LATE.write(tmp_path, _NCCL)
     file = tmp_path / "nccl_trace_rank_0"
     whole, chance = file.read_bytes(), random.Random(seed)
