@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from .private_names import StockDeviceMesh
 from .tracing import real_mesh
 
@@ -42,8 +44,12 @@ def check_merged_steps(
     @functools.wraps(merge)
     def merge_checked(steps: list[Any], device_mesh: Any, *placements: Any) -> list[Any]:
         merged: list[Any] = merge(steps, device_mesh, *placements)
+        if len(merged) == len(steps):
+            return merged
+        if is_dynamo_compiling():  # it cannot look into the mesh; single steps are always right
+            return steps
         mesh = real_mesh(device_mesh)
-        if len(merged) == len(steps) or not isinstance(mesh, mesh_class):
+        if not isinstance(mesh, mesh_class):
             return merged
         checked, first = [], 0
         for step in merged:
