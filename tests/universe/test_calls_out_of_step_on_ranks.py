@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.sleeping import sleep
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups import creation
 from meshverse.world.run_store import RunStore
@@ -75,8 +78,11 @@ def test_threads_may_number_universes_in_another_order(crew: Crew) -> None:
         assert reached == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
 
 
-def _again_after_some_failed() -> list[int]:
-    """Ranks 0 and 1 fail, the others destroy what they made; all make it again and derive."""
+def _again_after_some_failed(folder: str) -> tuple[str, list[int]]:
+    """Ranks 0 and 1 fail, the others destroy what they made; all make it again, and in a new world.
+
+    Ranks 0 and 1 cannot know that the others have destroyed the groups that they all got.
+    """
     short = timedelta(seconds=4)  # short-timeout: it must elapse
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
@@ -100,14 +106,25 @@ def _again_after_some_failed() -> list[int]:
         assert dist.get_rank() > 1
         mesh.universe.destroy()
     dist.barrier()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, timeout=short)
-    return reached_by(mesh["dp"].unflatten("dp", (1, 2), ("a", "b")).get_group("b"))
+    error = ""
+    try:
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, timeout=short)
+    except RuntimeError as raised:
+        error = str(raised)
+    sleep(folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
+    return error, reached_by(mesh["dp"].unflatten("dp", (1, 2), ("a", "b")).get_group("b"))
 
 
 @pytest.mark.long
-def test_all_can_go_on_after_some_failed_and_others_destroyed(crew: Crew) -> None:
-    for rank, reached in enumerate(crew.run(_again_after_some_failed, 4)):
+def test_a_group_that_only_some_have_destroyed_is_an_error_until_the_next_world(
+    crew: Crew, tmp_path: Path
+) -> None:
+    # If a failed rank calls again first, the other one waits for it until the timeout.
+    texts = "which this rank has destroyed. A group that only some members|1 of 2 members joined"
+    for rank, (error, reached) in enumerate(crew.run(_again_after_some_failed, 4, str(tmp_path))):
         assert reached == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
+        assert rank < 2 or re.search(texts, error), error
 
 
 def _interrupted_in_the_comparison() -> list[int]:

@@ -51,6 +51,18 @@ _NAMED = 16  # most members that a message names
 _MOST_READ = 1_000  # most members whose strings are looked up to find missing members
 
 
+def _without_kept(outcome: str) -> str:
+    """Return an outcome as an error of a member that has not the group that another one kept."""
+    if not outcome.startswith(_KEPT):
+        return outcome
+    _, name, who = outcome.split(" ", 2)
+    return (
+        f"another member goes on with {name} ({who}), which this rank has destroyed. A group that "
+        "only some members have ended cannot be used again: call destroy_process_group() and "
+        "init_process_group() on all ranks"
+    )
+
+
 class Joined(NamedTuple):
     """A rendezvous that all members have joined.
 
@@ -143,7 +155,7 @@ class Rendezvous(WorldState):
             if outcome.startswith(_ALL_JOINED):
                 return Joined(number, _unpacked(outcome.removeprefix(_ALL_JOINED)))
             if text is not None or not was_immediate:
-                raise RuntimeError(outcome)
+                raise RuntimeError(_without_kept(outcome))
 
     def keep(self, world: World, name: str, kept: str) -> None:
         """Have the other members of a rendezvous keep to a group that they have; see the module.
