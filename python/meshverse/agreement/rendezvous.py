@@ -52,7 +52,7 @@ _MOST_READ = 1_000  # most members whose strings are looked up to find missing m
 
 
 def _without_kept(outcome: str) -> str:
-    """Return an outcome as an error of a member that has not the group that another one kept."""
+    """Return an outcome as an error of a member that lacks the group which another one kept."""
     if not outcome.startswith(_KEPT):
         return outcome
     _, name, who = outcome.split(" ", 2)
