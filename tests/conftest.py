@@ -116,6 +116,14 @@ def crew() -> Iterator[Crew]:
     started.stop()
 
 
+@pytest.fixture
+def fresh_crew() -> Iterator[Crew]:
+    """Processes that ran no other test, whose threads and sockets may still be on their way out."""
+    started = Crew()
+    yield started
+    started.stop()
+
+
 @pytest.fixture(scope="session")
 def bound_crew() -> Iterator[Crew]:
     """Processes with an accelerator of the tests' own, which they keep: `helpers.splitting`."""

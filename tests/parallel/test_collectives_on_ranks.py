@@ -226,8 +226,8 @@ def _held() -> tuple[set[str], int, int]:
     return group_names(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def test_closing_frees_what_was_made(crew) -> None:
-    for before, during, after in crew.run(_close_twice, 4):
+def test_closing_frees_what_was_made(fresh_crew) -> None:
+    for before, during, after in fresh_crew.run(_close_twice, 4):
         assert len(during[0]) > len(before[0])
         assert during[1] > before[1]
         assert during[2] > before[2]

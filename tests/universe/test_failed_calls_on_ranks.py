@@ -94,8 +94,8 @@ def _groups_of_one_rank() -> list[tuple[int, int]]:
     return held
 
 
-def test_groups_of_one_rank_are_given_back_too(crew: Crew) -> None:
-    for held in crew.run(_groups_of_one_rank, 2):
+def test_groups_of_one_rank_are_given_back_too(fresh_crew: Crew) -> None:
+    for held in fresh_crew.run(_groups_of_one_rank, 2):
         assert held == [held[0]] * 3
         assert held[0][0] == 1
 

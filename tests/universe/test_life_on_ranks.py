@@ -77,8 +77,8 @@ def _destroy(way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["destroy", pytest.param("abort", marks=pytest.mark.long)])
-def test_what_was_made_is_given_back_and_nothing_else(crew: Crew, way: str) -> None:
-    for seen in crew.run(_destroy, 4, way):
+def test_what_was_made_is_given_back_and_nothing_else(fresh_crew: Crew, way: str) -> None:
+    for seen in fresh_crew.run(_destroy, 4, way):
         assert seen["after"]["groups"] == seen["before"]["groups"]
         assert seen["during"]["groups"] == seen["before"]["groups"] + 3
         for what in ("threads", "descriptors"):
@@ -114,8 +114,8 @@ def _resident_bytes() -> int:
 
 
 @pytest.mark.long
-def test_cycles_of_making_and_destroying_leave_nothing_behind(crew: Crew) -> None:
-    for seen in crew.run(_many_cycles, 4, _CYCLES):
+def test_cycles_of_making_and_destroying_leave_nothing_behind(fresh_crew: Crew) -> None:
+    for seen in fresh_crew.run(_many_cycles, 4, _CYCLES):
         assert seen["after"] == seen["before"]
         assert seen["grown"] < _CYCLES * 40_000  # gloo's buffers, of which malloc keeps some
 
@@ -146,9 +146,9 @@ def _cycles_alone(backend: str, cycles: int) -> dict[str, Any]:
     ],
 )
 def test_hundreds_of_cycles_leave_nothing_behind(
-    crew: Crew, backend: str, cycles: int, kept: int
+    fresh_crew: Crew, backend: str, cycles: int, kept: int
 ) -> None:
-    [seen] = crew.run(_cycles_alone, 1, backend, cycles)
+    [seen] = fresh_crew.run(_cycles_alone, 1, backend, cycles)
     assert seen["after"] == seen["before"]
     # A free-threaded Python frees some of its memory later.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -177,9 +177,9 @@ def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
     return seen
 
 
-def test_meshes_of_ended_worlds_keep_nothing_alive(crew: Crew) -> None:
+def test_meshes_of_ended_worlds_keep_nothing_alive(fresh_crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for seen in crew.run(_worlds_one_after_another, 4, folder):
+        for seen in fresh_crew.run(_worlds_one_after_another, 4, folder):
             assert seen[0] == seen[1] == seen[2]
 
 
