@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from meshverse import _torch_compat as compat
 from meshverse.dropin import install
-from meshverse.report.calling_threads import CallingThreads
-from meshverse.report.explain import in_surplus
-from meshverse.report.summary import in_numbers, what_queues
+from meshverse.explain.calling_threads import CallingThreads
+from meshverse.explain.explanation import in_surplus
+from meshverse.tools.commands.summary import in_numbers, what_queues
 from meshverse.universe.registry import WorldUniverses
 from meshverse.wording import counted
 from meshverse.world.world import World, WorldState, on_new_world
@@ -91,7 +91,7 @@ class _Report(WorldState):
             return
         # The program may have ended its world, as it should: that is not worth a line here.
         threads = CallingThreads(self._since_ns)  # read once for all universes
-        explained = [universe._explain(None, None, threads) for universe in universes.kept]
+        explained = [universe._explain(None, threads) for universe in universes.kept]
         explanations = [replace(explanation, ended="") for explanation in explained]
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:
