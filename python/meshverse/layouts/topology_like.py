@@ -1,4 +1,4 @@
-"""What the core asks of a topology; `meshverse.Topology` is one."""
+"""The methods of a topology that meshes call; `meshverse.Topology` has them."""
 
 from __future__ import annotations
 

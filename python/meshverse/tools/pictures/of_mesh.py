@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshverse import Universe
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.universe.universe import Universe
 from meshverse.wording import did_you_mean
 
 from .model import PicturedGroups, PicturedView
