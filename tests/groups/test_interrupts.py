@@ -22,7 +22,7 @@ from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._torch_compat.creation import create_by_members
 from meshverse._torch_compat.groups import end_group
-from meshverse.device_mesh import device_mesh
+from meshverse.device_mesh import logged_once
 from meshverse.universe.registry import universes_here
 from meshverse.world.world import World
 
@@ -309,7 +309,7 @@ def _tries_again_alone(number: signal.Signals, place: str, others_too: bool) -> 
             if is_first and rank == 0 and place in _GROUPS:
                 patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", InterruptsOnce)
             elif is_first and rank == 0:
-                patch.setattr(device_mesh, "register_root", interrupted)
+                patch.setattr(logged_once, "register_root", interrupted)
             try:
                 if mesh is None or others_too:
                     mesh = _mesh(lazy=False, seconds=60)
