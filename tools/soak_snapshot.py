@@ -1,8 +1,8 @@
-"""Kill, stop and lose ranks of a job that keeps its state in memory, and compare every loss.
+"""Kill and stop ranks and hosts of a job that keeps its state in memory, and compare every loss.
 
-Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. All
-losses must equal those of a job that nobody disturbed, bit by bit. When both torchruns are killed,
-they are started again.
+Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. The hits
+are at any moment, in the middle of saves, and in the middle of loads. All losses must equal those
+of a job that nobody disturbed, bit by bit. A torchrun that was killed is started again.
 
     python tools/soak_snapshot.py --seconds 3600
 
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -32,103 +33,195 @@ JOB = ROOT / "tests" / "parallel" / "snapshot_job.py"
 WORKER = ROOT / "tests" / "helpers" / "forked.py"
 PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+LIMIT_S = 600  # in which ranks come back
+
+VICTIMS = ["one rank"] * 3 + ["several ranks"] * 2 + ["all ranks of a host"] * 2
+MOMENTS = ["at any moment", "in a save", "in a load"]
+KINDS = ["kill"] * 8 + ["kill, and the host's memory is lost"] * 4 + ["stop", "stop for a while"]
+RARE = ["kill both torchruns", "kill a torchrun"]
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        return int(bound.getsockname()[1])
+class Rank(NamedTuple):
+    """A living rank, and the file with its notes."""
+
+    process: psutil.Process
+    notes: Path
+
+    def does(self) -> str:
+        """Return what the rank does: `begin`, `load`, `save` or `step`."""
+        last = (self.notes.read_text().splitlines() or ["begin"])[-1]
+        if last.startswith(("from", "saved")):
+            return "step"
+        return "save" if last[0].isdigit() else last
 
 
-def start(
-    folder: Path, host: int, port: int, steps: int, hosts: int = 2, restarts: int = 1000
-) -> Forked:
-    """Start one host's torchrun."""
-    command = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={PER_HOST}"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
-    command += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=soak", "--local-addr=localhost"]
-    command += ["--run-path", "--start-method=forkserver", "--redirects=3"]
-    command += [f"--log-dir={folder / 'logs' / str(host)}", str(WORKER), str(JOB)]
-    arguments = [folder / f"memory{host}", folder / "losses", steps, 1, 2, 20]
-    return Forked([*command, *map(str, arguments)], env=ENV)
+class Soak:
+    """A job on two hosts.
 
+    Args:
+        folder: its files.
+        steps: when it ends.
+        restarts: how often each torchrun restarts it.
+    """
 
-def losses_of(folder: Path) -> tuple[dict[int, set[str]], int, int]:
-    """Return all losses that ranks noted for each step, and how often ranks began, and went on."""
-    losses: dict[int, set[str]] = {}
-    begun, from_memory = 0, 0
-    for note in (folder / "losses").glob("*"):
-        for line in note.read_text().splitlines():
-            word, _, rest = line.partition(" ")
-            if word == "from":
-                begun += 1
-                from_memory += not rest.startswith("0 ")
-            elif word != "end" and rest.endswith(tuple("0123456789")):
-                losses.setdefault(int(word), set()).add(rest)
-    return losses, begun, from_memory
+    def __init__(self, folder: Path, steps: int = 10**9, restarts: int = 1000) -> None:
+        self.folder, self._steps, self._restarts = folder, steps, restarts
+        (folder / "losses").mkdir(parents=True)
+        self.agents: list[Forked] = []
+        self.begin()
 
+    def begin(self) -> None:
+        """Start both torchruns."""
+        with socket.socket() as bound:
+            bound.bind(("localhost", 0))
+            self._port = int(bound.getsockname()[1])
+        self.agents = [self.agent(host) for host in range(2)]
 
-def alive(folder: Path, agents: list[Forked]) -> list[list[psutil.Process]]:
-    """Return the living ranks of each host."""
-    noted = {int(note.name.split(".")[1]) for note in (folder / "losses").glob("*")}
-    return [[one for one in _below(agent) if one.pid in noted] for agent in agents]
+    def agent(self, host: int) -> Forked:
+        """Start one host's torchrun."""
+        command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={PER_HOST}"]
+        command += [f"--max-restarts={self._restarts}", "--monitor-interval=0.1"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._port}"]
+        command += ["--rdzv-id=soak", "--local-addr=localhost"]
+        command += ["--run-path", "--start-method=forkserver", "--redirects=3"]
+        command += [f"--log-dir={self.folder / 'logs' / str(host)}", str(WORKER), str(JOB)]
+        memory = self.folder / f"memory{host}"
+        arguments = [memory, self.folder / "losses", self._steps, 1, 2, 20]
+        return Forked([*command, *map(str, arguments)], env=ENV)
+
+    def end(self, *hosts: int) -> None:
+        """Kill torchruns and all that they started."""
+        for host in hosts:
+            below = _below(self.agents[host])
+            self.agents[host].kill()
+            _send(signal.SIGKILL, below)
+            self.agents[host].communicate()
+
+    def hosts(self) -> list[list[Rank]]:
+        """Return the living ranks of each host."""
+        notes = {note.name.split(".")[2]: note for note in (self.folder / "losses").iterdir()}
+        return [
+            [Rank(one, notes[str(one.pid)]) for one in _below(agent) if str(one.pid) in notes]
+            for agent in self.agents
+        ]
+
+    def wait_for(self, moment: str) -> list[list[Rank]] | None:
+        """Return the living ranks of each host at a moment; None if it did not come."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            hosts = self.hosts()
+            everyone = [rank for ranks in hosts for rank in ranks]
+            for _ in range(100 if len(everyone) == 2 * PER_HOST else 0):
+                does = [rank.does() for rank in everyone]
+                if moment == "in a load" and "load" in does:
+                    return hosts
+                if not {"begin", "load"} & {*does} and (moment != "in a save" or "save" in does):
+                    return hosts
+                time.sleep(0.002)
+            time.sleep(0.05)
+        return None
+
+    def hit(self, kind: str, whom: str, moment: str, draw: random.Random) -> Counter[str] | None:
+        """Disturb the job in one way.
+
+        Returns:
+            What the ranks did at that moment; None if there was no such moment.
+        """
+        if moment == "in a load" and (hosts := self.wait_for("at any moment")):
+            _send(signal.SIGKILL, [draw.choice([rank.process for ranks in hosts for rank in ranks])])
+        hosts = self.wait_for(moment)
+        if not hosts:
+            return None
+        host = draw.randrange(2)
+        everyone = [rank for ranks in hosts for rank in ranks]
+        if kind in RARE:
+            victims = everyone
+            chosen = [0, 1] if kind == "kill both torchruns" else [1]
+            self.end(*chosen)
+            if len(chosen) == 2:
+                self.begin()
+            else:
+                self.agents[1] = self.agent(1)
+        else:
+            whole = whom == "all ranks of a host" or "memory" in kind
+            several = draw.sample(everyone, 1 if whom == "one rank" else draw.randint(2, 6))
+            victims = hosts[host] if whole else several
+            processes = [rank.process for rank in victims]
+            if "memory" in kind:
+                os.kill(self.agents[host].pid, signal.SIGSTOP)
+            _send(signal.SIGSTOP if "stop" in kind else signal.SIGKILL, processes)
+            if "memory" in kind:
+                shutil.rmtree(self.folder / f"memory{host}")
+                os.kill(self.agents[host].pid, signal.SIGCONT)
+            if kind == "stop for a while":
+                time.sleep(draw.uniform(0.5, 5))
+                _send(signal.SIGCONT, processes)
+        return Counter(rank.does() for rank in victims)
 
 
 def _below(agent: Forked) -> list[psutil.Process]:
-    try:
-        return psutil.Process(agent.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    """Return the living processes that a torchrun started."""
+    below = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(agent.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.status() != psutil.STATUS_ZOMBIE:
+                    below.append(one)
+    return below
 
 
-def send(what: signal.Signals, processes: list[psutil.Process]) -> None:
+def _send(what: signal.Signals, processes: list[psutil.Process]) -> None:
     """Send a signal to processes, some of which may have ended."""
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.send_signal(what)
 
 
-def end(agents: list[Forked]) -> None:
-    """Kill torchruns and all that they started."""
-    for agent in agents:
-        below = _below(agent)
-        agent.kill()
-        send(signal.SIGKILL, below)
-        agent.communicate()
+def losses_of(folder: Path) -> tuple[dict[int, set[str]], Counter[int], Counter[str]]:
+    """Return what ranks noted.
+
+    Returns:
+        All losses of each step; how many steps each start of a rank took back; and how many ranks
+        began from memory, from nothing, or ended before they had loaded.
+    """
+    losses: dict[int, set[str]] = {}
+    taken_back: Counter[int] = Counter()
+    starts: Counter[str] = Counter()
+    newest: dict[str, int] = {}
+    for note in sorted((folder / "losses").iterdir()):
+        rank = note.name.split(".")[1]
+        first = None
+        for line in note.read_text().splitlines():
+            word, _, rest = line.partition(" ")
+            if word == "from":
+                first = int(rest.split()[0])
+                if rank in newest:
+                    taken_back[newest[rank] + 1 - first] += 1
+            elif word.isdigit():
+                losses.setdefault(int(word), set()).add(rest)
+                newest[rank] = int(word)
+        starts["ended in a load" if first is None else "from memory" if first else "from 0"] += 1
+    return losses, taken_back, starts
 
 
-def hit(kind: str, folder: Path, agents: list[Forked], draw: random.Random) -> bool:
-    """Disturb the job in one way, unless it has no ranks now."""
-    hosts = alive(folder, agents)
-    everyone = [one for host in hosts for one in host]
-    if len(everyone) < 2 * PER_HOST:
-        return False
-    if kind == "kill one":
-        send(signal.SIGKILL, draw.sample(everyone, 1))
-    elif kind == "kill several":
-        send(signal.SIGKILL, draw.sample(everyone, draw.randint(2, 6)))
-    elif kind == "stop one":
-        send(signal.SIGSTOP, draw.sample(everyone, 1))
-    elif kind == "lose a host's ranks and memory":
-        host = draw.randrange(2)
-        os.kill(agents[host].pid, signal.SIGSTOP)
-        send(signal.SIGKILL, hosts[host])
-        shutil.rmtree(folder / f"memory{host}")
-        os.kill(agents[host].pid, signal.SIGCONT)
-    else:
-        end(agents)
-        port = free_port()
-        agents[:] = [start(folder, host, port, 10**9) for host in range(2)]
-    return True
-
-
-KINDS = (
-    ["kill one"] * 4
-    + ["kill several"] * 3
-    + ["lose a host's ranks and memory"] * 3
-    + ["stop one", "kill both torchruns"]
-)
+def undisturbed(folder: Path, steps: int) -> tuple[dict[int, set[str]], list[str]]:
+    """Run the job without hits; return its losses, and what its ranks held, in time."""
+    soak, held = Soak(folder, steps, restarts=0), []
+    while any(agent.is_alive() for agent in soak.agents):
+        ranks = [rank.process for ranks in soak.hosts() for rank in ranks]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mb = max(one.memory_info().rss for one in ranks) >> 20 if ranks else 0
+            files, threads = (
+                max(count(one) for one in ranks) if ranks else 0
+                for count in (psutil.Process.num_fds, psutil.Process.num_threads)
+            )
+            if len(ranks) == 2 * PER_HOST:
+                held.append(f"{mb} MB, {files} open files, {threads} threads")
+        time.sleep(5)
+    for agent in soak.agents:
+        status, _, err = agent.communicate()
+        assert status == 0, err
+    return losses_of(folder)[0], held
 
 
 def main() -> None:
@@ -140,44 +233,48 @@ def main() -> None:
         "--every", type=float, nargs=2, default=(2, 12), help="seconds between hits"
     )
     options = parser.parse_args()
-    draw, hits = random.Random(options.seed), Counter()
+    draw = random.Random(options.seed)
+    hits: Counter[str] = Counter()
+    did: Counter[str] = Counter()
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir="/dev/shm"))
-    port, unfinished, files = free_port(), 0, 0
-    agents = [start(folder, host, port, 10**9) for host in range(2)]
+    soak, files, n_bytes = Soak(folder / "disturbed"), 0, 0
     deadline = time.monotonic() + options.seconds
     try:
         while time.monotonic() < deadline:
             time.sleep(draw.uniform(*options.every))
-            kind = draw.choice(KINDS)
-            if hit(kind, folder, agents, draw):
-                hits[kind] += 1
-                memory = list(folder.glob("memory*/*"))
-                unfinished += any(path.name.startswith(".") for path in memory)
-                files = max(files, len(memory))
-                steps = max(losses_of(folder)[0], default=0)
-                print(f"{kind}; step {steps}; {len(memory)} files", flush=True)
-            if not all(agent.is_alive() for agent in agents):
+            kind, whom, moment = (draw.choice(words) for words in (KINDS, VICTIMS, MOMENTS))
+            if draw.random() < 0.08:
+                kind, whom = draw.choice(RARE), ""
+            where = soak.hit(kind, whom, moment, draw)
+            name = " ".join(filter(None, [kind, whom, moment]))
+            if where is not None:
+                hits[name] += 1
+                hits["all"] += 1
+                did.update(where)
+            memory = [path.stat() for path in soak.folder.glob("memory*/*") if path.exists()]
+            files = max(files, len(memory))
+            n_bytes = max(n_bytes, sum(one.st_size for one in memory))
+            print(f"{name}: {dict(where) if where else 'no such moment'}; {len(memory)} files")
+            if not all(agent.is_alive() for agent in soak.agents):
                 print("a torchrun ended by itself: both are started again", flush=True)
-                print([agent.printed_so_far()[1][-3000:] for agent in agents], flush=True)
+                print([agent.printed_so_far()[1][-3000:] for agent in soak.agents], flush=True)
                 hits["torchrun ended by itself"] += 1
-                end(agents)
-                port = free_port()
-                agents = [start(folder, host, port, 10**9) for host in range(2)]
+                soak.end(0, 1)
+                soak.begin()
     finally:
-        end(agents)
-    losses, begun, from_memory = losses_of(folder)
-    steps = max(losses)
-    undisturbed = folder / "undisturbed"
-    undisturbed.mkdir()
-    port = free_port()
-    agents = [start(undisturbed, host, port, steps, restarts=0) for host in range(2)]
-    for agent in agents:
-        status, _, err = agent.communicate(timeout=3600)
-        assert status == 0, err
-    expected = losses_of(undisturbed)[0]
+        soak.end(0, 1)
+    losses, taken_back, starts = losses_of(soak.folder)
+    steps = max(losses) + 1
+    for name, count in sorted(hits.items()):
+        print(f"{count} x {name}")
+    print(f"what ranks did when they were hit: {dict(did)}")
+    print(f"at most {files} files, of {n_bytes} bytes")
+    print(f"{steps} steps; starts of a rank: {dict(starts)}", flush=True)
+    print(f"steps that starts of a rank took back: {dict(sorted(taken_back.items()))}", flush=True)
+    expected, held = undisturbed(folder / "undisturbed", steps)
+    print(f"ranks of the undisturbed run held at first {held[:1]}, at last {held[-1:]}")
     different = [step for step in range(steps) if losses[step] != expected[step]]
-    print(f"hits: {dict(hits)}; a save was interrupted in {unfinished}; at most {files} files")
-    print(f"{steps} steps; {begun} starts of a rank, {from_memory} of them from memory")
+    print(f"{sum(map(len, losses.values()))} losses of {steps} steps compared")
     print(f"steps with a different loss: {different}")
     assert not different
     shutil.rmtree(folder)
