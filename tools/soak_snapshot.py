@@ -36,7 +36,7 @@ ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS
 LIMIT_S = 600  # in which ranks come back
 
 VICTIMS = ["one rank"] * 3 + ["several ranks"] * 2 + ["all ranks of a host"] * 2
-MOMENTS = ["at any moment", "in a save", "in a load"]
+MOMENTS = {"at any moment": {"step", "save"}, "in a save": {"save"}, "in a load": {"load"}}
 KINDS = ["kill"] * 8 + ["kill, and the host's memory is lost"] * 4 + ["stop", "stop for a while"]
 RARE = ["kill both torchruns", "kill a torchrun"]
 
@@ -48,11 +48,11 @@ class Rank(NamedTuple):
     notes: Path
 
     def does(self) -> str:
-        """Return what the rank does: `begin`, `load`, `save` or `step`."""
+        """Return what the rank does: `begin`, `load`, `first step`, `save` or `step`."""
         last = (self.notes.read_text().splitlines() or ["begin"])[-1]
-        if last.startswith(("from", "saved")):
-            return "step"
-        return "save" if last[0].isdigit() else last
+        if last[0].isdigit():
+            return "save"
+        return {"from": "first step", "saved": "step"}.get(last.split()[0], last)
 
 
 class Soak:
@@ -94,7 +94,9 @@ class Soak:
         for host in hosts:
             below = _below(self.agents[host])
             self.agents[host].kill()
-            _send(signal.SIGKILL, below)
+            for one in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             self.agents[host].communicate()
 
     def hosts(self) -> list[list[Rank]]:
@@ -105,18 +107,29 @@ class Soak:
             for agent in self.agents
         ]
 
-    def wait_for(self, moment: str) -> list[list[Rank]] | None:
-        """Return the living ranks of each host at a moment; None if it did not come."""
+    def stopped(self, doing: set[str]) -> list[list[Rank]] | None:
+        """Stop all ranks once one is seen to do something.
+
+        Args:
+            doing: what a rank may do. If one loads, all others may do anything; if not, all have
+                made a step since they started.
+
+        Returns:
+            The stopped ranks of each host; None if the moment did not come.
+        """
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             hosts = self.hosts()
             everyone = [rank for ranks in hosts for rank in ranks]
             for _ in range(100 if len(everyone) == 2 * PER_HOST else 0):
-                does = [rank.does() for rank in everyone]
-                if moment == "in a load" and "load" in does:
-                    return hosts
-                if not {"begin", "load"} & {*does} and (moment != "in a save" or "save" in does):
-                    return hosts
+                if _is_moment(doing, everyone):
+                    _send(signal.SIGSTOP, everyone)
+                    time.sleep(0.02)
+                    if _is_moment(doing, everyone):
+                        return hosts
+                    _send(signal.SIGCONT, everyone)
+                elif "load" in doing and not {"begin", "load"} & {one.does() for one in everyone}:
+                    return None
                 time.sleep(0.002)
             time.sleep(0.05)
         return None
@@ -127,36 +140,48 @@ class Soak:
         Returns:
             What the ranks did at that moment; None if there was no such moment.
         """
-        if moment == "in a load" and (hosts := self.wait_for("at any moment")):
-            _send(signal.SIGKILL, [draw.choice([rank.process for ranks in hosts for rank in ranks])])
-        hosts = self.wait_for(moment)
+        doing = MOMENTS[moment]
+        if "load" in doing and (hosts := self.stopped({"step", "save"})):  # a restart comes first
+            everyone = [rank for ranks in hosts for rank in ranks]
+            _send(signal.SIGKILL, [draw.choice(everyone)])
+            _send(signal.SIGCONT, everyone)
+            psutil.wait_procs([rank.process for rank in everyone], timeout=LIMIT_S)
+        hosts = self.stopped(doing)
         if not hosts:
             return None
         host = draw.randrange(2)
         everyone = [rank for ranks in hosts for rank in ranks]
-        if kind in RARE:
-            victims = everyone
-            chosen = [0, 1] if kind == "kill both torchruns" else [1]
-            self.end(*chosen)
-            if len(chosen) == 2:
-                self.begin()
-            else:
-                self.agents[1] = self.agent(1)
-        else:
-            whole = whom == "all ranks of a host" or "memory" in kind
-            several = draw.sample(everyone, 1 if whom == "one rank" else draw.randint(2, 6))
-            victims = hosts[host] if whole else several
-            processes = [rank.process for rank in victims]
-            if "memory" in kind:
-                os.kill(self.agents[host].pid, signal.SIGSTOP)
-            _send(signal.SIGSTOP if "stop" in kind else signal.SIGKILL, processes)
-            if "memory" in kind:
-                shutil.rmtree(self.folder / f"memory{host}")
-                os.kill(self.agents[host].pid, signal.SIGCONT)
-            if kind == "stop for a while":
-                time.sleep(draw.uniform(0.5, 5))
-                _send(signal.SIGCONT, processes)
-        return Counter(rank.does() for rank in victims)
+        draw.shuffle(everyone)
+        everyone.sort(key=lambda rank: rank.does() not in doing)
+        n_victims = {"one rank": 1, "several ranks": draw.randint(2, 6)}.get(whom, 2 * PER_HOST)
+        victims = everyone[:n_victims]
+        if kind not in RARE and (whom == "all ranks of a host" or "memory" in kind):
+            victims = hosts[host]
+        did = Counter(rank.does() for rank in victims)
+        if kind == "kill both torchruns":
+            self.end(0, 1)
+            self.begin()
+        elif kind == "kill a torchrun":
+            self.end(1)
+            self.agents[1] = self.agent(1)
+        elif "memory" in kind:
+            os.kill(self.agents[host].pid, signal.SIGSTOP)
+            _send(signal.SIGKILL, victims)
+            shutil.rmtree(self.folder / f"memory{host}")
+            os.kill(self.agents[host].pid, signal.SIGCONT)
+        elif kind == "kill":
+            _send(signal.SIGKILL, victims)
+        others = [rank for rank in everyone if rank not in victims or kind in RARE]
+        _send(signal.SIGCONT, others)
+        if kind == "stop for a while":
+            time.sleep(draw.uniform(0.5, 5))
+            _send(signal.SIGCONT, victims)
+        return did
+
+
+def _is_moment(doing: set[str], ranks: list[Rank]) -> bool:
+    does = {rank.does() for rank in ranks}
+    return bool(does & doing) and ("load" in doing or not does & {"begin", "load", "first step"})
 
 
 def _below(agent: Forked) -> list[psutil.Process]:
@@ -170,11 +195,11 @@ def _below(agent: Forked) -> list[psutil.Process]:
     return below
 
 
-def _send(what: signal.Signals, processes: list[psutil.Process]) -> None:
-    """Send a signal to processes, some of which may have ended."""
-    for one in processes:
+def _send(what: signal.Signals, ranks: list[Rank]) -> None:
+    """Send a signal to ranks, some of which may have ended."""
+    for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.send_signal(what)
+            rank.process.send_signal(what)
 
 
 def losses_of(folder: Path) -> tuple[dict[int, set[str]], Counter[int], Counter[str]]:
@@ -242,7 +267,8 @@ def main() -> None:
     try:
         while time.monotonic() < deadline:
             time.sleep(draw.uniform(*options.every))
-            kind, whom, moment = (draw.choice(words) for words in (KINDS, VICTIMS, MOMENTS))
+            kind, whom = draw.choice(KINDS), draw.choice(VICTIMS)
+            moment = draw.choice(list(MOMENTS))
             if draw.random() < 0.08:
                 kind, whom = draw.choice(RARE), ""
             where = soak.hit(kind, whom, moment, draw)
