@@ -107,12 +107,22 @@ class Soak:
             for agent in self.agents
         ]
 
+    def wait_for_saves(self) -> None:
+        """Wait until all ranks have saved since they started, if that does not take too long."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            everyone = [rank for ranks in self.hosts() for rank in ranks]
+            saved = ["saved\n" in rank.notes.read_text() for rank in everyone]
+            if len(saved) == 2 * PER_HOST and all(saved):
+                return
+            time.sleep(0.1)
+
     def stopped(self, doing: set[str]) -> list[list[Rank]] | None:
         """Stop all ranks once one is seen to do something.
 
         Args:
-            doing: what a rank may do. If one loads, all others may do anything; if not, all have
-                made a step since they started.
+            doing: what a rank may do. If one loads, all others may do anything; if not, all are
+                past their first step.
 
         Returns:
             The stopped ranks of each host; None if the moment did not come.
@@ -254,9 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--every", type=float, nargs=2, default=(2, 12), help="seconds between hits"
-    )
+    parser.add_argument("--longest", type=float, default=6, help="seconds of steps between hits")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     hits: Counter[str] = Counter()
@@ -266,7 +274,9 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     try:
         while time.monotonic() < deadline:
-            time.sleep(draw.uniform(*options.every))
+            if draw.random() < 0.8:  # else in the first step, or the first save
+                soak.wait_for_saves()
+                time.sleep(draw.uniform(0, options.longest))
             kind, whom = draw.choice(KINDS), draw.choice(VICTIMS)
             moment = draw.choice(list(MOMENTS))
             if draw.random() < 0.08:
@@ -280,7 +290,8 @@ def main() -> None:
             memory = [path.stat() for path in soak.folder.glob("memory*/*") if path.exists()]
             files = max(files, len(memory))
             n_bytes = max(n_bytes, sum(one.st_size for one in memory))
-            print(f"{name}: {dict(where) if where else 'no such moment'}; {len(memory)} files")
+            steps = max(losses_of(soak.folder)[0], default=-1) + 1
+            print(f"{steps} steps; {name}: {dict(where) if where else 'no such moment'}; {len(memory)} files")
             if not all(agent.is_alive() for agent in soak.agents):
                 print("a torchrun ended by itself: both are started again", flush=True)
                 print([agent.printed_so_far()[1][-3000:] for agent in soak.agents], flush=True)
