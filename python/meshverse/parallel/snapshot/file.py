@@ -225,9 +225,11 @@ def items_of(state: dict[str, Any]) -> tuple[DefaultSavePlanner, list[WriteItem]
     for item in items:
         value = planner.state_dict[item.index.fqn]
         is_part = item.type == WriteItemType.SHARD and not isinstance(value, DTensor)
-        if is_part or isinstance(value, FlatParameter):
+        is_flat = isinstance(value, FlatParameter)  # whose class is Parameter
+        if is_part or is_flat:
+            kind = "FlatParameter" if is_flat else type(value).__name__
             raise TypeError(
-                f"{item.index.fqn!r} is a {type(value).__name__}, whose parts are loaded by ranks "
+                f"{item.index.fqn!r} is a {kind}, whose parts are loaded by ranks "
                 "of the same mesh only: Snapshot takes DTensors. Use fully_shard (FSDP2) in place "
                 "of FullyShardedDataParallel (FSDP1)"
             )
