@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import psutil
 
-from helpers.forked import Forked
+from helpers.forked import CONTEXT, Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "tests" / "parallel" / "snapshot_job.py"
@@ -34,6 +34,12 @@ WORKER = ROOT / "tests" / "helpers" / "forked.py"
 PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 600  # in which ranks come back
+
+# torchrun's rendezvous walks over all loaded modules (`inspect.stack`) at each of its operations:
+# with all that tests need, that takes seconds on a busy machine.
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed.run", "torch.distributed.fsdp", "meshverse.parallel.snapshot.snapshot"]
+)
 
 VICTIMS = ["one rank"] * 3 + ["several ranks"] * 2 + ["all ranks of a host"] * 2
 MOMENTS = {"at any moment": {"step", "save"}, "in a save": {"save"}, "in a load": {"load"}}
