@@ -35,8 +35,7 @@ PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 600  # in which ranks come back
 
-# torchrun's rendezvous walks over all loaded modules (`inspect.stack`) at each of its operations:
-# with all that tests need, that takes seconds on a busy machine.
+# What the job needs, not all that tests need: each torchrun loads it once more for its workers.
 CONTEXT.set_forkserver_preload(
     ["torch.distributed.run", "torch.distributed.fsdp", "meshverse.parallel.snapshot.snapshot"]
 )
