@@ -35,7 +35,9 @@ PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 600  # in which ranks come back
 
-# What the job needs, not all that tests need: each torchrun loads it once more for its workers.
+# Not all that tests need: torchrun's rendezvous goes through all loaded modules (`inspect.stack`)
+# at each operation. On a busy machine, this has taken longer than the time between two heartbeats,
+# and then a rendezvous never ends.
 CONTEXT.set_forkserver_preload(
     ["torch.distributed.run", "torch.distributed.fsdp", "meshverse.parallel.snapshot.snapshot"]
 )
