@@ -25,7 +25,7 @@ __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 
 TITLE = "A killed rank"
 METHOD = (
-    "torchrun restarts 2 gloo processes (FSDP2, AdamW, 1.6 million parameters) on one machine; "
+    "torchrun restarts 2 gloo processes (FSDP2, AdamW, 0.26 million parameters) on one machine; "
     "rank 0 kills itself at step 150; stock: dcp.save to disk every 100 steps; ours: Snapshot.save "
     "after each step; a whole step is the first one after those that were done before the kill, "
     "and its loss is the same on both sides; the time of a step includes saves. Store operations "
