@@ -51,6 +51,11 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def printable(name: str) -> str:
+    """Return a name without characters that control a terminal or that XML forbids."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
+
+
 def several(noun: str) -> str:
     """Return the plural of a noun: "nodes", "switches"."""
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"

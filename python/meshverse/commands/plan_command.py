@@ -10,7 +10,6 @@ from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.planner import View, plan, trainer_views
-from meshverse.topology import Topology
 from meshverse.wording import did_you_mean
 
 _EXAMPLES = """\
@@ -26,17 +25,14 @@ examples:
 _DEGREES = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="list the process groups of a job, without running it",
-        description="Lists the process groups that a job with these views would create: how many, "
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Lists the process groups that a job with these views would create: how many, "
         "how large, which nodes they cross, and how many torch would create. Starts no process and "
-        "needs no GPU.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "needs no GPU."
     )
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "mesh",
         nargs="*",
@@ -85,6 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
     topology, node_size = None, arguments.node_size
     if arguments.topology is not None:
+        from meshverse.topology import Topology  # imports torch
+
         topology = Topology.from_file(
             arguments.topology, nodes=arguments.nodes, node_size=node_size
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from meshverse import _torch_compat as compat
-from meshverse.dropin import install
+from meshverse import install  # and all other names: the program gets what their import does
 from meshverse.report.calling_threads import CallingThreads
 from meshverse.report.explain import in_surplus
 from meshverse.report.summary import in_numbers, what_queues

@@ -25,8 +25,7 @@ from meshverse.locks import state_lock
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World, on_new_world
 
-from .live import Alarm, FrameKey, record_here, waits_in_frames
-from .named_groups import live_coordinates
+from .live import Alarm, FrameKey, live_coordinates, record_here, waits_in_frames
 from .records import Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
 from .verdicts import Cause, Stuck, find_stuck

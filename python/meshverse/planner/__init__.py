@@ -13,8 +13,21 @@ Example:
 
 from __future__ import annotations
 
-from .crossings import Places
+from typing import TYPE_CHECKING
+
 from .plan import Plan, PlannedGroup, plan
 from .views import View, trainer_views
+
+if TYPE_CHECKING:
+    from .crossings import Places
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "Places":  # the only name that needs torch
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .crossings import Places
+
+        return Places
+
 
 __all__ = ["Places", "Plan", "PlannedGroup", "View", "plan", "trainer_views"]
