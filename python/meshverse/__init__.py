@@ -43,26 +43,34 @@ if TYPE_CHECKING or not _is_command():
     from ._names import *
 
 if TYPE_CHECKING:
-    from . import doctor as doctor
     from . import hang as hang
     from . import parallel as parallel
-    from . import planner as planner
+    from . import tools as tools
+    from .hang.watch import Hang, Watch, watch
+    from .tools.topology import Topology
 else:
-    _LOADED_WHEN_NAMED = ("doctor", "hang", "parallel", "planner")
+    # The extras are imported when they are first named.
+    _FOLDERS = ("hang", "parallel", "tools")
+    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
+    _MODULES = {
+        "Hang": "hang.watch",
+        "Topology": "tools.topology",
+        "Watch": "hang.watch",
+        "watch": "hang.watch",
+    }
 
     def __getattr__(name: str) -> object:
-        if name in _LOADED_WHEN_NAMED:
+        if name in _FOLDERS or name in _FORMER_FOLDERS:
             return importlib.import_module(f".{name}", __name__)
-        if name in __all__:  # in a command
-            names = importlib.import_module("._names", __name__)
-            globals().update(
-                {each: getattr(names, each) for each in __all__ if each != "__version__"}
-            )
-            return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # In a command, all names of the core come from here too.
+        module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
+        globals()[name] = getattr(module, name)  # later uses find it without this function
+        return globals()[name]
 
     def __dir__() -> list[str]:
-        return [*__all__, *_LOADED_WHEN_NAMED]
+        return [*__all__, *_FOLDERS]
 
 
 __all__ = [

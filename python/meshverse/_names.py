@@ -1,10 +1,12 @@
-"""The public names, and what their import does.
+"""The public names of the core, and what their import does.
 
 It registers meshes with pickle, `torch.load` and torch.compile, and starts the watch if the
 environment says so.
 """
 
 from __future__ import annotations
+
+import os as _os
 
 try:
     import torch as _torch  # noqa: F401
@@ -25,19 +27,17 @@ from .device_mesh import init_mesh_partition as init_mesh_partition
 from .dropin import install as install
 from .dropin import installed as installed
 from .dropin import uninstall as uninstall
-from .hang.watch import Hang as Hang
-from .hang.watch import Watch as Watch
-from .hang.watch import watch as watch
-from .hang.watch import watch_by_environment as _watch_by_environment
+from .explain.explanation import Explanation as Explanation
+from .explain.group_explanation import GroupExplanation as GroupExplanation
 from .options.isolation import isolate as isolate
-from .report.explain import Explanation as Explanation
-from .report.group_explanation import GroupExplanation as GroupExplanation
 from .saved_mesh import load_mesh as load_mesh
 from .saved_mesh import save_mesh as save_mesh
-from .topology import Topology as Topology
 from .universe import Universe as Universe
 from .universe import revive as revive
 from .universe.find_group import FoundGroup as FoundGroup
 from .universe.find_group import find_group as find_group
 
-_watch_by_environment()
+if "MESHVERSE_WATCH" in _os.environ:
+    from .hang.watch import watch_by_environment as _watch_by_environment
+
+    _watch_by_environment()

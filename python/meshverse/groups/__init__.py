@@ -1,6 +1,5 @@
 """Process groups: requests for them, ways to create them, their states, and their registry.
 
-- `identity`: digest of a group's ranks and options, which is part of its name.
 - `request`: `GroupRequest`, the request of one mesh axis; `RequestBuilder`, which builds requests.
 - `group`: `Group`, a process group with its state in this process; `GroupUse`, its use by one
   universe.

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap
+from meshverse.layouts.identity import ranks_and_identity
 from meshverse.layouts.rank_views import ascends
 from meshverse.options.group_options import (
     NO_DEFAULTS,
@@ -17,8 +18,6 @@ from meshverse.options.group_options import (
     Override,
 )
 from meshverse.world.world import World
-
-from .identity import ranks_and_identity
 
 
 class GroupRequest(NamedTuple):

@@ -11,9 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from meshverse import _torch_compat as compat
-from meshverse.universe.find_group import find_group_optional, root_coordinate
-from meshverse.universe.registry import universes_here
-from meshverse.world.run_store import RunStore
+from meshverse.hooks import RunStore, find_group_optional, root_coordinate, universes_here
 
 from .records import (
     Call,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.groups.identity import ranks_and_identity
+from meshverse.layouts.identity import ranks_and_identity
 
 from .records import (
     DEFAULT_GROUP,

@@ -12,7 +12,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    from meshverse.report.environment import environment_report
+    from meshverse.tools.environment import environment_report
 
     report = environment_report()
     width = max(map(len, report))

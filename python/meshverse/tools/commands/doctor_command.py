@@ -13,7 +13,7 @@ from meshverse.wording import printable
 from .plan_command import one_view
 
 if TYPE_CHECKING:
-    from meshverse.doctor import Examination
+    from meshverse.tools.doctor import Examination
 
 _EXAMPLES = """\
 examples:
@@ -62,8 +62,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from meshverse.doctor import NotAllHereError, examine
-    from meshverse.doctor.membership import report_once
+    from meshverse.tools.doctor import NotAllHereError, examine
+    from meshverse.tools.doctor.membership import report_once
 
     def report(result: Examination | Exception) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody reads; the status stays

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.wording import aligned, counted, in_bytes, rank_list, several
 
 from .views import View, as_view, check_fits, whole_number
 
 if TYPE_CHECKING:
-    from meshverse.topology import Topology
+    from meshverse.tools.topology import Topology
 
     from .crossings import Crossing, Places
 

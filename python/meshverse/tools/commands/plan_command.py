@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-from meshverse.planner import View, plan, trainer_views
+from meshverse.tools.planner import View, plan, trainer_views
 from meshverse.wording import did_you_mean
 
 _EXAMPLES = """\
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
     topology, node_size = None, arguments.node_size
     if arguments.topology is not None:
-        from meshverse.topology import Topology  # imports torch
+        from meshverse.tools.topology import Topology  # imports torch
 
         topology = Topology.from_file(
             arguments.topology, nodes=arguments.nodes, node_size=node_size
