@@ -61,13 +61,14 @@ def _run(arguments: Sequence[str]) -> int | Callable[[], None]:
         )
     parser, parsers = parser_of([] if name is None else [name])
     given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        asked = parser if name is None else parsers[name]
+        known = re.findall(r"--[\w-]+", asked.format_usage())
+        hints = (did_you_mean(word.partition("=")[0], known) for word in unknown)
+        asked.error(f"unrecognized arguments: {' '.join(unknown)}.{next(hints)}")
     if name is None:
         parser.print_help()
         return 2
-    if unknown:
-        known = re.findall(r"--[\w-]+", parsers[name].format_usage())
-        hints = (did_you_mean(word.partition("=")[0], known) for word in unknown)
-        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}.{next(hints)}")
     status: int | Callable[[], None] = given.run(given)
     return status
 
