@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.wording import aligned, counted, in_bytes, rank_list, several
+from meshverse.wording import aligned, counted, in_bytes, paragraph, rank_list, several
 
 from .views import View, as_view, check_fits, whole_number
 
@@ -255,10 +255,11 @@ def _foot(plan: Plan) -> Iterator[str]:
     if any(group.bytes_each is None for group in plan.groups):
         yield f"No estimate of memory: it is unknown for a communicator of backend {plan.backend}."
     elif memory := _memory(plan):
-        yield f"{memory} {_ESTIMATED}"
+        yield from paragraph(f"{memory} {_ESTIMATED}")
     if plan.warnings:
         yield ""
-        yield from (f"Note: {warning}" for warning in plan.warnings)
+        for warning in plan.warnings:
+            yield from paragraph(f"Note: {warning}", indent="  ")
 
 
 # --- computation --------------------------------------------------------------------------------
