@@ -3,24 +3,19 @@
     from meshverse import init_device_mesh
 
 This function builds meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
-own. Operations on these meshes do no work proportional to the world size. Meshes share one process
-group per distinct list of ranks and options; `mesh.universe.explain()` shows what was shared.
+own. Most operations on these meshes do no work proportional to the world size; `docs/limits.md`
+lists those that do. Meshes share one process group per distinct list of ranks and options, within
+one universe: `mesh.universe.explain()` shows what was shared. Collectives are torch's, and no
+faster. It has not been measured on GPUs.
 """
 
+# ruff: noqa: F403, F405  # the names come from _names
 from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
-
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "Meshverse needs PyTorch 2.11 or newer: install it with `pip install torch`.", name="torch"
-    ) from None
+import sys
+from typing import TYPE_CHECKING
 
 try:
     from . import _core
@@ -31,12 +26,21 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from .agreement import RanksDifferError
-from .device_mesh import DeviceMesh, init_device_mesh
-from .dropin import install, installed, uninstall
-from .options.isolation import isolate
-from .saved_mesh import load_mesh, save_mesh
-from .universe.universe import Universe
+__version__ = _core.__version__
+
+
+def _is_command() -> bool:
+    """Return whether this process is the command `meshverse` or `python -m meshverse`."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # as while Python looks for the module, and imports this package
+        return ("-m", "meshverse") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return os.path.basename(program) == "meshverse"
+
+
+# A command imports what it needs: `meshverse hang` needs no torch. Any other program gets all names
+# now, as the import has effects, such as that `torch.load` accepts meshes.
+if TYPE_CHECKING or not _is_command():
+    from ._names import *
 
 if TYPE_CHECKING:
     from . import hang as hang
@@ -51,42 +55,39 @@ if TYPE_CHECKING:
     from .tools.topology import Topology
     from .universe.find_group import FoundGroup, find_group
     from .universe.revival import revive
+else:
+    # Names that not every program uses: their modules are imported when they are first named. So
+    # are the extras.
+    _MODULES = {
+        "Connection": "connection",
+        "Explanation": "explain.explanation",
+        "FoundGroup": "universe.find_group",
+        "GroupExplanation": "explain.group_explanation",
+        "Hang": "hang.watch",
+        "MeshPart": "device_mesh.init_mesh",
+        "Topology": "tools.topology",
+        "Watch": "hang.watch",
+        "connect": "connection",
+        "find_group": "universe.find_group",
+        "init_mesh_partition": "device_mesh.partition",
+        "revive": "universe.revival",
+        "watch": "hang.watch",
+    }
+    _EXTRAS = ("hang", "parallel", "tools")
+    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
 
-__version__ = _core.__version__
+    def __getattr__(name: str) -> object:
+        if name in _EXTRAS or name in _FORMER_FOLDERS:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # In a command, the other names come from here too.
+        module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
+        globals()[name] = getattr(module, name)  # later uses find it without this function
+        return globals()[name]
 
-# Names that not every program uses: their modules are imported when they are first named. So are
-# the extras.
-_MODULES = {
-    "Connection": "connection",
-    "Explanation": "explain.explanation",
-    "FoundGroup": "universe.find_group",
-    "GroupExplanation": "explain.group_explanation",
-    "Hang": "hang.watch",
-    "MeshPart": "device_mesh.init_mesh",
-    "Topology": "tools.topology",
-    "Watch": "hang.watch",
-    "connect": "connection",
-    "find_group": "universe.find_group",
-    "init_mesh_partition": "device_mesh.partition",
-    "revive": "universe.revival",
-    "watch": "hang.watch",
-}
-_EXTRAS = ("hang", "parallel", "tools")
-_FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXTRAS or name in _FORMER_FOLDERS:
-        return importlib.import_module(f".{name}", __name__)
-    if name in _MODULES:
-        found = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        globals()[name] = found
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *_EXTRAS]
+    def __dir__() -> list[str]:
+        return [*__all__, *_EXTRAS]
 
 
 __all__ = [
@@ -115,8 +116,3 @@ __all__ = [
     "uninstall",
     "watch",
 ]
-
-if "MESHVERSE_WATCH" in os.environ:
-    from .hang.watch import watch_by_environment
-
-    watch_by_environment()

@@ -1,4 +1,4 @@
-"""docs/plan.md and the committed pictures show what the commands give today."""
+"""docs/commands.md and the committed pictures show what the commands give today."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshverse import init_device_mesh
 from meshverse.tools.commands.main import main
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_PAGE = (_DOCS / "plan.md").read_text(encoding="utf-8")
+_PAGE = (_DOCS / "commands.md").read_text(encoding="utf-8")
 _PICTURES = {
     "groups.svg": "pp=2,dp=4,tp=4 --node-size 8 --rank 13",
     "plan.svg": "pp=8,dp=160,tp=8 --view pp=8,replicate=4,shard=40,tp=8 --node-size 8 --rank 777",
@@ -22,7 +22,7 @@ _PICTURES = {
 
 
 def test_the_command_prints_what_the_page_shows(capsys) -> None:
-    shown = re.search(r"```console\n\$ meshverse (.+)\n([\s\S]+?)```", _PAGE)
+    shown = re.search(r"```console\n\$ meshverse (plan.+)\n([\s\S]+?)```", _PAGE)
     assert shown is not None
     assert main(shlex.split(shown[1])) == 0
     assert capsys.readouterr().out == shown[2]
@@ -38,7 +38,7 @@ def test_the_data_is_what_the_page_shows(capsys) -> None:
 
 
 def test_the_text_is_what_the_page_shows() -> None:
-    shown = re.search(r"```text\n([\s\S]+?)```", _PAGE)
+    shown = re.search(r"```text\n(dp  [\s\S]+?)```", _PAGE)
     assert shown is not None
     with fake_world(32, 13):
         mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=("pp", "dp", "tp"))

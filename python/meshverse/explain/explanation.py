@@ -171,20 +171,26 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        titles = ("axes", "requested", "layout", "size", "ranks", "backend", "options", "group")
-        rows = [titles, *(_row(group) for group in self.groups)]
-        numbers = [3]
-        if any(group.nodes is not None for group in self.groups):
-            nodes = [
-                "nodes",
-                *("?" if group.nodes is None else str(group.nodes) for group in self.groups),
-            ]
-            rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
-            numbers.append(4)
-        if self.parts:
-            over = ["meshes over", *("; ".join(group.over) for group in self.groups)]
-            rows = [(row[0], cell, *row[1:]) for row, cell in zip(rows, over, strict=True)]
-            numbers = [number + 1 for number in numbers]
+        columns = {
+            "axes": [", ".join(group.requests) for group in self.groups],
+            "meshes over": ["; ".join(group.over) for group in self.groups],
+            "requested": [_times(group) for group in self.groups],
+            "layout": [group.layout for group in self.groups],
+            "size": [f"{len(group.ranks):,}" for group in self.groups],
+            "nodes": ["?" if group.nodes is None else str(group.nodes) for group in self.groups],
+            "ranks": [rank_list(group.ranks) for group in self.groups],
+            "backend": [group.backend for group in self.groups],
+            "options": [_options_in_words(group) for group in self.groups],
+            "group": [group.how + ", suspended" * group.suspended for group in self.groups],
+        }
+        if not self.parts:
+            del columns["meshes over"]
+        if all(group.nodes is None for group in self.groups):
+            del columns["nodes"]
+        same = [name for name in ("backend", "options") if len(set(columns[name])) == 1]
+        equal = ", ".join(f"{name} {columns.pop(name)[0]}" for name in same)
+        rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
+        numbers = [index for index, name in enumerate(columns) if name in ("size", "nodes")]
         head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
         foot = (
             "Reused: served by an existing group. Saved: groups that torch would have created in "
@@ -205,7 +211,8 @@ class Explanation:
                 "overlap."
             )
         ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
-        return "\n".join([head, *ended, *parts, *aligned(rows, right=numbers), foot])
+        alike = [f"All groups: {equal}."] if equal else []
+        return "\n".join([head, *ended, *parts, *alike, *aligned(rows, right=numbers), foot])
 
     __repr__ = __str__  # at a prompt
 
@@ -248,18 +255,9 @@ def threads_in_words(threads: Mapping[str, int]) -> str:
     return ", ".join(each if left_out <= 0 else [*each[:_SHOWN_THREADS], f"{left_out} more"])
 
 
-def _row(group: GroupExplanation) -> tuple[str, ...]:
+def _times(group: GroupExplanation) -> str:
     times = sum(group.requests.values())
-    return (
-        ", ".join(group.requests),
-        f"{times} time{'s' * (times != 1)}",
-        group.layout,
-        f"{len(group.ranks):,}",
-        rank_list(group.ranks),
-        group.backend,
-        _options_in_words(group),
-        group.how + ", suspended" * group.suspended,
-    )
+    return f"{times} time{'s' * (times != 1)}"
 
 
 def _options_in_words(group: GroupExplanation) -> str:

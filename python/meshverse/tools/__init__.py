@@ -13,14 +13,15 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_FOLDERS = ("commands", "doctor", "environment", "pictures", "planner", "topology")
+_FOLDERS = ("doctor", "pictures", "planner", "topology")  # `__init__.pyi` has them too
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _FOLDERS:
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a subpackage when it is first named."""
+    if name not in _FOLDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)
 
 
 def __dir__() -> list[str]:
-    return list(_FOLDERS)
+    return [*_FOLDERS]

@@ -111,8 +111,3 @@ class Panel:
     def largest_group(self) -> int:
         """The largest group index that is drawn."""
         return max((cell.group for line in self.drawn for cell in line.cells), default=0)
-
-
-def printable(name: str) -> str:
-    """Return a name without characters that control a terminal or that XML forbids."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
