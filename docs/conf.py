@@ -49,6 +49,8 @@ nitpick_ignore_regex = [
 
 _PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
+_ONLY_LINKED = ("huggingface_families",)  # pages that the navigation leaves out
+
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")
 
@@ -62,8 +64,10 @@ def _results(app: Any) -> None:
 
 
 def _for_the_site(app: Any, page: str, source: list[str]) -> None:
-    """Links to results."""
+    """Mend links to results, and mark pages that stay out of the navigation."""
     source[0] = _LINK_TO_RESULTS.sub(r"](results/\1)", source[0])
+    if page in _ONLY_LINKED:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
 
 
 def _public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
