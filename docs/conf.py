@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
 
 _PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
-_ONLY_LINKED = ("huggingface_families",)  # pages that the navigation leaves out
+_ONLY_LINKED = ("huggingface_families", "torch_versions")  # pages that the navigation leaves out
 
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")
