@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.backends import backend_in_words
 from meshverse.groups.group import GroupUse, Origin, State
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
@@ -388,14 +388,14 @@ def _explain_group(
         name=group.name,
         layout=str(request.axis),
         ranks=ranks,
-        backend=compat.backend_in_words(options.backend),
+        backend=backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
         how=how_it_came(group),
         created=group.created,
         requests=requests,
         avoided=sum(requests.values()) - group.created if is_mine else 0,
-        bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
+        bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
         is_planned=group.origin is Origin.NOT_YET,
         nodes=None if topology is None else topology.spans("node", ranks),

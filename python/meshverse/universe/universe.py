@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.explain.calling_threads import CallingThreads
 from meshverse.explain.explanation import ExplainedView, Explanation, Portion, explain
 from meshverse.layouts.computed import computed
@@ -95,7 +95,7 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,
@@ -233,10 +233,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the process group of a list of ranks, in place of `torch.distributed.new_group`.
 
         Its members create it at their first call; no other rank has to call this. Mesh axes over
@@ -284,10 +284,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the group of the list that contains this rank, in place of loops over `new_group`.
 
         Each rank creates only its own group, with the other members (or all groups, if all ranks
@@ -500,7 +500,7 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,
