@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshverse._core import RankGroups
 from meshverse.wording import counted, in_bytes, rank_list
 
-from .model import PicturedGroups, printable
+from .model import PicturedGroups, SharedColumn, printable
 
 if TYPE_CHECKING:
     from .picture import Picture
@@ -31,6 +31,7 @@ def as_page(picture: Picture) -> str:
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         title=_text(picture.title),
         summary=_text(picture.summary),
+        sharing=_sharing(picture),
         views="".join(_views(picture)),
         rank=picture.rank,
         totals=_totals(picture.groups),
@@ -40,11 +41,37 @@ def as_page(picture: Picture) -> str:
     )
 
 
+def _sharing(picture: Picture) -> str:
+    """Return the table of which axes share a process group; "" if no two do."""
+    sharing = picture.sharing
+    if sharing is None:
+        return ""
+    sizes = "".join(f'<th scope="col">{_text(column.title)}</th>' for column in sharing.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{number}: {_text(view)}</th>'
+        + "".join(_axes_in(column, number - 1) for column in sharing.columns)
+        + "</tr>"
+        for number, view in enumerate(sharing.views, 1)
+    )
+    return (
+        f"<h2>Which axes share a process group</h2><p>{_text(sharing.subtitle)}</p>"
+        f'<div class="scroll"><table class="sharing"><thead><tr><th scope="col">View</th>{sizes}'
+        f"</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _axes_in(column: SharedColumn, row: int) -> str:
+    kind = ' class="shared"' * column.is_shared
+    return f"<td{kind}>{_list(map(_text, column.names[row]))}</td>"
+
+
 def _views(picture: Picture) -> Iterator[str]:
     """Yield each view as a <details> element; the first with several axes is open."""
     panels = dict(zip(picture.drawn, picture.panels, strict=True))
     views = {
-        f"{number}: {view.title}": [panels[index] for _, index in view.axes if index in panels]
+        f"{number}: {view.title}": [
+            panels[index] for index in dict.fromkeys(at for _, at in view.axes) if index in panels
+        ]
         for number, view in enumerate(picture.views, 1)
     }
     in_views = {index for view in picture.views for _, index in view.axes}
@@ -55,7 +82,7 @@ def _views(picture: Picture) -> Iterator[str]:
     for title, drawn in views.items():
         yield (
             f"<details{' open' * (title == first)}><summary>{_text(title)}</summary>"
-            f'<div class="scroll">{picture.svg_of(drawn, title)}</div></details>\n'
+            f"{picture.figure(drawn, title)}</details>\n"
         )
 
 
