@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -57,16 +57,17 @@ from meshverse.options.isolation import (
     tag_inside,
     tag_parts,
 )
-from meshverse.pictures import Picture
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
 from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
-from .drawing import draw
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
 from .logged_once import register_root, warn_of_sorted_ranks
+
+if TYPE_CHECKING:
+    from meshverse.tools.pictures import Picture
 
 _NO_RANK = -1  # as in c10d
 
@@ -422,6 +423,8 @@ class DeviceMesh(StockDeviceMesh):
             IndexError: there is no axis of this index.
             ValueError: the node size is not positive.
         """
+        from meshverse.tools.pictures.of_mesh import draw
+
         flattened = {
             name: mesh._description for name, mesh in dict(self._root()._flatten_mapping).items()
         }

@@ -12,6 +12,7 @@ from typing_extensions import Required
 from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
 from meshverse.layouts.derivation import MeshDescription
+from meshverse.layouts.topology_like import TopologyLike
 from meshverse.layouts.user_input import (
     check_axis_names,
     check_device_type,
@@ -28,7 +29,6 @@ from meshverse.options.group_options import (
     normalize_overrides,
 )
 from meshverse.options.isolation import current_tag, normalize_tags
-from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
@@ -52,7 +52,7 @@ class MeshPart(TypedDict, total=False):
     lazy: bool
     check_consistency: bool | None
     universe: Universe | None
-    topology: Topology | None
+    topology: TopologyLike | None
     traffic: Mapping[str, float] | None
 
 
@@ -70,7 +70,7 @@ def init_device_mesh(
     lazy: bool = False,
     check_consistency: bool | None = None,
     universe: Universe | None = None,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     traffic: Mapping[str, float] | None = None,
 ) -> DeviceMesh:
     """Create a mesh of this shape over ranks 0, 1, 2, ..., with the last axis varying fastest.
@@ -234,7 +234,7 @@ def _ordered(
     layout: Layout,
     names: Sequence[str] | None,
     ranks: Sequence[int] | torch.Tensor | None,
-    topology: Topology | None,
+    topology: TopologyLike | None,
     traffic: Mapping[str, float] | None,
     universe: Universe | None,
 ) -> torch.Tensor:
@@ -245,7 +245,7 @@ def _ordered(
             f"init_device_mesh(traffic={traffic}): traffic says which axes a topology keeps inside "
             "nodes. Give topology= too, such as Topology.detect()."
         )
-    if not isinstance(topology, Topology):
+    if not isinstance(topology, TopologyLike):
         raise TypeError(
             f"topology={topology!r} of type {type(topology).__name__}: give a meshverse.Topology, "
             "such as Topology.from_environment()."

@@ -24,6 +24,7 @@ from meshverse.agreement import (
     check_by_default,
     program_line,
 )
+from meshverse.explain.explanation import how_it_came
 from meshverse.groups.creation import (
     create_by_all,
     create_by_members,
@@ -35,7 +36,6 @@ from meshverse.groups.group import Group, GroupUse, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
-from meshverse.report.explain import how_it_came
 from meshverse.wording import rank_list
 from meshverse.world.world import World
 

@@ -117,7 +117,7 @@ class World:
             state.go_on(current)
         with state_lock:
             _worlds[default_group] = self
-        for call in on_new_world:
+        for call in _called_at_start:
             call()
 
     @property
@@ -141,7 +141,7 @@ class World:
             if world is not None:
                 return world
             world = _worlds[default_group] = World(default_group)
-        for call in on_new_world:
+        for call in _called_at_start:
             call()
         return world
 
@@ -331,9 +331,13 @@ def _leave_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
-on_new_world: list[Callable[[], object]] = []
-"""Functions that are called when this process first sees a world, or revives one."""
 
+def on_world_started(function: Callable[[], object]) -> None:
+    """Call a function whenever this process first sees a world, or revives one, from now on."""
+    _called_at_start.append(function)
+
+
+_called_at_start: list[Callable[[], object]] = []
 _worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
 _ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
 _lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`
