@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from meshverse._core import RankGroups
 from meshverse.wording import counted, in_bytes, rank_list
 
-from .model import PicturedGroups, SharedColumn, printable
+from .model import PicturedGroups, printable
+from .sharing import sharing_table
 
 if TYPE_CHECKING:
     from .picture import Picture
@@ -44,25 +45,7 @@ def as_page(picture: Picture) -> str:
 def _sharing(picture: Picture) -> str:
     """Return the table of which axes share a process group; "" if no two do."""
     sharing = picture.sharing
-    if sharing is None:
-        return ""
-    sizes = "".join(f'<th scope="col">{_text(column.title)}</th>' for column in sharing.columns)
-    rows = "".join(
-        f'<tr><th scope="row">{number}: {_text(view)}</th>'
-        + "".join(_axes_in(column, number - 1) for column in sharing.columns)
-        + "</tr>"
-        for number, view in enumerate(sharing.views, 1)
-    )
-    return (
-        f"<h2>Which axes share a process group</h2><p>{_text(sharing.subtitle)}</p>"
-        f'<div class="scroll"><table class="sharing"><thead><tr><th scope="col">View</th>{sizes}'
-        f"</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _axes_in(column: SharedColumn, row: int) -> str:
-    kind = ' class="shared"' * column.is_shared
-    return f"<td{kind}>{_list(map(_text, column.names[row]))}</td>"
+    return "" if sharing is None else f"<h2>{_text(sharing.title)}</h2>{sharing_table(sharing)}"
 
 
 def _views(picture: Picture) -> Iterator[str]:

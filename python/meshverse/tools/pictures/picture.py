@@ -122,14 +122,18 @@ class Picture:
         return as_svg(panels, self.sharing, printable(self.title), _legend(self, panels, *marks))
 
     def _repr_html_(self) -> str:
-        return self.figure(self.panels, self.title, self.sharing)
+        from .sharing import sharing_table
 
-    def figure(self, panels: Sequence[Panel], title: str, sharing: Sharing | None = None) -> str:
+        sharing = self.sharing
+        table = "" if sharing is None else f"<p>{sharing.title}</p>{sharing_table(sharing)}"
+        return table + self.figure(self.panels, self.title)
+
+    def figure(self, panels: Sequence[Panel], title: str) -> str:
         """Return panels as an HTML element, whose panels wrap and have the colour of its text."""
         from .svg import as_figure
 
         legend = _legend(self, panels, "outlined", "outlined twice")
-        return as_figure(panels, sharing, printable(title), legend)
+        return as_figure(panels, printable(title), legend)
 
     def to_html(self) -> str:
         """Return a self-contained HTML page: drawings of the views, and a table of the groups."""

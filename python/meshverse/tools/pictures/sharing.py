@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from meshverse.wording import counted
 
@@ -18,7 +19,7 @@ def sharing_of(groups: Sequence[PicturedGroups], views: Sequence[PicturedView]) 
     Of more than 24 distinct groups, only those of several axes are columns, up to 24; of more than
     24 views, the first are rows.
     """
-    rows = [view for view in views if view.axes][:_MOST_VIEWS]
+    rows = views[:_MOST_VIEWS]
     if len(rows) < 2:
         return None
     columns = [_column(groups[index], index, rows) for index in range(len(groups))]
@@ -47,3 +48,34 @@ def _column(groups: PicturedGroups, index: int, views: Sequence[PicturedView]) -
             tuple(printable(name) for name, at in view.axes if at == index) for view in views
         ),
     )
+
+
+def sharing_table(sharing: Sharing) -> str:
+    """Return the table as HTML, for a page or notebook."""
+    sizes = "".join(f'<th scope="col" {_CELL}>{column.title}</th>' for column in sharing.columns)
+    rows = "".join(
+        f'<tr><th scope="row" style="text-align:left">{row + 1}: {_breakable(view)}</th>'
+        + "".join(_cell(column, row) for column in sharing.columns)
+        + "</tr>"
+        for row, view in enumerate(sharing.views)
+    )
+    return (
+        f"<p>{escape(sharing.subtitle)}</p>"
+        '<div style="overflow-x:auto"><table class="sharing"><thead><tr>'
+        f'<th scope="col" style="text-align:left">view</th>{sizes}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _breakable(title: str) -> str:
+    """Return the title of a view as HTML that a narrow screen can break after each axis."""
+    return escape(title).replace(",", ",<wbr>")
+
+
+_CELL = 'style="text-align:center"'
+_SHARED = 'style="text-align:center;background:rgb(86 180 233/.3)"'
+
+
+def _cell(column: SharedColumn, row: int) -> str:
+    names = "<br>".join(map(escape, column.names[row]))
+    return f"<td {_SHARED if column.is_shared else _CELL}>{names}</td>"

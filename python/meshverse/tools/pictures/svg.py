@@ -72,17 +72,15 @@ def as_svg(panels: Sequence[Panel], sharing: Sharing | None, title: str, legend:
     return _document(parts, *size, title, f"{described}. {legend}", _STYLE + _COLOURS) + "\n"
 
 
-def as_figure(panels: Sequence[Panel], sharing: Sharing | None, title: str, legend: str) -> str:
-    """Return the same for a page or notebook: an HTML element with panels that wrap.
+def as_figure(panels: Sequence[Panel], title: str, legend: str) -> str:
+    """Return panels as an HTML element, for a page or notebook, in which they wrap.
 
     Args:
         panels: as in `as_svg`.
-        sharing: as in `as_svg`.
         title: as in `as_svg`.
         legend: as in `as_svg`.
     """
-    blocks: list[_Block] = [] if sharing is None else [_SharingBlock(sharing)]
-    blocks += [_PanelBlock(panel) for panel in panels]
+    blocks = [_PanelBlock(panel) for panel in panels]
     drawn = "".join(
         f'<div style="max-width:100%;overflow-x:auto">'
         f"{_document(block.draw(1, 1), block.width + 2, block.height + 2, block.words)}</div>"
