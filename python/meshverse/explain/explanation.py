@@ -14,7 +14,7 @@ from meshverse.groups.group import GroupUse, Origin, State
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.topology_like import TopologyLike
-from meshverse.wording import aligned, counted, in_bytes, rank_list
+from meshverse.wording import aligned, counted, html_table, in_bytes, rank_list
 
 from .calling_threads import CallingThreads
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
 
 _SHOWN_THREADS = 6
+
+_MEANING = (
+    "Reused: served by an existing group. Saved: groups that torch would have created in addition. "
+    "torch creates one per request, unless it uses the default group too."
+)
 
 _WORDS = {
     Origin.DEFAULT_GROUP: "the default group",
@@ -183,6 +188,29 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
+        rows, numbers = self._table()
+        return "\n".join([*self._head(), *aligned(rows, right=numbers), *self._foot()])
+
+    __repr__ = __str__  # at a prompt
+
+    def _repr_html_(self) -> str:  # in a notebook
+        rows, numbers = self._table()
+        head, foot = (
+            "".join(f"<p>{escape(line)}</p>" for line in lines)
+            for lines in (self._head(), self._foot())
+        )
+        picture = self.picture
+        drawn = "" if picture is None else picture._repr_html_()
+        return f"{head}{html_table(rows, right=numbers) if self.groups else ''}{foot}{drawn}"
+
+    def _head(self) -> list[str]:
+        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
+        ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
+        parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
+        return [head, *ended, *parts]
+
+    def _table(self) -> tuple[list[tuple[str, ...]], list[int]]:
+        """Return the rows of the table, titles first, and the columns that are numbers."""
         titles = ("axes", "requested", "layout", "size", "ranks", "backend", "options", "group")
         rows = [titles, *(_row(group) for group in self.groups)]
         numbers = [3]
@@ -197,34 +225,24 @@ class Explanation:
             over = ["meshes over", *("; ".join(group.over) for group in self.groups)]
             rows = [(row[0], cell, *row[1:]) for row, cell in zip(rows, over, strict=True)]
             numbers = [number + 1 for number in numbers]
-        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
-        foot = (
-            "Reused: served by an existing group. Saved: groups that torch would have created in "
-            "addition. torch creates one per request, unless it uses the default group too."
-        )
-        parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
-        for group in self.groups:
-            if len(group.threads) > 1:
-                foot += (
-                    f"\nShared, and called by several threads: {', '.join(group.requests)} (ranks "
-                    f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
-                    "calls must overlap, give one axis an isolate tag."
-                )
+        return rows, numbers
+
+    def _foot(self) -> list[str]:
+        foot = [_MEANING]
+        foot += [
+            f"Shared, and called by several threads: {', '.join(group.requests)} (ranks "
+            f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
+            "calls must overlap, give one axis an isolate tag."
+            for group in self.groups
+            if len(group.threads) > 1
+        ]
         if self.n_duplicates:
-            foot += (
-                f"\n{in_other_universes(self.n_duplicates)} To share them, call "
+            foot.append(
+                f"{in_other_universes(self.n_duplicates)} To share them, call "
                 'meshverse.install(share="world") before the first mesh, unless their meshes must '
                 "overlap."
             )
-        ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
-        return "\n".join([head, *ended, *parts, *aligned(rows, right=numbers), foot])
-
-    __repr__ = __str__  # at a prompt
-
-    def _repr_html_(self) -> str:  # in a notebook
-        picture = self.picture
-        drawn = "" if picture is None else picture.to_svg()
-        return f"<pre>{escape(str(self))}</pre>{drawn}"
+        return foot
 
     def _in_numbers(self) -> str:
         planned = f"{self.planned} planned (lazy), " if self.planned else ""
