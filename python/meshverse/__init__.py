@@ -3,24 +3,19 @@
     from meshverse import init_device_mesh
 
 This function builds meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
-own. Operations on these meshes do no work proportional to the world size. Meshes share one process
-group per distinct list of ranks and options; `mesh.universe.explain()` shows what was shared.
+own. Most operations on these meshes do no work proportional to the world size; `docs/limits.md`
+lists those that do. Meshes share one process group per distinct list of ranks and options, within
+one universe: `mesh.universe.explain()` shows what was shared. Collectives are torch's, and no
+faster. It has not been measured on GPUs.
 """
 
+# ruff: noqa: F403, F405  # the names come from _names
 from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
-
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "Meshverse needs PyTorch 2.11 or newer: install it with `pip install torch`.", name="torch"
-    ) from None
+import sys
+from typing import TYPE_CHECKING
 
 try:
     from . import _core
@@ -31,16 +26,21 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from .agreement import RanksDifferError
-from .connection import Connection, connect
-from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
-from .dropin import install, installed, uninstall
-from .explain.explanation import Explanation
-from .explain.group_explanation import GroupExplanation
-from .options.isolation import isolate
-from .saved_mesh import load_mesh, save_mesh
-from .universe import Universe, revive
-from .universe.find_group import FoundGroup, find_group
+__version__ = _core.__version__
+
+
+def _is_command() -> bool:
+    """Return whether this process is the command `meshverse` or `python -m meshverse`."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # as while Python looks for the module, and imports this package
+        return ("-m", "meshverse") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return os.path.basename(program) == "meshverse"
+
+
+# A command imports what it needs: `meshverse hang` needs no torch. Any other program gets all names
+# now, as the import has effects, such as that `torch.load` accepts meshes.
+if TYPE_CHECKING or not _is_command():
+    from ._names import *
 
 if TYPE_CHECKING:
     from . import hang as hang
@@ -48,32 +48,29 @@ if TYPE_CHECKING:
     from . import tools as tools
     from .hang.watch import Hang, Watch, watch
     from .tools.topology import Topology
+else:
+    # The extras are imported when they are first named.
+    _FOLDERS = ("hang", "parallel", "tools")
+    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
+    _MODULES = {
+        "Hang": "hang.watch",
+        "Topology": "tools.topology",
+        "Watch": "hang.watch",
+        "watch": "hang.watch",
+    }
 
-__version__ = _core.__version__
+    def __getattr__(name: str) -> object:
+        if name in _FOLDERS or name in _FORMER_FOLDERS:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # In a command, all names of the core come from here too.
+        module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
+        globals()[name] = getattr(module, name)  # later uses find it without this function
+        return globals()[name]
 
-# The extras are imported when they are first named.
-_FOLDERS = ("hang", "parallel", "tools")
-_FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
-_MODULES = {
-    "Hang": "hang.watch",
-    "Topology": "tools.topology",
-    "Watch": "hang.watch",
-    "watch": "hang.watch",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FOLDERS or name in _FORMER_FOLDERS:
-        return importlib.import_module(f".{name}", __name__)
-    if name in _MODULES:
-        found = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        globals()[name] = found
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *_FOLDERS]
+    def __dir__() -> list[str]:
+        return [*__all__, *_FOLDERS]
 
 
 __all__ = [
@@ -102,8 +99,3 @@ __all__ = [
     "uninstall",
     "watch",
 ]
-
-if "MESHVERSE_WATCH" in os.environ:
-    from .hang.watch import watch_by_environment
-
-    watch_by_environment()

@@ -8,7 +8,7 @@ a change of the core can break.
 - `World`, `WorldState`, `RunStore`: the world, an extra's own state in it, and its store.
 - `Rendezvous`: ranks wait for each other through the store, and exchange texts.
 - `WorldUniverses`, `universes_here`: the universes of a world.
-- `GroupRequest`, `ranks_and_identity`: the ranks of a process group, and the start of its name.
+- `GroupRequest`: the ranks of a process group.
 - `find_group_optional`, `root_coordinate`: the axes of a group by c10d's name; a rank's coordinate.
 - `check_timeout`: raises unless it is a positive timedelta.
 """
@@ -16,7 +16,7 @@ a change of the core can break.
 from __future__ import annotations
 
 from .agreement import Rendezvous
-from .groups.request import GroupRequest, ranks_and_identity
+from .groups.request import GroupRequest
 from .options.group_options import check_timeout
 from .universe.find_group import find_group_optional, root_coordinate
 from .universe.registry import WorldUniverses, universes_here
@@ -33,7 +33,6 @@ __all__ = [
     "check_timeout",
     "find_group_optional",
     "on_world_started",
-    "ranks_and_identity",
     "root_coordinate",
     "universes_here",
 ]

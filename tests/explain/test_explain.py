@@ -62,20 +62,47 @@ def test_slicing_asks_for_no_group(mesh) -> None:
 
 def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
     mesh.flatten("world")
-    head, titles, *rows, foot = str(mesh.universe.explain()).splitlines()
+    head, alike, titles, *rows, foot = str(mesh.universe.explain()).splitlines()
     assert "of ranks 0 to 7, seen by rank 5" in head
     assert "Requested 4 process groups: 3 created, 1 reused. Saved: 0" in head
     assert re.split("  +", titles.strip()) == [
-        *("axes", "requested", "layout", "size", "ranks", "backend", "options", "group"),
+        *("axes", "requested", "layout", "size", "ranks", "group"),
     ]
-    assert [re.split("  +", row.strip())[:6] for row in rows] == [
-        ["pp", "1 time", "1:0", "1", "5", "fake"],
-        ["dp", "1 time", "2:4", "2", "1, 5", "fake"],
-        ["tp", "1 time", "4:1", "4", "4, 5, 6, 7", "fake"],
-        ["world", "1 time", "8:1", "8", "0, 1, 2, 3, 4, 5, 6, 7", "fake"],
+    assert alike == "All groups: backend fake, options timeout=1800s."
+    by_members = "created by its members"
+    assert [re.split("  +", row.strip()) for row in rows] == [
+        ["pp", "1 time", "1:0", "1", "5", by_members],
+        ["dp", "1 time", "2:4", "2", "1, 5", by_members],
+        ["tp", "1 time", "4:1", "4", "4, 5, 6, 7", by_members],
+        ["world", "1 time", "8:1", "8", "0, 1, 2, 3, 4, 5, 6, 7", "the default group"],
     ]
-    assert rows[3].endswith("timeout=1800s  the default group")
     assert foot.startswith("Reused: ")
+
+
+def test_options_are_a_column_where_they_differ() -> None:
+    with fake_world(8, 5):
+        universe = Universe(8)
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), universe=universe)
+        init_device_mesh("cpu", (8,), mesh_dim_names=("own",), universe=universe, isolate="own")
+        _, alike, titles, *rows, _ = str(universe.explain()).splitlines()
+    assert alike == "All groups: backend fake."
+    assert re.split("  +", titles.strip())[-2:] == ["options", "group"]
+    options = [re.split("  +", row.strip())[-2] for row in rows]
+    assert options[:2] == ["timeout=1800s"] * 2
+    assert "own" in options[2]
+
+
+def test_a_table_fits_the_columns_of_the_terminal(mesh, monkeypatch) -> None:
+    mesh.flatten("world")
+    whole = str(mesh.universe.explain()).splitlines()[2:-1]
+    assert max(map(len, whole)) > 70
+    monkeypatch.setenv("COLUMNS", "70")
+    fitted = str(mesh.universe.explain()).splitlines()[2:-1]
+    assert max(map(len, fitted)) <= 70
+    assert sorted(" ".join(fitted).split()) == sorted(" ".join(whole).split())
+    monkeypatch.setenv("COLUMNS", "10")  # words stay whole
+    narrow = str(mesh.universe.explain()).splitlines()[2:-1]
+    assert sorted(" ".join(narrow).split()) == sorted(" ".join(whole).split())
 
 
 def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
@@ -84,10 +111,10 @@ def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
     html = mesh.universe._repr_html_()
     assert "Requested 3 process groups: 3 created" in html
     cells = re.findall(r"<t[hd]( scope=\"\w+\")? style=\"text-align:(\w+)\">(.*?)</t[hd]>", html)
-    rows, _ = report._table()
+    _, rows, _ = report._table()
     assert [text for _, _, text in cells] == [text for row in rows for text in row]
     assert cells[3] == (' scope="col"', "right", "size")
-    assert cells[8] == (' scope="row"', "left", "pp")
+    assert cells[6] == (' scope="row"', "left", "pp")
     for shown in (report, mesh.universe, mesh, mesh["tp"]):
         html = shown._repr_html_()
         assert "<pre>" not in html
@@ -101,7 +128,7 @@ def test_an_empty_universe_shows_its_line() -> None:
 
 def test_text_says_how_often_a_group_was_requested(mesh) -> None:
     mesh.unflatten("tp", (4, 1), ("a", "b")).unflatten("dp", (2,), ("tp",))
-    rows = str(mesh.universe.explain()).splitlines()[2:-1]
+    rows = str(mesh.universe.explain()).splitlines()[3:-1]
     assert [re.split("  +", row.strip())[:2] for row in rows] == [
         ["pp, b", "2 times"],
         ["dp, tp", "2 times"],
@@ -141,7 +168,7 @@ def test_text_stays_short_for_large_groups() -> None:
     with fake_world(4096, 17):
         mesh = init_device_mesh("cpu", (4, 1024), mesh_dim_names=("dp", "tp"))
         row = str(mesh.universe.explain()).splitlines()[-2]
-    assert "1,024  0, 1, 2, 3, 4, 5, ... 1023  fake" in row
+    assert "1,024  0, 1, 2, 3, 4, 5, ... 1023  created by its members" in row
     assert len(row) < 200
 
 

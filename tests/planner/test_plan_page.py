@@ -1,4 +1,4 @@
-"""docs/plan.md and the committed pictures show what the commands give today."""
+"""docs/commands.md and the committed pictures show what the commands give today."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshverse import init_device_mesh
 from meshverse.tools.commands.main import main
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_PAGE = (_DOCS / "plan.md").read_text(encoding="utf-8")
+_PAGE = (_DOCS / "commands.md").read_text(encoding="utf-8")
 _OF_DATA = "pp=2,dp=4,tp=4 --node-size 8 --rank 13"
 _PICTURES = {
     "sharing.svg": "world=16 --view pp=2,batch=4,cp=1,tp=2,loss=batch*cp "
@@ -25,7 +25,7 @@ _PICTURES = {
 
 
 def test_the_command_prints_what_the_page_shows(capsys) -> None:
-    shown = re.search(r"```console\n\$ meshverse (.+)\n([\s\S]+?)```", _PAGE)
+    shown = re.search(r"```console\n\$ meshverse (plan.+)\n([\s\S]+?)```", _PAGE.replace("\\\n", ""))
     assert shown is not None
     assert main(shlex.split(shown[1])) == 0
     assert capsys.readouterr().out == shown[2]
@@ -41,7 +41,7 @@ def test_the_data_is_what_the_page_shows(capsys) -> None:
 
 
 def test_the_text_is_what_the_page_shows() -> None:
-    shown = re.search(r"```text\n([\s\S]+?)```", _PAGE)
+    shown = re.search(r"```text\n(dp  [\s\S]+?)```", _PAGE)
     assert shown is not None
     with fake_world(32, 13):
         mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=("pp", "dp", "tp"))

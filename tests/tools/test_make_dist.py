@@ -11,8 +11,8 @@ import pytest
 
 _TOOL = Path(__file__).parents[2] / "tools" / "make_dist.py"
 
-_GIT = {"pyproject.toml", "csrc/layout.cpp", "docs/plan.md", "docs/plan.svg", "tests/gpu/test_x.py"}
-_HELD = {"pyproject.toml", "csrc/layout.cpp", "docs/plan.md", "PKG-INFO"}
+_GIT = {"pyproject.toml", "csrc/layout.cpp", "docs/when.md", "docs/plan.svg", "tests/gpu/test_x.py"}
+_HELD = {"pyproject.toml", "csrc/layout.cpp", "docs/when.md", "PKG-INFO"}
 
 
 @pytest.fixture(scope="module")

@@ -188,16 +188,17 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        rows, numbers = self._table()
-        return "\n".join([*self._head(), *aligned(rows, right=numbers), *self._foot()])
+        alike, rows, numbers = self._table()
+        table = aligned(rows, right=numbers)
+        return "\n".join([*self._head(), *alike, *table, *self._foot()])
 
     __repr__ = __str__  # at a prompt
 
     def _repr_html_(self) -> str:  # in a notebook
-        rows, numbers = self._table()
+        alike, rows, numbers = self._table()
         head, foot = (
             "".join(f"<p>{escape(line)}</p>" for line in lines)
-            for lines in (self._head(), self._foot())
+            for lines in ([*self._head(), *alike], self._foot())
         )
         picture = self.picture
         drawn = "" if picture is None else picture._repr_html_()
@@ -209,23 +210,29 @@ class Explanation:
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         return [head, *ended, *parts]
 
-    def _table(self) -> tuple[list[tuple[str, ...]], list[int]]:
-        """Return the rows of the table, titles first, and the columns that are numbers."""
-        titles = ("axes", "requested", "layout", "size", "ranks", "backend", "options", "group")
-        rows = [titles, *(_row(group) for group in self.groups)]
-        numbers = [3]
-        if any(group.nodes is not None for group in self.groups):
-            nodes = [
-                "nodes",
-                *("?" if group.nodes is None else str(group.nodes) for group in self.groups),
-            ]
-            rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, nodes, strict=True)]
-            numbers.append(4)
-        if self.parts:
-            over = ["meshes over", *("; ".join(group.over) for group in self.groups)]
-            rows = [(row[0], cell, *row[1:]) for row, cell in zip(rows, over, strict=True)]
-            numbers = [number + 1 for number in numbers]
-        return rows, numbers
+    def _table(self) -> tuple[list[str], list[list[str]], list[int]]:
+        """Return what all groups have alike; the rows, titles first; the columns of numbers."""
+        columns = {
+            "axes": [", ".join(group.requests) for group in self.groups],
+            "meshes over": ["; ".join(group.over) for group in self.groups],
+            "requested": [_times(group) for group in self.groups],
+            "layout": [group.layout for group in self.groups],
+            "size": [f"{len(group.ranks):,}" for group in self.groups],
+            "nodes": ["?" if group.nodes is None else str(group.nodes) for group in self.groups],
+            "ranks": [rank_list(group.ranks) for group in self.groups],
+            "backend": [group.backend for group in self.groups],
+            "options": [_options_in_words(group) for group in self.groups],
+            "group": [group.how + ", suspended" * group.suspended for group in self.groups],
+        }
+        if not self.parts:
+            del columns["meshes over"]
+        if all(group.nodes is None for group in self.groups):
+            del columns["nodes"]
+        same = [name for name in ("backend", "options") if len(set(columns[name])) == 1]
+        equal = ", ".join(f"{name} {columns.pop(name)[0]}" for name in same)
+        rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
+        numbers = [index for index, name in enumerate(columns) if name in ("size", "nodes")]
+        return [f"All groups: {equal}."] if equal else [], rows, numbers
 
     def _foot(self) -> list[str]:
         foot = [_MEANING]
@@ -278,18 +285,9 @@ def threads_in_words(threads: Mapping[str, int]) -> str:
     return ", ".join(each if left_out <= 0 else [*each[:_SHOWN_THREADS], f"{left_out} more"])
 
 
-def _row(group: GroupExplanation) -> tuple[str, ...]:
+def _times(group: GroupExplanation) -> str:
     times = sum(group.requests.values())
-    return (
-        ", ".join(group.requests),
-        f"{times} time{'s' * (times != 1)}",
-        group.layout,
-        f"{len(group.ranks):,}",
-        rank_list(group.ranks),
-        group.backend,
-        _options_in_words(group),
-        group.how + ", suspended" * group.suspended,
-    )
+    return f"{times} time{'s' * (times != 1)}"
 
 
 def _options_in_words(group: GroupExplanation) -> str:

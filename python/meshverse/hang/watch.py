@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from meshverse import _torch_compat as compat
 from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
 
-from .live import Alarm, FrameKey, record_here, waits_in_frames
-from .named_groups import live_coordinates
+from .live import Alarm, FrameKey, live_coordinates, record_here, waits_in_frames
 from .records import Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
 from .verdicts import Cause, Stuck, find_stuck
@@ -126,6 +125,20 @@ class Watch:
                 "Meshverse's watch cannot find stuck collectives: %s.",
                 why,
             )
+
+
+@overload
+def watch(seconds: float = 60.0, *, on_stuck: Callable[[Hang], object] | None = None) -> Watch: ...
+
+
+@overload
+def watch(seconds: None, *, on_stuck: Callable[[Hang], object] | None = None) -> None: ...
+
+
+@overload
+def watch(
+    seconds: float | None, *, on_stuck: Callable[[Hang], object] | None = None
+) -> Watch | None: ...
 
 
 def watch(

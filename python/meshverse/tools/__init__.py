@@ -7,3 +7,21 @@
 - `commands`: the `meshverse` command line.
 - `environment`: versions and environment variables, for bug reports.
 """
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_FOLDERS = ("doctor", "pictures", "planner", "topology")  # `__init__.pyi` has them too
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a subpackage when it is first named."""
+    if name not in _FOLDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return [*_FOLDERS]

@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from meshverse.tools.doctor import Examination, NotAllHereError, examine
-from meshverse.tools.doctor.membership import report_once
-from meshverse.tools.pictures.model import printable
+from meshverse.wording import printable
 
 from .plan_command import one_view
+
+if TYPE_CHECKING:
+    from meshverse.tools.doctor import Examination
 
 _EXAMPLES = """\
 examples:
@@ -32,18 +34,15 @@ answer, and 2 if the command cannot run.
 _LARGEST = 1_000_000
 
 
-def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check a job's ranks, before the job",
-        description="Checks that all ranks have joined, have equal environments and reach one "
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Checks that all ranks have joined, have equal environments and reach one "
         "another. All ranks of a job must run this together. It compares versions and variables, "
         "measures the store and the clocks, creates every process group of these views, and checks "
-        "and times each by all-reduces.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "and times each by all-reduces."
     )
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "mesh",
         nargs="*",
@@ -63,6 +62,9 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from meshverse.tools.doctor import NotAllHereError, examine
+    from meshverse.tools.doctor.membership import report_once
+
     def report(result: Examination | Exception) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody reads; the status stays
             if isinstance(result, Exception):

@@ -7,14 +7,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from meshverse.hang.dumps import Dumps, read_dumps
-from meshverse.hang.named_groups import MeshNames, MeshSizes
-from meshverse.hang.ras import findings_in, query, report, stacks
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted, rank_ranges
+
+if TYPE_CHECKING:
+    from meshverse.hang.named_groups import MeshNames, MeshSizes
 
 _EXAMPLES = """\
 examples:
@@ -35,17 +36,14 @@ _MOST_LEFT_OUT = 8  # files that are named
 _SECONDS_BETWEEN = 10.0  # two questions to RAS
 
 
-def add_hang(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "hang",
-        help="why a job hangs, from dumps of torch's flight recorder, of any torch program",
-        description="Works on the dumps of any torch program, whether it uses Meshverse or not. "
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Works on the dumps of any torch program, whether it uses Meshverse or not. "
         "Prints for each stuck call which ranks wait in it, which are missing, and where these are "
-        "instead. Causes come first. Uses only the dumps: the job need not exist any more.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "instead. Causes come first. Uses only the dumps: the job need not exist any more."
     )
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "dumps", nargs="*", metavar="DUMP", help="files of the ranks, or folders of such files"
     )
@@ -73,6 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _ask_ras(host: str) -> int:
+    from meshverse.hang.ras import findings_in, query, report, stacks
+
     before = findings_in(query(host))
     time.sleep(_SECONDS_BETWEEN)
     now = findings_in(query(host))
@@ -106,6 +106,8 @@ def _read(arguments: argparse.Namespace) -> int:
 
 
 def _names(mesh: str) -> MeshNames | MeshSizes:
+    from meshverse.hang.named_groups import MeshNames, MeshSizes
+
     if Path(mesh).exists() or "=" not in mesh:
         return MeshNames.of_file(mesh)
     return MeshSizes.of_text(mesh)

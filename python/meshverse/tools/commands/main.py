@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
 import meshverse
-from meshverse.tools.environment import environment_report
-from meshverse.tools.pictures.model import printable
+from meshverse.wording import did_you_mean, printable
 
-from .doctor_command import add_doctor
-from .hang_command import add_hang
-from .plan_command import add_plan
-from .run_command import add_run
+# Each is described by the module `NAME_command`, which is imported if the command is given.
+_COMMANDS = {
+    "plan": "list the process groups of a job, without running it",
+    "doctor": "check a job's ranks, before the job",
+    "hang": "why a job hangs, from dumps of torch's flight recorder, of any torch program",
+    "run": "run an unchanged program with Meshverse's meshes",
+    "versions": "print versions of this environment, for bug reports",
+    "completion": "print a script that completes these commands in a shell",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status: int | Callable[[], None] = 0
     try:
         try:
-            status = _run(arguments)
+            status = _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             # Now, as a closed pipe must raise here, not when the process exits.
             if sys.stdout is not None:  # None if the shell has closed it
@@ -46,31 +52,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
-    parser = argparse.ArgumentParser(
-        prog="meshverse",
-        description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
-    )
-    parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
-    commands = parser.add_subparsers(metavar="command")
-    add_plan(commands)
-    add_doctor(commands)
-    add_hang(commands)
-    add_run(commands)
-    commands.add_parser(
-        "versions", help="print versions of this environment, for bug reports"
-    ).set_defaults(run=_print_versions)
-    given = parser.parse_args(arguments)
-    if not hasattr(given, "run"):
+def _run(arguments: Sequence[str]) -> int | Callable[[], None]:
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    if name is not None and name not in _COMMANDS:
+        raise ValueError(
+            f"There is no command {name!r}.{did_you_mean(name, _COMMANDS)} The commands are "
+            f"{', '.join(_COMMANDS)}."
+        )
+    parser, parsers = parser_of([] if name is None else [name])
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        asked = parser if name is None else parsers[name]
+        known = re.findall(r"--[\w-]+", asked.format_usage())
+        hints = (did_you_mean(word.partition("=")[0], known) for word in unknown)
+        asked.error(f"unrecognized arguments: {' '.join(unknown)}.{next(hints)}")
+    if name is None:
         parser.print_help()
         return 2
     status: int | Callable[[], None] = given.run(given)
     return status
 
 
-def _print_versions(_: argparse.Namespace) -> int:
-    report = environment_report()
-    width = max(map(len, report))
-    for name, value in report.items():
-        print(f"{name.ljust(width)}  {value}")  # noqa: T201
-    return 0
+def parser_of(
+    described: Sequence[str] = tuple(_COMMANDS),
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and those of the described commands, by name.
+
+    Args:
+        described: commands to import and to describe.
+    """
+    parser = argparse.ArgumentParser(
+        prog="meshverse",
+        description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
+    commands = parser.add_subparsers(metavar="command")
+    parsers = {}
+    for name, help_ in _COMMANDS.items():
+        parsers[name] = commands.add_parser(
+            name,
+            help=help_,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name in described:
+            importlib.import_module(f".{name}_command", __package__).describe(parsers[name])
+    return parser, parsers

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-from meshverse.tools.planner import View, plan, trainer_views
-from meshverse.tools.topology import Topology
+from meshverse.tools.planner import View, plan, saves, trainer_views
 from meshverse.wording import did_you_mean
 
 _EXAMPLES = """\
@@ -18,6 +18,7 @@ examples:
   meshverse plan pp=8,dp=160,tp=8 --node-size 8
   meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
   meshverse plan dp=-1,tp=8 --world-size 64
+  meshverse plan pp=8,dp=160,tp=8 --view pp=8,replicate=4,shard=40,tp=8 --saves
   meshverse plan dp=4,tp=8 --topology topology.conf --nodes tux[0-3] --node-size 8
   meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
   meshverse plan pp=8,dp=160,tp=8 --node-size 8 --html plan.html --svg plan.svg
@@ -26,17 +27,14 @@ examples:
 _DEGREES = ("dp", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="list the process groups of a job, without running it",
-        description="Lists the process groups that a job with these views would create: how many, "
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Lists the process groups that a job with these views would create: how many, "
         "how large, which nodes they cross, and how many torch would create. Starts no process and "
-        "needs no GPU.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "needs no GPU."
     )
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "mesh",
         nargs="*",
@@ -61,6 +59,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("--backend", default="nccl", help="backend of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="rank to list groups of (default: 0)")
+    parser.add_argument(
+        "--saves",
+        action="store_true",
+        help="print what sharing saves the rank against torch's DeviceMesh, by published figures",
+    )
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
     parser.add_argument("--html", metavar="FILE", help="also write a page that draws the views")
     parser.add_argument("--svg", metavar="FILE", help="also write a picture")
@@ -85,6 +88,8 @@ def _run(arguments: argparse.Namespace) -> int:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
     topology, node_size = None, arguments.node_size
     if arguments.topology is not None:
+        from meshverse.tools.topology import Topology  # imports torch
+
         topology = Topology.from_file(
             arguments.topology, nodes=arguments.nodes, node_size=node_size
         )
@@ -105,7 +110,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         _write(arguments.svg, planned.to_svg())
     # Last, because the reader may close the pipe, which ends the command.
-    print(planned.to_json() if arguments.json else planned)  # noqa: T201  # the command's output
+    shown = saves(planned) if arguments.saves else planned
+    print(json.dumps(shown.to_dict(), indent=2) if arguments.json else shown)  # noqa: T201
     return 0
 
 
@@ -118,10 +124,13 @@ def _views_of_degrees(text: str, world_size: int | None) -> list[View]:
     degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in _DEGREES or not re.fullmatch(r"[0-9]+", value) or name in degrees:
+        can_be_rest = name in ("dp", "dp_shard")
+        is_size = re.fullmatch(r"-1|[0-9]+" if can_be_rest else "[0-9]+", value)
+        if name not in _DEGREES or not is_size or name in degrees:
             raise ValueError(
                 f"{part!r} in --degrees {text}: write each degree once as name=size, of the names "
-                f"{', '.join(_DEGREES)}.{'' if name in _DEGREES else did_you_mean(name, _DEGREES)}"
+                f"{', '.join(_DEGREES)}; dp or dp_shard may be -1, for the other ranks."
+                f"{'' if name in _DEGREES else did_you_mean(name, _DEGREES)}"
             )
         degrees[name] = int(value)
     if "dp" in degrees and "dp_shard" in degrees:
@@ -129,6 +138,10 @@ def _views_of_degrees(text: str, world_size: int | None) -> list[View]:
             f"--degrees {text} has dp and dp_shard. dp is dp_replicate times dp_shard: leave one "
             "of them out."
         )
+    if -1 in degrees.values():
+        if world_size is None:
+            raise ValueError(f"--degrees {text} has a size of -1: pass --world-size.")
+        degrees = {name: size for name, size in degrees.items() if size != -1}
     replicas = degrees.get("dp_replicate", 1)
     dp: int | None = degrees.get("dp", replicas * degrees.get("dp_shard", 1))
     sizes = {f"{name}_size": degrees.get(name, 1) for name in ("cp", "tp", "pp", "ep")}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from meshverse import _torch_compat as compat
-from meshverse import install
+from meshverse import install  # and all other names: the program gets what their import does
 from meshverse.explain.calling_threads import CallingThreads
 from meshverse.explain.explanation import in_surplus
 from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started

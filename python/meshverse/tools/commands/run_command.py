@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from .process_setup import Setup
 from .program import Program
 
 _EXAMPLES = """\
@@ -20,18 +19,15 @@ Write Meshverse's options before the program and the program's own options after
 """
 
 
-def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "run",
-        help="run an unchanged program with Meshverse's meshes",
-        description="Runs a program as Python would, after meshverse.install(): every DeviceMesh "
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Runs a program as Python would, after meshverse.install(): every DeviceMesh "
         "that it or a library creates is a Meshverse mesh, also in processes that multiprocessing "
-        "starts. At the end, rank 0 prints how many process groups were created and saved.",
-        usage="meshverse run [--share {mesh,world}] [--explain] (SCRIPT | -m MODULE) ...",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "starts. At the end, rank 0 prints how many process groups were created and saved."
     )
+    parser.epilog = _EXAMPLES
+    parser.usage = "meshverse run [--share {mesh,world}] [--explain] (SCRIPT | -m MODULE) ..."
     parser.add_argument(
         "--share",
         choices=("mesh", "world"),
@@ -58,6 +54,8 @@ def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     if not given:
         raise ValueError("run: no program is named. Pass a script, or -m and a module.")
     program = Program(given[0], given[1:], is_module=arguments.is_module)
+    from .process_setup import Setup  # imports torch
+
     Setup(arguments.share, arguments.explain).begin()
     program.load()
     return program.run

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from meshverse._core import RankGroups, RankMap
+from meshverse.wording import printable
 
-from .model import Cell, Gap, Line, Panel, PicturedGroups, printable
+from .model import Cell, Gap, Line, Panel, PicturedGroups
 from .repeats import Folded, Part, Row, Run, fold
 
 _N_DRAWN_WHOLE = 16  # largest number of nodes all of which are drawn

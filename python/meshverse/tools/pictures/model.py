@@ -146,8 +146,3 @@ class Sharing:
     subtitle: str
     views: tuple[str, ...]
     columns: tuple[SharedColumn, ...]
-
-
-def printable(name: str) -> str:
-    """Return a name without characters that control a terminal or that XML forbids."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)

@@ -12,9 +12,9 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from meshverse._core import RankGroups
-from meshverse.wording import counted, in_bytes, rank_list
+from meshverse.wording import counted, in_bytes, printable, rank_list
 
-from .model import PicturedGroups, printable
+from .model import PicturedGroups
 from .sharing import sharing_table
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshverse._core import RankMap
-from meshverse.wording import did_you_mean
+from meshverse.wording import did_you_mean, printable
 
-from .model import Panel, PicturedGroups, PicturedView, Sharing, printable
+from .model import Panel, PicturedGroups, PicturedView, Sharing
 from .palette import COLOURS
 
 # The other modules are imported at their first use: most programs never draw a picture.

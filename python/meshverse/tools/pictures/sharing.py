@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshverse.wording import counted
+from meshverse.wording import counted, printable
 
-from .model import PicturedGroups, PicturedView, SharedColumn, Sharing, printable
+from .model import PicturedGroups, PicturedView, SharedColumn, Sharing
 
 _MOST_COLUMNS = 24
 _MOST_VIEWS = 24

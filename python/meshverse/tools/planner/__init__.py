@@ -3,6 +3,7 @@
 - `views`: ways to split a world, such as "pp=8,dp=160,tp=8".
 - `crossings`: the part of the cluster that each rank is on, and the parts that groups span.
 - `plan`: the distinct groups of all views, the groups that torch would create, and warnings.
+- `saves`: what sharing saves, in numbers of the job and in published figures.
 
 Example:
     >>> from meshverse.tools.planner import plan
@@ -13,8 +14,22 @@ Example:
 
 from __future__ import annotations
 
-from .crossings import Places
+from typing import TYPE_CHECKING
+
 from .plan import Plan, PlannedGroup, plan
+from .saves import Saves, saves
 from .views import View, trainer_views
 
-__all__ = ["Places", "Plan", "PlannedGroup", "View", "plan", "trainer_views"]
+if TYPE_CHECKING:
+    from .crossings import Places
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "Places":  # the only name that needs torch
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .crossings import Places
+
+        return Places
+
+
+__all__ = ["Places", "Plan", "PlannedGroup", "Saves", "View", "plan", "saves", "trainer_views"]

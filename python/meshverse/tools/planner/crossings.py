@@ -8,6 +8,7 @@ communicate at the same time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,13 @@ class Places:
 
     @property
     @compat.untraced()
+    def sizes(self) -> tuple[int, int]:
+        """Smallest and largest number of ranks on a part."""
+        sizes = self.of_rank.bincount()
+        return int(sizes.min()), int(sizes.max())
+
+    @property
+    @compat.untraced()
     def block_size(self) -> int | None:
         """Number of ranks on each part, if the parts are blocks as `in_blocks` returns, else None.
 
@@ -98,20 +106,23 @@ class Crossing:
 
 
 @compat.untraced()
-def ranks_of_all_groups(axis: AxisLayout, world_size: int) -> torch.Tensor:
-    """Return the ranks of all groups of an axis, shape (n_groups, group_size). O(world size)."""
-    groups = RankGroups(axis, RankMap.identity(world_size))
-    return torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
+def crossings_of(axis: AxisLayout, places: Sequence[Places]) -> tuple[Crossing, ...]:
+    """Count the parts that the groups of an axis span, and the ring steps that leave a part.
 
-
-@compat.untraced()
-def crossing_of(ranks: torch.Tensor, places: Places) -> Crossing:
-    """Count the parts that groups span, and the ring steps that leave a part.
+    Takes O(world size) time and memory.
 
     Args:
-        ranks: ranks of every group, in group-rank order, shape (n_groups, group_size).
-        places: part of each rank.
+        axis: layout of the axis over ranks.
+        places: part of each rank, at each level.
     """
+    if not places:
+        return ()
+    groups = RankGroups(axis, RankMap.identity(len(places[0].of_rank)))
+    ranks = torch.frombuffer(groups.all(), dtype=torch.int64).view(-1, axis.size)
+    return tuple(_crossing(ranks, each) for each in places)
+
+
+def _crossing(ranks: torch.Tensor, places: Places) -> Crossing:
     # One row per group rank: steps between rows are then steps along contiguous memory.
     parts = places.of_rank[ranks.T]
     leaves = parts != parts.roll(-1, dims=0)

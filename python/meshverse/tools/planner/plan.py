@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.tools.topology import Topology
 from meshverse.wording import aligned, counted, in_bytes, rank_list, several
 
-from .crossings import Crossing, Places, crossing_of, ranks_of_all_groups
 from .views import View, as_view, check_fits, whole_number
 
+if TYPE_CHECKING:
+    from meshverse.tools.topology import Topology
+
+    from .crossings import Crossing, Places
+
+_ESTIMATED = (
+    "From NCCL's default buffers in a ring over 16 channels; pass --saves for measured figures."
+)
 _SHOULD_STAY_INSIDE = re.compile(r"(^|_)e?tp|tensor", re.IGNORECASE)
 
 
@@ -159,7 +164,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*_head(self), *_table(self.groups), "", *_foot(self)])
+        return "\n".join([*head(self), *_table(self.groups), "", *_foot(self)])
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -206,7 +211,8 @@ def _group_dict(group: PlannedGroup) -> dict[str, Any]:
     return {**fields, **crossings}
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def head(plan: Plan) -> Iterator[str]:
+    """Yield the lines of a plan's text that list its views."""
     ranks, views = counted(plan.world, "rank"), counted(len(plan.views), "view")
     yield f"World of {ranks}, backend {plan.backend}, {views}:"
     yield from (f"  {view}" for view in plan.views)
@@ -249,7 +255,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     if any(group.bytes_each is None for group in plan.groups):
         yield f"No estimate of memory: it is unknown for a communicator of backend {plan.backend}."
     elif memory := _memory(plan):
-        yield f"{memory} docs/plan.md says where the estimate comes from."
+        yield f"{memory} {_ESTIMATED}"
     if plan.warnings:
         yield ""
         yield from (f"Note: {warning}" for warning in plan.warnings)
@@ -258,7 +264,6 @@ def _foot(plan: Plan) -> Iterator[str]:
 # --- computation --------------------------------------------------------------------------------
 
 
-@compat.untraced()
 def plan(
     views: Sequence[View | Mapping[str, int] | str],
     *,
@@ -312,10 +317,9 @@ def plan(
     if number is None or not 0 <= number < world:
         raise ValueError(f"rank={rank!r} is outside the world: give one from 0 to {world - 1}.")
     backend = backend.lower()  # as torch does
-    known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
     given_sizes = {"node": node_size, "domain": domain_size}
     sizes = {n: _number(f"{n}_size", size) for n, size in given_sizes.items() if size is not None}
-    known += [Places.in_blocks(name, world, min(size, world)) for name, size in sizes.items()]
+    known = _places(world, places, topology, sizes)
     if repeated := sorted(name for name, n in Counter(p.level for p in known).items() if n > 1):
         raise ValueError(
             f"The level {', '.join(repeated)} is given twice: leave node_size=, domain_size= or "
@@ -334,13 +338,36 @@ def plan(
     figures = {**COMMUNICATOR_BYTES, **measured}
     requests = _requests(read)
     groups = tuple(
-        _planned(axis, names, world, known, estimate_bytes(backend, axis.size, figures))
-        for axis, names in requests.items()
+        _planned(axis, names, world, crossings, estimate_bytes(backend, axis.size, figures))
+        for (axis, names), crossings in zip(
+            requests.items(), _crossings(requests, known), strict=True
+        )
     )
     nodes = next((each.block_size for each in known if each.level == "node"), None)
     mine, warnings = _mine(number, list(requests), groups, world), _warnings(groups, known)
     node_size = sizes.get("node", nodes)
     return Plan(world, tuple(read), backend, groups, mine, warnings, node_size)
+
+
+def _places(
+    world: int, places: Sequence[Places], topology: Topology | None, sizes: Mapping[str, int]
+) -> list[Places]:
+    if topology is None and not sizes:
+        return [*places]
+    from .crossings import Places  # which needs torch, as a plan without nodes does not
+
+    known = [*places, *(Places.of_topology(topology) if topology is not None else ())]
+    return known + [Places.in_blocks(name, world, min(n, world)) for name, n in sizes.items()]
+
+
+def _crossings(
+    axes: Collection[AxisLayout], places: Sequence[Places]
+) -> Sequence[tuple[Crossing, ...]]:
+    if not places:
+        return [()] * len(axes)
+    from .crossings import crossings_of
+
+    return [crossings_of(axis, places) for axis in axes]
 
 
 def _number(name: str, given: Any) -> int:
@@ -364,12 +391,10 @@ def _planned(
     axis: AxisLayout,
     asked: Mapping[str, int],
     world: int,
-    places: Sequence[Places],
+    crossings: tuple[Crossing, ...],
     bytes_each: int | None,
 ) -> PlannedGroup:
     is_default = axis.size == world
-    ranks = ranks_of_all_groups(axis, world) if places else None
-    crossings = () if ranks is None else tuple(crossing_of(ranks, each) for each in places)
     return PlannedGroup(
         axes=tuple(asked),
         asked=dict(asked),
@@ -423,10 +448,10 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
                 "isolate=."
             )
     for level in places:
-        sizes = level.of_rank.bincount()
-        if len(sizes) and int(sizes.min()) != int(sizes.max()):
+        smallest, largest = level.sizes
+        if smallest != largest:
             warnings.append(
-                f"The {several(level.level)} have different sizes: from {int(sizes.min())} to "
-                f"{int(sizes.max())} ranks."
+                f"The {several(level.level)} have different sizes: from {smallest} to {largest} "
+                "ranks."
             )
     return tuple(warnings)

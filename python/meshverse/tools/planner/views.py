@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshverse._core import AxisLayout, Layout
-from meshverse.parallel.meshes.create import fsdp2_specs
-from meshverse.parallel.meshes.degrees import ParallelismSizes
+from meshverse.parallel.meshes.degrees import ParallelismSizes, fsdp2_specs
 from meshverse.wording import counted, did_you_mean
 
 MOST_RANKS = 2**24
