@@ -46,31 +46,48 @@ if TYPE_CHECKING:
     from . import hang as hang
     from . import parallel as parallel
     from . import tools as tools
+    from .connection import Connection, connect
+    from .device_mesh.init_mesh import MeshPart
+    from .device_mesh.partition import init_mesh_partition
+    from .explain.explanation import Explanation
+    from .explain.group_explanation import GroupExplanation
     from .hang.watch import Hang, Watch, watch
     from .tools.topology import Topology
+    from .universe.find_group import FoundGroup, find_group
+    from .universe.revival import revive
 else:
-    # The extras are imported when they are first named.
-    _FOLDERS = ("hang", "parallel", "tools")
-    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
+    # Names that not every program uses: their modules are imported when they are first named. So
+    # are the extras.
     _MODULES = {
+        "Connection": "connection",
+        "Explanation": "explain.explanation",
+        "FoundGroup": "universe.find_group",
+        "GroupExplanation": "explain.group_explanation",
         "Hang": "hang.watch",
+        "MeshPart": "device_mesh.init_mesh",
         "Topology": "tools.topology",
         "Watch": "hang.watch",
+        "connect": "connection",
+        "find_group": "universe.find_group",
+        "init_mesh_partition": "device_mesh.partition",
+        "revive": "universe.revival",
         "watch": "hang.watch",
     }
+    _EXTRAS = ("hang", "parallel", "tools")
+    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
 
     def __getattr__(name: str) -> object:
-        if name in _FOLDERS or name in _FORMER_FOLDERS:
+        if name in _EXTRAS or name in _FORMER_FOLDERS:
             return importlib.import_module(f".{name}", __name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # In a command, all names of the core come from here too.
+        # In a command, the other names come from here too.
         module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
         globals()[name] = getattr(module, name)  # later uses find it without this function
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return [*__all__, *_FOLDERS]
+        return [*__all__, *_EXTRAS]
 
 
 __all__ = [

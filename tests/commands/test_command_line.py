@@ -138,7 +138,7 @@ def test_a_shell_completes_commands_options_and_files(tmp_path) -> None:
     (tmp_path / "completed").write_text(script.stdout)
 
     def completed(*words: str) -> list[str]:
-        """What bash offers for the last of these words."""
+        """Words that bash offers for the last of these words."""
         line = (
             f"source ./completed; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; "
             "_shtab_meshverse; printf '%s\\n' \"${COMPREPLY[@]}\""

@@ -25,7 +25,8 @@ _PICTURES = {
 
 
 def test_the_command_prints_what_the_page_shows(capsys) -> None:
-    shown = re.search(r"```console\n\$ meshverse (plan.+)\n([\s\S]+?)```", _PAGE.replace("\\\n", ""))
+    page = _PAGE.replace("\\\n", "")
+    shown = re.search(r"```console\n\$ meshverse (plan.+)\n([\s\S]+?)```", page)
     assert shown is not None
     assert main(shlex.split(shown[1])) == 0
     assert capsys.readouterr().out == shown[2]

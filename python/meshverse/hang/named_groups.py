@@ -152,7 +152,8 @@ class MeshSizes:
         if not found or _SIZE.sub("", text).strip(" ,"):
             raise ValueError(
                 f"--mesh {text!r} is neither a file nor the sizes of a mesh's axes. Pass them "
-                "like 'pp=2 dp=8 tp=8', the outermost axis first."
+                "like 'pp=2 dp=8 tp=8', the outermost axis first. No size can be -1, as dumps of "
+                "some ranks may be missing."
             )
         sizes = {name: int(size) for name, size in found}
         if len(sizes) < len(found) or 0 in sizes.values():

@@ -4,7 +4,6 @@
 - `derivation`: `MeshDescription`, a mesh without process groups; descriptions of derived meshes.
 - `identity`: ranks of a group, and the digest that its name has; without torch, for `hang`.
 - `rank_views`: the tensor and the tuple of all ranks, created when torch first reads them.
-- `topology_like`: the methods of a topology that meshes call.
 - `computed`: attributes that are computed when they are first read.
 
 This room creates no process groups, and does not import the rooms `groups` and `universe`.

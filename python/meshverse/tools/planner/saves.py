@@ -1,4 +1,4 @@
-"""What sharing saves in a job, against torch's `DeviceMesh`: its own counts, and published figures.
+"""Savings of a job by sharing, against torch's `DeviceMesh`: counts, and published figures.
 
 Only the numbers of groups and communicators are computed from the job. What a communicator costs
 depends on the GPUs, the network and NCCL's version, so each cost is a range between two published
