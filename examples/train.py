@@ -121,7 +121,7 @@ def main():
         start = time.perf_counter()
         tokens = batch_of(training.step, options, config.vocab_size).to(mesh.device_type)
         share = tokens.chunk(data.size())[data.get_local_rank()]
-        with loss_parallel():  # each rank of tp has the logits of a part of the vocabulary
+        with loss_parallel():  # each rank of tp has logits of a part of the vocabulary
             losses = pipeline.step(share[:, :-1], target=share[:, 1:])
         norm = pipeline.clip_grad_norm_(1.0)
         training.optimizer.step()

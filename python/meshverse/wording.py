@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from html import escape
 
 _SHOWN_RANKS = 8
 
@@ -101,6 +102,30 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
             ]
             lines.append(f"  {'  '.join(cells)}".rstrip())
     return lines
+
+
+def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return a table as HTML, for notebooks, whose own style aligns all cells on the right.
+
+    Args:
+        rows: cells of each row as plain text; titles first.
+        right: as in `aligned`.
+    """
+
+    def line(row: Sequence[str], of_titles: bool) -> str:
+        cells = []
+        for index, text in enumerate(row):
+            side = "right" if index in right else "left"
+            tag = "th" if of_titles or index == 0 else "td"
+            scope = f' scope="{"col" if of_titles else "row"}"' * (tag == "th")
+            cells.append(f'<{tag}{scope} style="text-align:{side}">{escape(text)}</{tag}>')
+        return f"<tr>{''.join(cells)}</tr>"
+
+    titles, *body = rows
+    return (
+        f'<div style="overflow-x:auto"><table><thead>{line(titles, True)}</thead>'
+        f"<tbody>{''.join(line(row, False) for row in body)}</tbody></table></div>"
+    )
 
 
 def paragraph(text: str, indent: str = "") -> list[str]:

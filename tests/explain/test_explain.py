@@ -108,11 +108,17 @@ def test_a_table_fits_the_columns_of_the_terminal(mesh, monkeypatch) -> None:
 def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
     report = mesh.universe.explain()
     assert repr(report) == str(report)
-    assert "Requested 3 process groups: 3 created" in mesh.universe._repr_html_()
+    html = mesh.universe._repr_html_()
+    assert "Requested 3 process groups: 3 created" in html
+    cells = re.findall(r"<t[hd]( scope=\"\w+\")? style=\"text-align:(\w+)\">(.*?)</t[hd]>", html)
+    _, rows, _ = report._table()
+    assert [text for _, _, text in cells] == [text for row in rows for text in row]
+    assert cells[3] == (' scope="col"', "right", "size")
+    assert cells[6] == (' scope="row"', "left", "pp")
     for shown in (report, mesh.universe, mesh, mesh["tp"]):
         html = shown._repr_html_()
-        assert html.startswith("<pre>")
-        assert html.rstrip().endswith("</svg>")
+        assert "<pre>" not in html
+        assert "</svg>" in html
 
 
 def test_an_empty_universe_shows_its_line() -> None:

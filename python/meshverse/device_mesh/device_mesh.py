@@ -478,7 +478,7 @@ class DeviceMesh(StockDeviceMesh):
         return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     def _repr_html_(self) -> str:  # in a notebook
-        return f"<pre>{escape(repr(self))}</pre>{self.draw().to_svg()}"
+        return f"<p><code>{escape(repr(self))}</code></p>{self.draw()._repr_html_()}"
 
     # --- slices and concatenated meshes, on existing groups ---------------------------------------
 

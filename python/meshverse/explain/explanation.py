@@ -14,7 +14,7 @@ from meshverse.groups.group import GroupUse, Origin, State, describe_origin
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import TopologyLike
-from meshverse.wording import aligned, counted, in_bytes, rank_list
+from meshverse.wording import aligned, counted, html_table, in_bytes, rank_list
 
 from .calling_threads import CallingThreads
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
 
 _SHOWN_THREADS = 6
+
+_MEANING = (
+    "Reused: served by an existing group. Saved: groups that torch would have created in addition. "
+    "torch creates one per request, unless it uses the default group too."
+)
 
 
 class ExplainedView(NamedTuple):
@@ -171,6 +176,30 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
+        alike, rows, numbers = self._table()
+        table = aligned(rows, right=numbers)
+        return "\n".join([*self._head(), *alike, *table, *self._foot()])
+
+    __repr__ = __str__  # at a prompt
+
+    def _repr_html_(self) -> str:  # in a notebook
+        alike, rows, numbers = self._table()
+        head, foot = (
+            "".join(f"<p>{escape(line)}</p>" for line in lines)
+            for lines in ([*self._head(), *alike], self._foot())
+        )
+        picture = self.picture
+        drawn = "" if picture is None else picture._repr_html_()
+        return f"{head}{html_table(rows, right=numbers) if self.groups else ''}{foot}{drawn}"
+
+    def _head(self) -> list[str]:
+        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
+        ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
+        parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
+        return [head, *ended, *parts]
+
+    def _table(self) -> tuple[list[str], list[list[str]], list[int]]:
+        """Return what all groups have alike; the rows, titles first; the columns of numbers."""
         columns = {
             "axes": [", ".join(group.requests) for group in self.groups],
             "meshes over": ["; ".join(group.over) for group in self.groups],
@@ -191,35 +220,24 @@ class Explanation:
         equal = ", ".join(f"{name} {columns.pop(name)[0]}" for name in same)
         rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
         numbers = [index for index, name in enumerate(columns) if name in ("size", "nodes")]
-        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
-        foot = (
-            "Reused: served by an existing group. Saved: groups that torch would have created in "
-            "addition. torch creates one per request, unless it uses the default group too."
-        )
-        parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
-        for group in self.groups:
-            if len(group.threads) > 1:
-                foot += (
-                    f"\nShared, and called by several threads: {', '.join(group.requests)} (ranks "
-                    f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
-                    "calls must overlap, give one axis an isolate tag."
-                )
+        return [f"All groups: {equal}."] if equal else [], rows, numbers
+
+    def _foot(self) -> list[str]:
+        foot = [_MEANING]
+        foot += [
+            f"Shared, and called by several threads: {', '.join(group.requests)} (ranks "
+            f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
+            "calls must overlap, give one axis an isolate tag."
+            for group in self.groups
+            if len(group.threads) > 1
+        ]
         if self.n_duplicates:
-            foot += (
-                f"\n{in_other_universes(self.n_duplicates)} To share them, call "
+            foot.append(
+                f"{in_other_universes(self.n_duplicates)} To share them, call "
                 'meshverse.install(share="world") before the first mesh, unless their meshes must '
                 "overlap."
             )
-        ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
-        alike = [f"All groups: {equal}."] if equal else []
-        return "\n".join([head, *ended, *parts, *alike, *aligned(rows, right=numbers), foot])
-
-    __repr__ = __str__  # at a prompt
-
-    def _repr_html_(self) -> str:  # in a notebook
-        picture = self.picture
-        drawn = "" if picture is None else picture.to_svg()
-        return f"<pre>{escape(str(self))}</pre>{drawn}"
+        return foot
 
     def _in_numbers(self) -> str:
         planned = f"{self.planned} planned (lazy), " if self.planned else ""

@@ -3,6 +3,7 @@
 - `model`: the data of a picture: groups and views of one world, and the lines that show them.
 - `palette`: colours that colour-blind readers can distinguish.
 - `repeats`: finds rows that repeat, so that they are drawn once and counted.
+- `sharing`: finds the axes of several views that share a process group.
 - `lines`: draws one line for each node, or one for many nodes with the same groups.
 - `terminal`, `svg`, `page`: the three output formats.
 - `picture`: `Picture`, which offers all of them.

@@ -111,3 +111,38 @@ class Panel:
     def largest_group(self) -> int:
         """The largest group index that is drawn."""
         return max((cell.group for line in self.drawn for cell in line.cells), default=0)
+
+
+@dataclass(frozen=True)
+class SharedColumn:
+    """The axes of all views that use the process groups of one layout.
+
+    Attributes:
+        title: size of the groups.
+        names: for each view, the names of its axes that use them.
+    """
+
+    title: str
+    names: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several axes use the groups."""
+        return sum(map(len, self.names)) > 1
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which axes of several views share a process group.
+
+    Attributes:
+        title: number of process groups of a rank, with torch and with Meshverse.
+        subtitle: explanation.
+        views: titles of the views.
+        columns: one for each of the distinct groups.
+    """
+
+    title: str
+    subtitle: str
+    views: tuple[str, ...]
+    columns: tuple[SharedColumn, ...]

@@ -15,6 +15,7 @@ from meshverse._core import RankGroups
 from meshverse.wording import counted, in_bytes, printable, rank_list
 
 from .model import PicturedGroups
+from .sharing import sharing_table
 
 if TYPE_CHECKING:
     from .picture import Picture
@@ -31,6 +32,7 @@ def as_page(picture: Picture) -> str:
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         title=_text(picture.title),
         summary=_text(picture.summary),
+        sharing=_sharing(picture),
         views="".join(_views(picture)),
         rank=picture.rank,
         totals=_totals(picture.groups),
@@ -40,11 +42,19 @@ def as_page(picture: Picture) -> str:
     )
 
 
+def _sharing(picture: Picture) -> str:
+    """Return the table of which axes share a process group; "" if no two do."""
+    sharing = picture.sharing
+    return "" if sharing is None else f"<h2>{_text(sharing.title)}</h2>{sharing_table(sharing)}"
+
+
 def _views(picture: Picture) -> Iterator[str]:
     """Yield each view as a <details> element; the first with several axes is open."""
     panels = dict(zip(picture.drawn, picture.panels, strict=True))
     views = {
-        f"{number}: {view.title}": [panels[index] for _, index in view.axes if index in panels]
+        f"{number}: {view.title}": [
+            panels[index] for index in dict.fromkeys(at for _, at in view.axes) if index in panels
+        ]
         for number, view in enumerate(picture.views, 1)
     }
     in_views = {index for view in picture.views for _, index in view.axes}
@@ -55,7 +65,7 @@ def _views(picture: Picture) -> Iterator[str]:
     for title, drawn in views.items():
         yield (
             f"<details{' open' * (title == first)}><summary>{_text(title)}</summary>"
-            f'<div class="scroll">{picture.svg_of(drawn, title)}</div></details>\n'
+            f"{picture.figure(drawn, title)}</details>\n"
         )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from meshverse._core import RankMap
 from meshverse.wording import did_you_mean, printable
 
-from .model import Panel, PicturedGroups, PicturedView
+from .model import Panel, PicturedGroups, PicturedView, Sharing
+from .palette import COLOURS
 
 # The other modules are imported at their first use: most programs never draw a picture.
 
@@ -106,18 +107,33 @@ class Picture:
         else:
             Console().print(self, soft_wrap=True)
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """Which axes of several views share a process group; None if no two do."""
+        from .sharing import sharing_of
+
+        return sharing_of(self.groups, self.views)
+
     def to_svg(self) -> str:
         """Return an SVG document, which follows the reader's light or dark colour scheme."""
-        return self.svg_of(self.panels, self.title)
-
-    def svg_of(self, panels: Sequence[Panel], title: str) -> str:
-        """Return some of the panels as an SVG document."""
         from .svg import as_svg
 
-        return as_svg(panels, printable(title), _legend(self, panels, "outlined", "outlined twice"))
+        panels, marks = self.panels, ("outlined", "outlined twice")
+        return as_svg(panels, self.sharing, printable(self.title), _legend(self, panels, *marks))
 
     def _repr_html_(self) -> str:
-        return self.to_svg()
+        from .sharing import sharing_table
+
+        sharing = self.sharing
+        table = "" if sharing is None else f"<p>{sharing.title}</p>{sharing_table(sharing)}"
+        return table + self.figure(self.panels, self.title)
+
+    def figure(self, panels: Sequence[Panel], title: str) -> str:
+        """Return panels as an HTML element, whose panels wrap and have the colour of its text."""
+        from .svg import as_figure
+
+        legend = _legend(self, panels, "outlined", "outlined twice")
+        return as_figure(panels, printable(title), legend)
 
     def to_html(self) -> str:
         """Return a self-contained HTML page: drawings of the views, and a table of the groups."""
@@ -128,6 +144,8 @@ class Picture:
 
 def _legend(picture: Picture, panels: Sequence[Panel], group_mark: str, rank_mark: str) -> str:
     parts = ["Number and colour: the group"]
+    if any(panel.largest_group >= len(COLOURS) for panel in panels):
+        parts = ["Number: the group, in one of eight colours"]
     if picture.rank_map.position_of(picture.rank) is not None:
         parts += [f"{group_mark}: the group of rank {picture.rank}", f"{rank_mark}: the rank"]
     if any(line.times > 1 for panel in panels for line in panel.drawn):

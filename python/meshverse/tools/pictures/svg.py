@@ -1,11 +1,16 @@
-"""A picture as SVG, written without a library, for light and dark colour schemes."""
+"""A picture as SVG, written without a library, for light and dark colour schemes.
+
+As a document of its own, it has a background and follows the reader's colour scheme. Inside a page
+or notebook it has none, and its text has the colour of the text around it.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from .model import Cell, Gap, Line, Panel
+from .model import Cell, Gap, Line, Panel, Sharing
 from .palette import COLOURS, INKS, colour_index
 
 # Lengths in pixels.
@@ -15,18 +20,21 @@ _BETWEEN = 28
 _CELL_HEIGHT = 22
 _GAP_HEIGHT = 22
 _HEAD_HEIGHT = 46
+_NAME_HEIGHT = 20
 _CELLS_IN_ROW = 16
 _LETTER = 7.2  # width of a letter at a font size of 12
-_SMALL_LETTER = 6.2
 
+# `:root` is the SVG only if it is a document of its own.
 _STYLE = """\
-.mv{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
-.mv .bg{fill:#fff}.mv .t{fill:#1b1f24}.mv .s{fill:#59636e;font-size:11px}
+.mv{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;max-width:none}
+.mv .bg{fill:none}.mv .t{fill:currentColor}.mv .s{fill:currentColor;opacity:.72}
 .mv .h{font-size:15px;font-weight:650}.mv .n{text-anchor:middle;font-variant-numeric:tabular-nums}
-.mv .mine,.mv .me{fill:none;stroke:#1b1f24;stroke-width:2.5}.mv .me{stroke-width:1.5}
-@media(prefers-color-scheme:dark){
-.mv .bg{fill:#0d1117}.mv .t{fill:#e6edf3}.mv .s{fill:#9da7b1}.mv .mine{stroke:#fff}}
-.mv .me.ifff{stroke:#fff}
+.mv .mine,.mv .me{fill:none;stroke-width:2.5}.mv .mine{stroke:currentColor}
+.mv .me{stroke:#1b1f24;stroke-width:1.5}.mv .me.ifff{stroke:#fff}
+.mv .one{fill:none;stroke:currentColor;opacity:.35}
+.mv .many{fill:#56b4e9;fill-opacity:.3;stroke:#0072b2}
+svg.mv:root{color:#1b1f24}svg.mv:root .bg{fill:#fff}
+@media(prefers-color-scheme:dark){svg.mv:root{color:#e6edf3}svg.mv:root .bg{fill:#0d1117}}
 """
 _COLOURS = "".join(
     f".mv .c{index}{{fill:{colour}}}.mv .i{index}{{fill:{ink}}}"
@@ -34,41 +42,84 @@ _COLOURS = "".join(
 )
 
 
-def as_svg(panels: Sequence[Panel], title: str, legend: str) -> str:
-    """Return an SVG document of panels, in rows of as many as fit.
+def as_svg(panels: Sequence[Panel], sharing: Sharing | None, title: str, legend: str) -> str:
+    """Return an SVG document: what is shared, then panels in rows of as many as fit.
 
     Args:
         panels: one for each axis.
+        sharing: which axes share process groups; None to omit it.
         title: title for screen readers.
         legend: explanation of colours and outlines.
     """
-    boxes = [_Box(panel) for panel in panels]
-    rows = list(_rows(boxes))
-    width = max(sum(box.width for box in row) + _BETWEEN * (len(row) - 1) for row in rows)
-    width = max(width, _SMALL_LETTER * len(legend))
+    rows: list[list[_Block]] = [[_SharingBlock(sharing)]] if sharing is not None else []
+    rows += _rows([_PanelBlock(panel) for panel in panels])
+    width = max(sum(block.width for block in row) + _BETWEEN * (len(row) - 1) for row in rows)
+    lines = _wrapped(legend, width)
+    width = max(width, *(_LETTER * 0.85 * len(line) for line in lines))
     parts: list[str] = []
     y = float(_MARGIN)
     for row in rows:
         x = float(_MARGIN)
-        for box in row:
-            parts += box.draw(x, y)
-            x += box.width + _BETWEEN
-        y += max(box.height for box in row) + _BETWEEN
-    parts.append(_text(_MARGIN, y, legend, "s"))
-    described = "; ".join(f"{panel.title}: {panel.subtitle}" for panel in panels)
-    size = f"{width + 2 * _MARGIN:.0f} {y + _MARGIN:.0f}"
-    wide, high = size.split()
+        for block in row:
+            parts += block.draw(x, y)
+            x += block.width + _BETWEEN
+        y += max(block.height for block in row) + _BETWEEN
+    for line in lines:
+        parts.append(_text(_MARGIN, y, line, "s"))
+        y += 16
+    described = "; ".join(block.words for row in rows for block in row)
+    size = width + 2 * _MARGIN, y - 16 + _MARGIN
+    return _document(parts, *size, title, f"{described}. {legend}", _STYLE + _COLOURS) + "\n"
+
+
+def as_figure(panels: Sequence[Panel], title: str, legend: str) -> str:
+    """Return panels as an HTML element, for a page or notebook, in which they wrap.
+
+    Args:
+        panels: as in `as_svg`.
+        title: as in `as_svg`.
+        legend: as in `as_svg`.
+    """
+    blocks = [_PanelBlock(panel) for panel in panels]
+    drawn = "".join(
+        f'<div style="max-width:100%;overflow-x:auto">'
+        f"{_document(block.draw(1, 1), block.width + 2, block.height + 2, block.words)}</div>"
+        for block in blocks
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="mv" role="img" width="{wide}" '
-        f'height="{high}" viewBox="0 0 {size}" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title><desc>{escape(described)}. {escape(legend)}</desc>"
+        f'<div class="mv" role="figure" aria-label="{escape(title)}">'
         f"<style>{_STYLE}{_COLOURS}</style>"
-        f'<rect class="bg" width="100%" height="100%" rx="6"/>{"".join(parts)}</svg>\n'
+        f'<div style="display:flex;flex-wrap:wrap;gap:{_BETWEEN}px">{drawn}</div>'
+        f'<p style="opacity:.72">{escape(legend)}</p></div>\n'
     )
 
 
-def _rows(boxes: Sequence[_Box]) -> Iterator[list[_Box]]:
-    row: list[_Box] = []
+def _document(
+    parts: Iterator[str] | Sequence[str],
+    width: float,
+    height: float,
+    title: str,
+    described: str = "",
+    style: str = "",
+) -> str:
+    described = f"<desc>{escape(described)}</desc>" * bool(described)
+    style = f"<style>{style}</style>" * bool(style)
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mv" role="img" width="{width:.0f}" '
+        f'height="{height:.0f}" viewBox="{box}" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{described}{style}"
+        f'<rect class="bg" width="100%" height="100%" rx="6"/>{"".join(parts)}</svg>'
+    )
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    """Split a legend at its spaces into lines of about this width."""
+    return textwrap.wrap(text, max(40, int(width / (_LETTER * 0.85))))
+
+
+def _rows(boxes: Sequence[_PanelBlock]) -> Iterator[list[_Block]]:
+    row: list[_Block] = []
     for box in boxes:
         if row and sum(one.width + _BETWEEN for one in row) + box.width > _WIDEST:
             yield row
@@ -77,7 +128,7 @@ def _rows(boxes: Sequence[_Box]) -> Iterator[list[_Box]]:
     yield row
 
 
-class _Box:
+class _PanelBlock:
     """A panel with its width and height."""
 
     def __init__(self, panel: Panel) -> None:
@@ -90,11 +141,12 @@ class _Box:
         in_row = min(panel.most_cells, _CELLS_IN_ROW)
         self.width = max(
             self._label + in_row * self._cell + (8 + _LETTER * times) * (times > 0),
-            _SMALL_LETTER * len(panel.subtitle),
+            _LETTER * 0.9 * len(panel.subtitle),
             9.5 * len(panel.title),
-            self._label + _SMALL_LETTER * max(gaps, default=0),
+            self._label + _LETTER * max(gaps, default=0),
         )
         self.height = _HEAD_HEIGHT + sum(map(_height, panel.lines))
+        self.words = f"{panel.title}: {panel.subtitle}"
 
     def draw(self, x: float, y: float) -> Iterator[str]:
         yield _text(x, y + 14, self._panel.title, "t h")
@@ -118,6 +170,57 @@ class _Box:
                     yield _text(end + 8, bottom, _times(line), "t")
             y += _height(line)
         yield from on_top
+
+
+class _SharingBlock:
+    """A table of axis names: a row for each view, a column for each process group."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._widths = [
+            14 + _LETTER * max(len(column.title), *(len(n) for row in column.names for n in row))
+            for column in sharing.columns
+        ]
+        table = sum(self._widths) + 6 * (len(self._widths) - 1)
+        self._labels = sharing.views
+        if _LETTER * max(map(len, self._labels)) + table > _WIDEST:
+            self._labels = tuple(f"view {number + 1}" for number in range(len(sharing.views)))
+        self._label = _LETTER * max(map(len, self._labels)) + 8
+        self._row_heights = [
+            6 + _NAME_HEIGHT * max(1, *(len(column.names[row]) for column in sharing.columns))
+            for row in range(len(sharing.views))
+        ]
+        self.width = max(
+            self._label + table,
+            9.5 * len(sharing.title),
+            _LETTER * 0.9 * len(sharing.subtitle),
+        )
+        self.height = _HEAD_HEIGHT + 22 + sum(self._row_heights)
+        self.words = f"{sharing.title}. {sharing.subtitle}"
+
+    def draw(self, x: float, y: float) -> Iterator[str]:
+        yield _text(x, y + 14, self._sharing.title, "t h")
+        yield _text(x, y + 32, self._sharing.subtitle, "s")
+        top = y + _HEAD_HEIGHT
+        down = top + 22
+        for label, height in zip(self._labels, self._row_heights, strict=True):
+            yield _text(x, down + height / 2 + 4, label, "t")
+            down += height
+        left = x + self._label
+        for column, width in zip(self._sharing.columns, self._widths, strict=True):
+            kind = "many" if column.is_shared else "one"
+            yield _rect(kind, left, top, width, down - top, 5)
+            yield _text(left + width / 2, top + 15, column.title, "n s")
+            below = top + 22
+            for names, height in zip(column.names, self._row_heights, strict=True):
+                first = below + height / 2 - _NAME_HEIGHT * (len(names) - 1) / 2 + 4
+                for index, name in enumerate(names):
+                    yield _text(left + width / 2, first + _NAME_HEIGHT * index, name, "n t")
+                below += height
+            left += width + 6
+
+
+_Block = _PanelBlock | _SharingBlock
 
 
 def _height(line: Line | Gap) -> int:
@@ -150,8 +253,13 @@ def _outlines(cell: Cell, x: float, y: float, width: float) -> Iterator[str]:
 
 
 def _outline(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return _rect(kind, x, y, width, height, 3)
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, round_by: int) -> str:
     return (
-        f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
+        f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+        f'rx="{round_by}"/>'
     )
 
 
