@@ -389,6 +389,17 @@ def _reshape(tensor: Tensor, shape: Sequence[int]) -> Source:
     return _Reshaped(source, [left if size == -1 else size for size in shape])
 
 
+def _new(operator: Any) -> Callable[..., Tensor]:
+    """Return a rule for an operator that makes a tensor like another, and reads no elements."""
+
+    def make(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        like = torch.empty((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+        made: Tensor = operator(like, *arguments, **keywords)
+        return made.contiguous()
+
+    return make
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Compare two tensors, some rows at a time."""
     left, right = source_of(one), source_of(other)
@@ -420,4 +431,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.stack.default: _stack,
     **dict.fromkeys([_ATEN.view.default, _ATEN._unsafe_view.default], _reshape),
     _ATEN.equal.default: _equal,
+    **{
+        operator: _new(operator)
+        for packet in (
+            *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
+            *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
+        )
+        for operator in [packet.default]
+    },
 }

@@ -117,7 +117,7 @@ def load_pretrained(
         with torch.no_grad():
             for place, value in plan.buffers:
                 place.tensor.copy_(value)
-            for place, source in plan.reads:
+            for place, source in {id(each[0].tensor): each for each in plan.reads}.values():
                 box, local = local_box(place.tensor)
                 if local.numel():
                     source.read_into(box, local)

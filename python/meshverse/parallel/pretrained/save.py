@@ -219,8 +219,10 @@ def _units(inner: Any, stages: Sequence[_Stage]) -> list[_Unit]:
             if name not in state:
                 stage_with[name] = number
                 state[name] = Deferred(_Gathered(name, shape, dtype))
+    config = copy.deepcopy(inner.config)
+    config.dtype = floating_dtype(inner)
     with torch.device("meta"):
-        skeleton = class_of(inner)(copy.deepcopy(inner.config))
+        skeleton = class_of(inner)(config)
     if "_weight_conversions" in vars(inner):  # of the checkpoint that from_pretrained has loaded
         skeleton._weight_conversions = inner._weight_conversions
     order = {name: number for number, name in enumerate(state)}
