@@ -94,10 +94,12 @@ class CheckpointFiles(NamedTuple):
     Attributes:
         parts: tensors by name.
         digest: of all names, shapes, dtypes and places: the same for copies of a folder.
+        is_adapter: whether they are an adapter of PEFT.
     """
 
     parts: dict[str, FilePart]
     digest: str
+    is_adapter: bool = False
 
 
 def read_folder(folder: Path) -> CheckpointFiles:
@@ -120,7 +122,8 @@ def read_folder(folder: Path) -> CheckpointFiles:
                 "save_pretrained()."
             )
         headers = {found[0]: read_header(folder / found[0])}
-        return CheckpointFiles(dict(headers[found[0]]), _digest(headers))
+        is_adapter = found[0] == ADAPTER_WEIGHTS
+        return CheckpointFiles(dict(headers[found[0]]), _digest(headers), is_adapter)
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:

@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .agreement import check_is_same, together
-from .deferred import Deferred, Source, source_of
+from meshverse.parallel.models.modules import stage_of
+
+from .adapters import adapter_of, adapter_places, first_values
+from .agreement import check_is_same, gathered, together
+from .deferred import Deferred, Known, Source, source_of
 from .files import CheckpointFiles, FilePart, read_folder
 from .places import (
     Place,
-    compute_buffers,
+    compute_missing,
     filled_skeleton,
     in_words,
-    is_on_meta,
     local_box,
     places_of,
     pretrained_model,
@@ -40,8 +42,8 @@ class IncompatibleKeys(NamedTuple):
     """Names that a checkpoint and a model do not have in common.
 
     Attributes:
-        missing_keys: parameters and buffers of the model of which the checkpoint has nothing; they
-            keep their values.
+        missing_keys: parameters and buffers of the model of which the checkpoint has nothing. They
+            keep their values; on the meta device, they get those of a new model.
         unexpected_keys: tensors of the checkpoint for which the model has no place.
     """
 
@@ -54,13 +56,11 @@ class _Plan(NamedTuple):
 
     Attributes:
         reads: parameters and buffers to read, with their sources.
-        buffers: buffers to copy, with their values.
         keys: what has no counterpart.
         digest: of the checkpoint.
     """
 
     reads: list[tuple[Place, Source]]
-    buffers: list[tuple[Place, Tensor]]
     keys: IncompatibleKeys
     digest: str
 
@@ -79,6 +79,9 @@ def load_pretrained(
     dtype of its parameters. Names and conversions are transformers' own: `from_pretrained` runs on
     tensors that are read later. A conversion that moves elements, such as the one that stacks
     experts, is run on the parts that a rank needs; another one on whole tensors.
+
+    Of a folder with an adapter of PEFT, the adapter is loaded; of another one, the model, and an
+    adapter on the meta device gets its first values.
 
     Parameters and buffers on the meta device get memory. Buffers that checkpoints lack, such as
     rotary frequencies, get the values that `from_pretrained` computes; tied parameters stay tied.
@@ -107,7 +110,8 @@ def load_pretrained(
         ValueError: keys or shapes do not fit, ranks have different checkpoints, a file is damaged,
             the weights are quantized, or the value of a buffer on the meta device is not known.
     """
-    plan = together(lambda: _plan(model, Path(folder), strict), group)
+    seed = gathered(torch.initial_seed(), group)[0]
+    plan = together(lambda: _plan(model, Path(folder), strict, seed), group)
     check_is_same(
         f"The checkpoint in {folder}", plan.digest, group, "Copy one checkpoint to all hosts."
     )
@@ -115,8 +119,6 @@ def load_pretrained(
     def load() -> None:
         _materialize(model, plan, device)
         with torch.no_grad():
-            for place, value in plan.buffers:
-                place.tensor.copy_(value)
             for place, source in {id(each[0].tensor): each for each in plan.reads}.values():
                 box, local = local_box(place.tensor)
                 if local.numel():
@@ -126,54 +128,87 @@ def load_pretrained(
     return plan.keys
 
 
-def _plan(model: nn.Module, folder: Path, strict: bool) -> _Plan:
+def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     inner = pretrained_model(model, "load_pretrained")
     files = read_folder(folder)
     reshard(model)
     places = places_of(model, inner)
+    adapter = adapter_of(model)
+    if files.is_adapter:
+        return _plan_of_adapter(model, adapter, places, files, folder, strict)
     _refuse_quantized(inner, folder)
+    own = {place.original for place in places}
     skeleton, report = filled_skeleton(
         inner, {name: Deferred(part) for name, part in files.parts.items()}
     )
-    if report["mismatched_keys"]:
-        name, *shapes = sorted(report["mismatched_keys"])[0]
-        more = len(report["mismatched_keys"]) - 1
-        raise ValueError(
-            f"{name} is {tuple(shapes[0])} in {folder}, but {tuple(shapes[1])} in "
-            f"{type(inner).__name__}{f', and {more} more do not fit' if more else ''}. Make the "
-            "model from the checkpoint's config.json."
-        )
-    made = {
-        place.name: place.tensor for place in places_of(skeleton, skeleton) if place.persistent
+    _check_shapes(report["mismatched_keys"], inner, folder)
+    made = {place.name: place.tensor for place in places_of(skeleton, skeleton)}
+    of_adapter = {} if adapter is None else adapter_places(model, adapter, places)
+    new = {place.name for place in of_adapter.values() if place.original is None}
+    absent = {
+        place.name
+        for place in places
+        if place.persistent and place.original not in made and place.name not in new
     }
-    missing = sorted(report["missing_keys"])
-    reads, lacking = [], set()
-    for place in places:
-        if not place.persistent:
-            continue
-        tensor = made.get(place.original or "")
-        if not isinstance(tensor, Deferred):
-            lacking.add(place.original if tensor is not None else place.name)
-            continue
-        _check_fits(place, tensor, folder)
-        reads.append((place, source_of(tensor)))
-    own = {place.original for place in places}
     keys = IncompatibleKeys(
-        sorted({name for name in missing if name in own} | {
-            name for name in lacking if name not in made
-        }),
+        sorted(absent.union(name for name in report["missing_keys"] if name in own)),
         sorted(report["unexpected_keys"]),
     )
     _check_keys(keys, inner, folder, strict)
-    lost = [place for place in places if is_on_meta(place.tensor)]
-    computed = compute_buffers(skeleton) if any(not each.persistent for each in lost) else {}
-    buffers = [
-        (place, computed[place.original])
-        for place in lost
-        if not place.persistent and place.original in computed
-    ]
-    known = {id(place) for place, _ in [*reads, *buffers]}
-    unknown = [place.name for place in lost if id(place) not in known]
+    lost = [place for place in places if place.tensor.is_meta]
+    values: dict[str, Tensor] = {}
+    if any(not isinstance(made.get(place.original or ""), Deferred) for place in lost):
+        values = compute_missing(skeleton, seed)
+    drawn = {} if adapter is None else first_values(model, adapter, places, seed)
+    reads: list[tuple[Place, Source]] = []
+    for place in places:
+        tensor = made.get(place.original or "")
+        if isinstance(tensor, Deferred):
+            _check_fits(place, tensor, folder)
+            reads.append((place, source_of(tensor)))
+        elif place.tensor.is_meta:
+            value = values.get(place.original or "", drawn.get(place.name))
+            if value is not None:
+                reads.append((place, Known(value)))
+    _check_all_known(model, lost, reads, folder)
+    return _Plan(reads, keys, files.digest)
+
+
+def _plan_of_adapter(
+    model: nn.Module,
+    adapter: str | None,
+    places: list[Place],
+    files: CheckpointFiles,
+    folder: Path,
+    strict: bool,
+) -> _Plan:
+    if adapter is None:
+        raise ValueError(
+            f"{folder} has an adapter of PEFT, and {type(model).__name__} has none. Add one with "
+            "peft.get_peft_model() and the config in the folder, before you parallelize the model."
+        )
+    found = adapter_places(model, adapter, [place for place in places if place.persistent])
+    keys = IncompatibleKeys(
+        sorted(found.keys() - files.parts.keys()),
+        [] if stage_of(model) else sorted(files.parts.keys() - found.keys()),
+    )
+    _check_keys(keys, model, folder, strict)
+    reads: list[tuple[Place, Source]] = []
+    for name, place in found.items():
+        if name in files.parts:
+            part = files.parts[name]
+            _check_fits(place, Deferred(part), folder)
+            reads.append((place, part))
+    lost = [place for place in found.values() if place.tensor.is_meta]
+    _check_all_known(model, lost, reads, folder)
+    return _Plan(reads, keys, files.digest)
+
+
+def _check_all_known(
+    model: nn.Module, lost: list[Place], reads: list[tuple[Place, Source]], folder: Path
+) -> None:
+    known = {place.name for place, _ in reads}
+    unknown = [place.name for place in lost if place.name not in known]
     if unknown:
         raise ValueError(
             f"{in_words(unknown)} of {type(model).__name__} are on the meta device, and neither "
@@ -181,7 +216,16 @@ def _plan(model: nn.Module, folder: Path, strict: bool) -> _Plan:
             "call load_pretrained(), or build the model with accelerate's init_empty_weights(), "
             "which keeps buffers."
         )
-    return _Plan(reads, buffers, keys, files.digest)
+
+
+def _check_shapes(mismatched: Any, inner: nn.Module, folder: Path) -> None:
+    if mismatched:
+        name, given, own = sorted(mismatched)[0]
+        more = f", and {len(mismatched) - 1} more do not fit" if len(mismatched) > 1 else ""
+        raise ValueError(
+            f"{name} is {tuple(given)} in {folder}, but {tuple(own)} in {type(inner).__name__}"
+            f"{more}. Make the model from the checkpoint's config.json."
+        )
 
 
 def _check_keys(keys: IncompatibleKeys, inner: nn.Module, folder: Path, strict: bool) -> None:
@@ -240,9 +284,9 @@ def _materialize(model: nn.Module, plan: _Plan, device: torch.device | str | Non
     state: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     mesh_device = _device_of(place.tensor for place, _ in plan.reads)
-    for place, _ in [*plan.reads, *plan.buffers]:
+    for place, _ in plan.reads:
         old = place.tensor
-        if not is_on_meta(old):
+        if not old.is_meta:
             continue
         is_parameter = isinstance(old, nn.Parameter)
         if id(old) not in made:

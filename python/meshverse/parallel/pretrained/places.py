@@ -162,29 +162,37 @@ def filled_skeleton(
     )
 
 
-def compute_buffers(skeleton: Any) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints lack, as transformers computes them, by name.
+def compute_missing(skeleton: Any, seed: int) -> dict[str, Tensor]:
+    """Return what a checkpoint lacks, as transformers makes it for a new model, by name.
 
-    Those of which transformers computes nothing, after a model was on the meta device, are left
-    out.
+    What transformers gives no value after a model was on the meta device is left out.
+
+    Args:
+        skeleton: what `filled_skeleton` has returned; it is changed.
+        seed: of random values.
     """
-    lost = {
-        place.name: place
-        for place in places_of(skeleton, skeleton)
-        if place.own_name in place.module._buffers and place.tensor.is_meta
-    }
-    empty = {name: torch.empty_like(place.tensor, device="cpu") for name, place in lost.items()}
-    for name, place in lost.items():
-        place.module._buffers[place.own_name] = empty[name]
+    lost = {}
+    for place in places_of(skeleton, skeleton):
+        tensor: Any = place.tensor
+        if isinstance(tensor, Deferred) or not tensor.is_meta:
+            tensor._is_hf_initialized = True
+            continue
+        empty = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+            place.module._parameters[place.own_name] = empty
+        else:
+            place.module._buffers[place.own_name] = empty
+        lost[place.name] = place, empty
     for module in skeleton.modules():
         vars(module).pop("_is_hf_initialized", None)
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True
-    skeleton.initialize_weights()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        skeleton.initialize_weights()
     return {
-        name: place.tensor
-        for name, place in lost.items()
-        if place.tensor is not empty[name] or place.tensor._version
+        name: place.tensor.detach()
+        for name, (place, empty) in lost.items()
+        if place.tensor is not empty or empty._version
     }
 
 
@@ -195,11 +203,6 @@ def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     box = [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     return box, tensor.detach().to_local()
-
-
-def is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor has no memory yet."""
-    return tensor.is_meta and not isinstance(tensor, Deferred)
 
 
 def reshard(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from meshverse.parallel.models.modules import stage_of
 
+from .adapters import adapter_of, adapter_places, save_adapter
 from .agreement import check_is_same, gathered, rank_in, together
 from .deferred import Box, Deferred, Source, read, source_of
 from .files import INDEX, WEIGHTS, FileWriter, parts_of_files
@@ -100,8 +102,10 @@ def save_pretrained(
     """Save a model as the files that `from_pretrained` loads: safetensors, index and config.
 
     The ranks gather one parameter after another, and each rank writes the files that are its own:
-    beyond its shards, it needs memory for the parameters of one conversion, mostly one, twice.
+    beyond its shards, it needs memory for the parameters of one conversion, mostly one, three times.
     Names are those of the checkpoints on the Hub, by transformers' own conversions.
+
+    Of a model with an adapter of PEFT, only the adapter is saved, as PEFT saves it.
 
     The files are written to a new folder beside `folder`, which is renamed when all of them are on
     the disk. A job that is killed before leaves an older folder as it was. Other files of an older
@@ -129,43 +133,48 @@ def save_pretrained(
     limit = together(lambda: _in_bytes(max_shard_size), group)
     inner, places = together(lambda: _described(model, target), group)
     check_is_same("folder", str(target), group, "Give one folder on a file system that all share.")
+    adapter = together(lambda: adapter_of(model), group)
+    if adapter is not None:
+        return _save_adapter(model, adapter, inner, target, group)
     stages = _stages(places, group)
     own = next(number for number, each in enumerate(stages) if rank_in(group) in each.ranks)
     units = together(lambda: _units(inner, stages), group)
     files = _files(units, stages, limit)
-    temporary = _begin(target, group)
-    try:
+    with _new_folder(target, group) as temporary:
         together(lambda: _write(places, units, files, own, temporary, group), group)
-    except BaseException:
-        if rank_in(group) == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-    def finish() -> None:
         if rank_in(group) == 0:
             _write_index(inner, units, files, temporary)
-            _replace(temporary, target)
-
-    together(finish, group)
 
 
 # --- What is saved --------------------------------------------------------------------------------
 
 
 def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
-    """Return the model of transformers in a model, and its parameters and buffers by name."""
+    """Return the model of transformers in a model, and what is saved of it by name."""
     inner = pretrained_model(model, "save_pretrained")
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file. Give a folder's name.")
     reshard(model)
-    found = [place for place in places_of(model, inner) if place.persistent]
+    found = _persistent(model, inner)
     on_meta = [place.name for place in found if place.tensor.is_meta]
     if on_meta:
         raise ValueError(
             f"{in_words(on_meta)} of {type(model).__name__} are on the meta device, and have no "
             "values to save. Load or initialize the model first."
         )
-    return inner, _without_tied(model, inner, {each.original or each.name: each for each in found})
+    if adapter_of(model) is not None:
+        return inner, {}
+    added = [place.name for place in found if place.original is None]
+    if added:
+        raise ValueError(
+            f"{in_words(added)} of {type(model).__name__} are not in {type(inner).__name__}, whose "
+            "checkpoints transformers knows. Pass that model, and save the others by themselves."
+        )
+    return inner, _without_tied(model, inner, {each.original or "": each for each in found})
+
+
+def _persistent(model: nn.Module, inner: nn.Module) -> list[Place]:
+    return [place for place in places_of(model, inner) if place.persistent]
 
 
 def _without_tied(
@@ -297,22 +306,17 @@ def _write(
     with ThreadPoolExecutor(1) as thread:  # writes while the next parameters are gathered
         written: Future[None] | None = None
         for unit in _in_turns(units, files, own_stage):
-            values = [_whole(places[source.name].tensor) for source in unit.sources]
             own = {name: each for name, each in unit.outputs.items() if file_of[name].writer == rank}
-            if failure is not None or not own:
-                continue
+            for source in unit.sources:
+                source.value = _whole(places[source.name].tensor)
             try:
-                if written is not None:
-                    written.result()
-                for source, value in zip(unit.sources, values, strict=True):
-                    source.value = value
-                for name, source in own.items():
+                for name, source in own.items() if failure is None else ():
                     file = file_of[name]
                     if file.name not in writers:
                         writers[file.name] = FileWriter(
                             folder / file.name, _outputs_of(file, units)
                         )
-                    if written is not None:
+                    if written is not None:  # one tensor waits in memory
                         written.result()
                     written = thread.submit(writers[file.name].write, name, read(source))
             except Exception as error:  # the others still need this rank to gather
@@ -368,8 +372,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def _begin(target: Path, group: dist.ProcessGroup | None) -> Path:
-    """Make a new folder beside the checkpoint's, which all ranks see."""
+@contextlib.contextmanager
+def _new_folder(target: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
+    """Make a new folder beside the checkpoint's, and rename it if the context ends well."""
 
     def make() -> str:
         if rank_in(group) != 0:
@@ -380,16 +385,46 @@ def _begin(target: Path, group: dist.ProcessGroup | None) -> Path:
         return made.name
 
     temporary = target.parent / gathered(together(make, group), group)[0]
-    seen = gathered(temporary.is_dir(), group)
-    if not all(seen):
-        blind = [rank for rank, each in enumerate(seen) if not each]
+    failure: Exception | None = None
+    try:
+        seen = gathered(temporary.is_dir(), group)
+        if not all(seen):
+            blind = [rank for rank, each in enumerate(seen) if not each]
+            raise ValueError(
+                f"Ranks {blind[:8]} do not see {target.parent} of rank 0, and all ranks write to "
+                "it. Give a folder on a file system that all hosts share."
+            )
+        try:
+            yield temporary
+            if rank_in(group) == 0:
+                _replace(temporary, target)
+        except Exception as error:
+            failure = error
+        together(lambda: _raise(failure), group)
+    except BaseException:
         if rank_in(group) == 0:
-            temporary.rmdir()
-        raise ValueError(
-            f"Ranks {blind[:8]} do not see {target.parent} of rank 0, and all ranks write to it. "
-            "Give a folder on a file system that all hosts share."
-        )
-    return temporary
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _save_adapter(
+    model: nn.Module, adapter: str, inner: Any, target: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Save an adapter's files, which the first rank writes."""
+    found = together(lambda: adapter_places(model, adapter, _persistent(model, inner)), group)
+    stages = _stages(found, group)
+    is_first = any(stage.ranks[0] == rank_in(group) for stage in stages)
+    with _new_folder(target, group) as temporary:
+        own = {name: _whole(place.tensor).cpu() for name, place in found.items()}
+        every = gathered(own if is_first and rank_in(group) else {}, group)
+        if rank_in(group) == 0:
+            tensors = {name: each for held in [*every, own] for name, each in held.items()}
+            save_adapter(model, adapter, tensors, temporary)
 
 
 def _write_index(
