@@ -25,7 +25,7 @@ from meshverse.parallel import load_pretrained, save_pretrained
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
-from checkpoints import (  # noqa: E402  (imports transformers)
+from checkpoints import (
     ARRANGEMENTS,
     arranged,
     bytes_read,
@@ -35,9 +35,8 @@ from checkpoints import (  # noqa: E402  (imports transformers)
     tensors_in,
     values_of,
 )
-from hf_families import tiny_config  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
@@ -55,6 +54,25 @@ _SHORT = [
     ("mixtral", "ep 2 x tp 2", False),
     ("gpt_oss", "ep 4", False),
 ]
+
+
+# The modes of a family: as many as the arrangements that split it.
+_FAMILIES = families()
+_LONG = ("deepseek_v3", "gemma3_text", "gemma3n_text", "glm4_moe", "phi3", "qwen3_next", "youtu")
+
+
+def _sweep(family: str, folder: str) -> dict[str, str]:
+    """Return what is wrong in each arrangement that splits the family."""
+    modes = ("fsdp 4", "tp 2 x fsdp 2", "ep 2 x tp 2")
+    found = {each: round_trip(family, each, True, f"{folder}/{each}") for each in modes}
+    return {mode: wrong for mode, wrong in found.items() if not wrong.startswith("refused")}
+
+
+@pytest.mark.parametrize("family", in_tiers(_FAMILIES, ["phi3"], _LONG))
+def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
+    seen = crew.run(_sweep, 4, family, str(tmp_path), timeout=600)
+    assert seen[0], f"no arrangement splits {family}"
+    assert seen == [dict.fromkeys(seen[0], "")] * 4
 
 
 @pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT))
@@ -77,7 +95,9 @@ def _bytes_of_a_load(family: str, arrangement: str, folder: str) -> tuple[int, i
     load_pretrained(model, f"{folder}/large")
     read = bytes_read() - before
     parameters = [*model.parameters()]
-    shards = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters)
+    shards = sum(
+        each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters
+    )
     return read, shards, sum(each.nbytes for each in tensors_in(f"{folder}/large").values())
 
 
@@ -85,8 +105,12 @@ def _bytes_of_a_load(family: str, arrangement: str, folder: str) -> tuple[int, i
 @pytest.mark.parametrize(
     ("family", "arrangement"),
     in_tiers(
-        [("llama", "tp 2 x fsdp 2"), ("mixtral", "ep 2 x tp 2"), ("gpt_oss", "ep 4"),
-         ("llama", "pp 2 x fsdp 2")],
+        [
+            ("llama", "tp 2 x fsdp 2"),
+            ("mixtral", "ep 2 x tp 2"),
+            ("gpt_oss", "ep 4"),
+            ("llama", "pp 2 x fsdp 2"),
+        ],
         [("mixtral", "ep 2 x tp 2")],
     ),
 )
@@ -116,7 +140,9 @@ def _make(folder: Path, layers: int) -> None:
 def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: str) -> None:
     _make(tmp_path / "given", 12)
     folders = [tmp_path / each for each in ("given", "saved")]
-    job = torchrun(4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment())
+    job = torchrun(
+        4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
+    )
     status, _, _ = job.communicate()
     assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
     for rank in range(4):
@@ -187,9 +213,7 @@ def _adapter_round_trip(folder: str, arrangement: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "arrangement", in_tiers(["tp 2 x fsdp 2", "fsdp 4"], ["tp 2 x fsdp 2"])
-)
+@pytest.mark.parametrize("arrangement", in_tiers(["tp 2 x fsdp 2", "fsdp 4"], ["tp 2 x fsdp 2"]))
 def test_an_adapter_is_loaded_and_saved_as_peft_does(
     crew: Crew, tmp_path: Path, arrangement: str
 ) -> None:
@@ -262,7 +286,7 @@ def _errors(call: Callable[[Any, str], object], arrangement: str, folder: str) -
         changes = {"vocab_size": 96 + 32 * number, "num_hidden_layers": 2}
         saved("llama", f"{folder}/{number}", **changes)
     model = arranged(on_meta(f"{folder}/given"), arrangement)
-    before = {name: each for name, each in model.named_parameters()}
+    before = dict(model.named_parameters())
     there = sorted(Path(folder).iterdir())
     with pytest.raises(Exception) as caught:  # noqa: PT011  (the caller looks at it)
         call(model, folder)
@@ -286,9 +310,7 @@ def _load_own(model: Any, folder: str) -> object:
     return load_pretrained(model, f"{folder}/{dist.get_rank() % 2}")
 
 
-def _load_changed(
-    model: Any, folder: str, change: Callable[[dict[str, Any]], object]
-) -> object:
+def _load_changed(model: Any, folder: str, change: Callable[[dict[str, Any]], object]) -> object:
     tensors = tensors_in(f"{folder}/given")
     change(tensors)
     name = Path(folder, "given", "model.safetensors")
@@ -331,8 +353,7 @@ def _save_meta(model: Any, folder: str) -> object:
         (
             partial(_load_changed, change=_drop),
             "ValueError",
-            r"FOLDER/given lacks model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight of "
-            r"\w*LlamaForCausalLM and has extra, for which the model has no place\. .*strict=False",
+            r"lacks model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight of .* and has extra",
         ),
         (
             partial(_load_changed, change=_as_int8),
@@ -345,7 +366,11 @@ def _save_meta(model: Any, folder: str) -> object:
             r"model\.norm\.weight is \(7,\) in FOLDER/given, but \(32,\)",
         ),
         (_cut, "ValueError", r"FOLDER/given/model\.safetensors is damaged or cut off"),
-        (_load_own, "ValueError", r"is \(128, 32\) in FOLDER/1, but \(96, 32\).* \(on ranks \[1, 3\]\)"),
+        (
+            _load_own,
+            "ValueError",
+            r"is \(128, 32\) in FOLDER/1, but \(96, 32\).* \(on ranks \[1, 3\]\)",
+        ),
         (_save_meta, "ValueError", "are on the meta device, and have no values to save"),
     ],
 )
