@@ -166,7 +166,7 @@ def read_header(path: Path) -> dict[str, FilePart]:
         if length > _LONGEST_HEADER or begin > size:
             raise ValueError(f"{path} is no safetensors file, or is cut off after {size} bytes.")
         try:
-            header = json.loads(file.read(length))
+            header = dict(json.loads(file.read(length)))
         except ValueError as error:
             raise ValueError(f"{path} is no safetensors file: its header is no JSON.") from error
     parts = {}
