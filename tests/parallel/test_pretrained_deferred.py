@@ -91,8 +91,8 @@ _CHANGES: list[Change] = [
 
 
 def _box(draw: random.Random, tensor: Tensor) -> list[tuple[int, int]]:
-    starts = [draw.randrange(size) for size in tensor.shape]
-    return [(low, draw.randrange(low, size) + 1) for low, size in zip(starts, tensor.shape)]
+    pairs = [(draw.randrange(size), size) for size in tensor.shape]
+    return [(low, draw.randrange(low, size) + 1) for low, size in pairs]
 
 
 @pytest.mark.parametrize("seeds", in_tiers([range(500), range(500, 20_000)], [range(500)]))
