@@ -53,7 +53,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is loaded where.
+    """Reads of a load.
 
     Attributes:
         reads: parameters and buffers to read, with their sources.
