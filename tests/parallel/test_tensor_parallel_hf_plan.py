@@ -32,8 +32,8 @@ from meshverse.parallel.tensor_parallel.apply import apply_tp_plan  # noqa: E402
 from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
 
 
-def plan_of(family: str, *, tied: bool = False) -> dict[str, ParallelStyle]:
-    return get_hf_tp_shard_plan(hf_families.tiny_model(family, tied=tied))
+def plan_of(family: str, *, tied: bool = False, **settings: bool) -> dict[str, ParallelStyle]:
+    return get_hf_tp_shard_plan(hf_families.tiny_model(family, tied=tied), **settings)
 
 
 def test_llama() -> None:
@@ -46,8 +46,12 @@ def test_llama() -> None:
     assert down.input_layouts == (Shard(-1),)
 
 
-def test_logits_stay_sharded() -> None:
+def test_logits_are_gathered_or_stay_split() -> None:
     head = plan_of("llama")["lm_head"]
+    assert isinstance(head, ColwiseParallel)
+    assert head.output_layouts == (Replicate(),)
+    assert head.use_local_output
+    head = plan_of("llama", split_logits=True)["lm_head"]
     assert isinstance(head, ColwiseParallel)
     assert head.output_layouts == (Shard(-1),)
     assert not head.use_local_output

@@ -35,6 +35,7 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 
+from .logits import accept_split_logits
 from .regions import check_regions, has_local_output, regions
 
 _logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def apply_tp_plan(
     - Attributes for the number of heads are set to the number on one rank. An int attribute that
       may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
+    - Models of transformers take `labels=` if the plan leaves their logits split, as DTensors.
     - Shared parameters, such as tied embeddings, are still shared afterwards.
     - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
 
@@ -127,6 +129,12 @@ def apply_tp_plan(
     for first, *others in shared:
         for owner, _, own_name in (name.rpartition(".") for name in others):
             model.get_submodule(owner).register_parameter(own_name, model.get_parameter(first))
+    kept = [
+        name
+        for name, style in planned.items()
+        if isinstance(style, ColwiseParallel) and not style.use_local_output
+    ]
+    accept_split_logits(model, [model.get_submodule(name) for name in kept])
     synchronize_random_state(tp_mesh)
 
 
