@@ -27,7 +27,6 @@ from meshverse.parallel import (
     ParallelismSizes,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
-    get_flat_mesh,
 )
 
 _LLAMA_PLAN = "meshverse.parallel.llama_tp_plan"
