@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.losses.split_logits import accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
     adapted,
@@ -35,7 +36,6 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 
-from .logits import accept_split_logits
 from .regions import check_regions, has_local_output, regions
 
 _logger = logging.getLogger(__name__)

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 
 def accept_split_logits(model: nn.Module, heads: Collection[nn.Module]) -> None:
     """Let models of transformers compute the loss of `labels=` from logits that are DTensors.
 
     Args:
-        model: model in which each module that has `loss_function`, as transformers' models do, and
-            one of the heads for output embedding gets a loss function for DTensors.
+        model: model, in which each module that has a `loss_function`, as transformers' models do,
+            and one of the heads for output embedding gets a loss function for DTensors.
         heads: layers whose outputs are DTensors.
     """
     for module in model.modules():
@@ -25,21 +25,23 @@ def accept_split_logits(model: nn.Module, heads: Collection[nn.Module]) -> None:
             continue
         head = module.get_output_embeddings()  # type: ignore[operator]
         if any(head is each for each in heads):
-            module.loss_function = partial(_loss_of_split_logits, module.loss_function)
+            module.loss_function = partial(loss_of_split_logits, module.loss_function)
 
 
-def _loss_of_split_logits(loss: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a loss function with all tensors as DTensors, and return its loss as a plain tensor."""
+def loss_of_split_logits(loss: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Return the plain result of a loss function, of arguments some of which may be DTensors.
+
+    If some are, the other tensors, which are the same on all ranks, become DTensors for the call.
+    """
     given = (arguments, keywords)
-    meshes: list[Any] = []
-    tree_map_only(DTensor, lambda each: meshes.append(each.device_mesh), given)
-    if not meshes:
+    split = [each for each in tree_flatten(given)[0] if isinstance(each, DTensor)]
+    if not split:
         return loss(*arguments, **keywords)
 
     def replicated(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, meshes[0], [Replicate()], run_check=False)
+        return DTensor.from_local(tensor, split[0].device_mesh, [Replicate()], run_check=False)
 
     arguments, keywords = tree_map_only(Tensor, replicated, given)
     return tree_map_only(DTensor, DTensor.full_tensor, loss(*arguments, **keywords))
