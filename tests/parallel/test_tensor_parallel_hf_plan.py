@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
+from helpers.worlds import fake_world
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -138,6 +139,21 @@ def test_parameters_are_split_by_their_module() -> None:
     assert isinstance(style, LocalParameters)
     assert style.placements == {"sinks": Shard(0)}
     assert not any("input_layernorm" in key for key in plan)
+
+
+@pytest.mark.parametrize("tp_size", [4, 8])
+def test_more_ranks_than_heads_are_refused(tp_size: int) -> None:
+    model = hf_families.tiny_model("llama", tied=False)
+    before = dict(model.named_parameters())
+    config = model.config
+    kv, heads = config.num_key_value_heads, config.num_attention_heads
+    fit = f"divides num_key_value_heads={kv} and num_attention_heads={heads}: 1 or {kv}"
+    message = rf"(k|q)_proj computes [24] heads, .* by the {tp_size} ranks .*Use a tp_size that {fit}"
+    with fake_world(tp_size):
+        mesh = meshverse.init_device_mesh("cpu", (tp_size,), mesh_dim_names=("tp",))
+        with pytest.raises(ValueError, match=message):
+            apply_tp_plan(model, mesh, get_hf_tp_shard_plan(model))
+    assert all(each is before[name] for name, each in model.named_parameters())
 
 
 def test_norm_over_all_heads_is_refused() -> None:

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from inspect import getattr_static
 from typing import Any
@@ -203,6 +204,40 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
         )
 
 
+def heads_in(config: Any) -> dict[str, int]:
+    """Return the numbers of heads in a config of transformers, by name; fewer come first."""
+    names = ("num_key_value_heads", "num_attention_heads")
+    return {name: n for name in names if isinstance(n := getattr(config, name, None), int) and n}
+
+
+def fitting(counts: Mapping[str, int]) -> str:
+    """Return the cure for numbers of heads that do not divide: the sizes that divide them all."""
+    largest = math.gcd(*counts.values())
+    sizes = [str(size) for size in range(1, largest + 1) if largest % size == 0]
+    numbers = " and ".join(f"{name}={n}" for name, n in counts.items())
+    return f"Use a tp_size that divides {numbers}: {' or '.join(sizes)}."
+
+
+def _check_whole_heads(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], region: str, size: int
+) -> None:
+    """Raise ValueError if a projection to heads would be split within heads."""
+    module = model.get_submodule(region)
+    counts = heads_in(getattr(module, "config", None))
+    features = [each for name in _HEAD_FEATURES if (each := _ints(module).get(name))]
+    for name, each in module.named_modules(prefix=region):
+        layer = adapted(each)
+        if not isinstance(layer, nn.Linear) or not has_local_output(styles.get(name)):
+            continue
+        for heads in counts.values():
+            if heads % size and layer.out_features in [heads * each for each in features]:
+                raise ValueError(
+                    f"{name} computes {heads} heads, which is not divisible by the {size} ranks of "
+                    f"tensor parallelism, but each rank computes with whole heads. "
+                    f"{fitting(counts)}"
+                )
+
+
 def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
@@ -212,13 +247,14 @@ def _local_heads(
         given = own.counts_of(module) if isinstance(own, LocalParameters) else {}
         ints = _ints(module)
         known = {name: ints[name] for name in _HEAD_COUNTS if name in ints}
+        _check_whole_heads(model, styles, region, size)
         _refuse_unknown_counts(model, region, styles, ints, given)
         counts = {name: count for name, count in ints.items() if given.get(name, name in known)}
         for attribute, count in counts.items():
             if count % size:
                 raise ValueError(
                     f"{region}.{attribute}={count} is not divisible by the {size} ranks of tensor "
-                    "parallelism. Use a number of ranks that divides the number of heads."
+                    f"parallelism. {fitting(counts)}"
                 )
             if isinstance(getattr_static(module, attribute), property):
                 raise ValueError(

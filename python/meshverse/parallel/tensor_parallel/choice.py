@@ -34,7 +34,7 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
-from .apply import apply_tp_plan
+from .apply import apply_tp_plan, fitting, heads_in
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 
@@ -116,12 +116,12 @@ def check_heads(model: nn.Module, tp_size: int) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    for name in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % tp_size:
+    counts = heads_in(config)
+    for name, heads in counts.items():
+        if heads % tp_size:
             raise ValueError(
-                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}. "
-                "tp_size must divide the numbers of attention heads and of key-value heads."
+                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}, "
+                f"but each rank computes with whole heads. {fitting(counts)}"
             )
 
 
