@@ -1,0 +1,259 @@
+"""`load_pretrained` and `save_pretrained` on real ranks, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from helpers.crew import Crew
+from helpers.forked import Forked, printed_by, torchrun
+from helpers.tiers import in_tiers
+from helpers.turns import wait_until
+from meshverse.parallel import load_pretrained, save_pretrained
+
+pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
+
+from checkpoints import (  # noqa: E402  (imports transformers)
+    ARRANGEMENTS,
+    arranged,
+    bytes_read,
+    on_meta,
+    round_trip,
+    saved,
+    tensors_in,
+)
+from hf_families import tiny_config  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+_JOB = Path(__file__).with_name("checkpoint_job.py")
+_BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
+_BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
+
+_CASES = [
+    *(("llama", each, True) for each in ARRANGEMENTS if not each.startswith("ep")),
+    *(("mixtral", each, False) for each in ARRANGEMENTS),
+    *(("gpt_oss", each, False) for each in ARRANGEMENTS if "tp" not in each),
+    ("qwen3_moe", "ep 2 x tp 2", True),
+]
+_SHORT = [
+    ("llama", "tp 2 x fsdp 2", True),
+    ("llama", "pp 2 x tp 2", True),
+    ("mixtral", "ep 2 x tp 2", False),
+    ("gpt_oss", "ep 4", False),
+]
+
+
+@pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT))
+def test_a_checkpoint_makes_a_round_trip_bit_by_bit(
+    crew: Crew, tmp_path: Path, family: str, arrangement: str, tied: bool
+) -> None:
+    assert crew.run(round_trip, 4, family, arrangement, tied, str(tmp_path)) == [""] * 4
+
+
+# --- Bytes and memory ----------------------------------------------------------------------------
+
+
+def _bytes_of_a_load(family: str, arrangement: str, folder: str) -> tuple[int, int, int]:
+    """Return the bytes that a rank reads, those of its shards, and those of the checkpoint."""
+    saved("llama", f"{folder}/small")
+    load_pretrained(on_meta(f"{folder}/small"), f"{folder}/small")  # imports read files, too
+    saved(family, f"{folder}/large", hidden_size=256, intermediate_size=512, vocab_size=4096)
+    model = arranged(on_meta(f"{folder}/large"), arrangement)
+    before = bytes_read()
+    load_pretrained(model, f"{folder}/large")
+    read = bytes_read() - before
+    parameters = [*model.parameters()]
+    shards = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters)
+    return read, shards, sum(each.nbytes for each in tensors_in(f"{folder}/large").values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count bytes")
+@pytest.mark.parametrize(
+    ("family", "arrangement"),
+    in_tiers(
+        [("llama", "tp 2 x fsdp 2"), ("mixtral", "ep 2 x tp 2"), ("gpt_oss", "ep 4"),
+         ("llama", "pp 2 x fsdp 2")],
+        [("mixtral", "ep 2 x tp 2")],
+    ),
+)
+def test_a_rank_reads_the_bytes_of_its_shards(
+    crew: Crew, tmp_path: Path, family: str, arrangement: str
+) -> None:
+    for read, shards, checkpoint in crew.run(
+        _bytes_of_a_load, 4, family, arrangement, str(tmp_path)
+    ):
+        assert shards <= read < shards + _BESIDES
+        assert shards + 4 * _BESIDES < checkpoint
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _make(folder: Path, layers: int) -> None:
+    command = [str(_JOB), "make", str(folder), str(layers), "float32"]
+    status, _, errors = Forked(command, env=_environment()).communicate()
+    assert status == 0, errors
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("arrangement", ["fsdp 4", "tp 2 x fsdp 2", "pp 2 x fsdp 2"])
+def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: str) -> None:
+    _make(tmp_path / "given", 12)
+    folders = [tmp_path / each for each in ("given", "saved")]
+    job = torchrun(4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment())
+    status, _, _ = job.communicate()
+    assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
+    for rank in range(4):
+        seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
+        assert seen["model"] * (2 if "pp" in arrangement else 1) > 1 << 30
+        assert seen["load"] < seen["shards"] + seen["tensor"] + _BUFFERS, seen
+        # The shards are there already. One parameter is gathered while another one is written.
+        assert seen["save"] < 3 * seen["tensor"] + _BUFFERS, seen
+
+
+# --- A job that is killed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_save_that_is_killed_leaves_the_older_checkpoint_or_none(
+    tmp_path: Path, has_older: bool
+) -> None:
+    target = tmp_path / "saved"
+    for name in ("given", "saved") if has_older else ("given",):
+        _make(tmp_path / name, 1)
+    older = tensors_in(str(target)) if has_older else {}
+    logs = tmp_path / "logs"
+    job = torchrun(4, _JOB, "save", tmp_path / "given", target, folder=logs, env=_environment())
+    wait_until(lambda: [*tmp_path.glob(".saved.*.tmp/*.safetensors")])
+    workers = psutil.Process(job.pid).children(recursive=True)
+    for process in workers:
+        process.kill()
+    job.kill()
+    job.communicate()
+    psutil.wait_procs(workers)
+    assert [*tmp_path.glob(".saved.*.tmp")], "it had ended before it was killed"
+    assert target.exists() == has_older
+    seen = tensors_in(str(target)) if has_older else {}
+    assert seen.keys() == older.keys()
+    assert all(torch.equal(seen[name], older[name]) for name in older)
+
+
+# --- Bad input -----------------------------------------------------------------------------------
+
+
+def _errors(call: Callable[[Any, str], object], arrangement: str, folder: str) -> tuple[str, str]:
+    """Return an error's class and text, after checking that it has changed nothing."""
+    saved("llama", f"{folder}/given")
+    for number in range(2):  # another order of the same tensors
+        changes = {"vocab_size": 96 + 32 * number, "num_hidden_layers": 2}
+        saved("llama", f"{folder}/{number}", **changes)
+    model = arranged(on_meta(f"{folder}/given"), arrangement)
+    before = {name: each for name, each in model.named_parameters()}
+    there = sorted(Path(folder).iterdir())
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the caller looks at it)
+        call(model, folder)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(each is after[name] and each.is_meta for name, each in before.items())
+    dist.barrier()
+    assert sorted(Path(folder).iterdir()) == there
+    return type(caught.value).__name__, str(caught.value).replace(folder, "FOLDER")
+
+
+def _load(name: str, **arguments: Any) -> Callable[[Any, str], object]:
+    return partial(_load_in, name=name, arguments=arguments)
+
+
+def _load_in(model: Any, folder: str, name: str, arguments: dict[str, Any]) -> object:
+    return load_pretrained(model, f"{folder}/{name}", **arguments)
+
+
+def _load_own(model: Any, folder: str) -> object:
+    return load_pretrained(model, f"{folder}/{dist.get_rank() % 2}")
+
+
+def _load_changed(
+    model: Any, folder: str, change: Callable[[dict[str, Any]], object]
+) -> object:
+    tensors = tensors_in(f"{folder}/given")
+    change(tensors)
+    name = Path(folder, "given", "model.safetensors")
+    if dist.get_rank() == 0:
+        save_file(tensors, name)
+    dist.barrier()
+    return load_pretrained(model, name.parent)
+
+
+def _drop(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    tensors["extra"] = torch.zeros(2)
+
+
+def _as_int8(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def _reshaped(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = torch.zeros(7)
+
+
+def _cut(model: Any, folder: str) -> object:
+    name = Path(folder, "given", "model.safetensors")
+    if dist.get_rank() == 0:
+        name.write_bytes(name.read_bytes()[:-100])
+    dist.barrier()
+    return load_pretrained(model, name.parent)
+
+
+def _save_meta(model: Any, folder: str) -> object:
+    return save_pretrained(model, f"{folder}/saved")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (_load("absent"), "FileNotFoundError", "FOLDER/absent is no folder"),
+        (_load(""), "FileNotFoundError", r"has no model\.safetensors"),
+        (
+            partial(_load_changed, change=_drop),
+            "ValueError",
+            r"FOLDER/given lacks model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight of "
+            r"\w*LlamaForCausalLM and has extra, for which the model has no place\. .*strict=False",
+        ),
+        (
+            partial(_load_changed, change=_as_int8),
+            "ValueError",
+            r"model\.norm\.weight is torch\.float32, but torch\.int8 in FOLDER/given",
+        ),
+        (
+            partial(_load_changed, change=_reshaped),
+            "ValueError",
+            r"model\.norm\.weight is \(7,\) in FOLDER/given, but \(32,\)",
+        ),
+        (_cut, "ValueError", r"FOLDER/given/model\.safetensors is damaged or cut off"),
+        (_load_own, "ValueError", r"is \(128, 32\) in FOLDER/1, but \(96, 32\).* \(on ranks \[1, 3\]\)"),
+        (_save_meta, "ValueError", "are on the meta device, and have no values to save"),
+    ],
+)
+def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(
+    crew: Crew, tmp_path: Path, call: Callable[[Any, str], object], kind: str, text: str
+) -> None:
+    errors = crew.run(_errors, 4, call, "tp 2 x fsdp 2", str(tmp_path))
+    assert len({*errors}) == 1, errors
+    assert errors[0][0] == kind, errors[0]
+    assert re.search(text, errors[0][1]), errors[0]
