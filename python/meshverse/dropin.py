@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
-from . import _torch_compat as compat
+from meshverse._torch_compat.tracing import hook_concatenate, let_compile_know
+
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
 from .locks import state_lock
@@ -78,8 +79,8 @@ def _update_hooks() -> None:
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
-compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
-compat.let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
+hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
+let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
 
 
 def install(share: Literal["mesh", "world"] = "mesh") -> None:

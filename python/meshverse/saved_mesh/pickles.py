@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.one_graph import is_one_graph_compiled
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
@@ -37,7 +37,7 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
         # If a mesh is an input of a graph, torch's caches find the graph by the mesh's pickle. So
         # the pickle must be the same on all ranks if a graph is compiled for all of them.
-        "rank": _NO_RANK if compat.is_one_graph_compiled() else universe.rank,
+        "rank": _NO_RANK if is_one_graph_compiled() else universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
         "mesh": mesh_fields(mesh),

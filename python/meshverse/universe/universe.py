@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
+from meshverse.explain.calling_threads import CallingThreads
+from meshverse.explain.explanation import ExplainedView, Explanation, Portion, explain
 from meshverse.layouts.computed import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
+from meshverse.layouts.topology_like import TopologyLike
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults
-from meshverse.pictures import Picture
-from meshverse.report.calling_threads import CallingThreads
-from meshverse.report.explain import Explanation, Portion, explain
-from meshverse.report.pictured import ExplainedView, node_size_here
-from meshverse.topology import Topology
 from meshverse.wording import rank_list
 from meshverse.world.world import World
 
@@ -35,6 +33,7 @@ from .warm_up import WarmedUp, warm_up
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh
+    from meshverse.tools.pictures import Picture
 
 
 class Universe:
@@ -96,12 +95,12 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,
         decoupled: bool = False,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
         part_of: Universe | None = None,
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
@@ -113,7 +112,7 @@ class Universe:
             topology = part_of.topology
         if topology is not None:
             topology.check_has(self.rank_map)
-        self.topology: Topology | None = topology
+        self.topology: TopologyLike | None = topology
         self.rank_was_passed = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
@@ -175,10 +174,10 @@ class Universe:
 
         Args:
             communicator_bytes: device memory of one communicator, in bytes, by backend name. It
-                replaces the figures of `meshverse.report.communicator_memory`.
+                replaces the figures of `meshverse.explain.communicator_memory`.
         """
         threads = None if self.world is None else CallingThreads(self.world.since_ns)
-        return self._explain(communicator_bytes, node_size_here(), threads)
+        return self._explain(communicator_bytes, threads)
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
         """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
@@ -197,13 +196,12 @@ class Universe:
             KeyError: no groups were requested by this name.
             ValueError: there are no groups yet, or the node size is not positive.
         """
-        picture = self._explain(None, node_size_here() if node_size is None else node_size).drawn()
+        picture = self._explain(None).drawn(node_size)
         return picture if axis is None else picture.of_axes(axis)
 
     def _explain(
         self,
         communicator_bytes: Mapping[str, int] | None,
-        node_size: int | None,
         threads: CallingThreads | None = None,
     ) -> Explanation:
         views = self._views()
@@ -214,7 +212,6 @@ class Universe:
             self.groups,
             communicator_bytes,
             views,
-            node_size,
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
@@ -236,10 +233,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the process group of a list of ranks, in place of `torch.distributed.new_group`.
 
         Its members create it at their first call; no other rank has to call this. Mesh axes over
@@ -287,10 +284,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the group of the list that contains this rank, in place of loops over `new_group`.
 
         Each rank creates only its own group, with the other members (or all groups, if all ranks
@@ -503,7 +500,7 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,

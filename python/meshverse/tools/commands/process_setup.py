@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from meshverse import _torch_compat as compat
-from meshverse.dropin import install
-from meshverse.report.calling_threads import CallingThreads
-from meshverse.report.explain import in_surplus
-from meshverse.report.summary import in_numbers, what_queues
-from meshverse.universe.registry import WorldUniverses
+from meshverse import install
+from meshverse.explain.calling_threads import CallingThreads
+from meshverse.explain.explanation import in_surplus
+from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
 from meshverse.wording import counted
-from meshverse.world.world import World, WorldState, on_new_world
+
+from .summary import in_numbers, what_queues
 
 
 class Setup(NamedTuple):
@@ -33,7 +33,7 @@ class Setup(NamedTuple):
     def begin(self) -> None:
         """Install Meshverse in this process and its children, and make rank 0 report at the end."""
         install(self.share)
-        on_new_world.append(self._report_at_the_end)
+        on_world_started(self._report_at_the_end)
         # A forked process inherits all of this. A spawned process first receives the dictionary
         # that this function returns, and unpickles it before it imports the program.
         get = multiprocessing.spawn.get_preparation_data
@@ -91,7 +91,7 @@ class _Report(WorldState):
             return
         # The program may have ended its world, as it should: that is not worth a line here.
         threads = CallingThreads(self._since_ns)  # read once for all universes
-        explained = [universe._explain(None, None, threads) for universe in universes.kept]
+        explained = [universe._explain(None, threads) for universe in universes.kept]
         explanations = [replace(explanation, ended="") for explanation in explained]
         lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
         if universes.n_ended:

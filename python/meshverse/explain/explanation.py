@@ -6,19 +6,22 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshverse import _torch_compat as compat
-from meshverse._core import RankMap
+from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.backends import backend_in_words
 from meshverse.groups.group import GroupUse, Origin, State
-from meshverse.pictures import Picture
-from meshverse.topology import Topology
+from meshverse.groups.request import GroupRequest
+from meshverse.layouts.derivation import MeshDescription
+from meshverse.layouts.topology_like import TopologyLike
 from meshverse.wording import aligned, counted, in_bytes, rank_list
 
 from .calling_threads import CallingThreads
 from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from .group_explanation import GroupExplanation
-from .pictured import ExplainedView, picture_of
+
+if TYPE_CHECKING:
+    from meshverse.tools.pictures import Picture
 
 _SHOWN_THREADS = 6
 
@@ -33,6 +36,30 @@ _WORDS = {
     Origin.GIVEN: "given by the user",
     Origin.OTHER_UNIVERSE: "of another universe",
 }
+
+
+class ExplainedView(NamedTuple):
+    """A mesh, as a view of the ranks.
+
+    Attributes:
+        description: layout and axis names of the mesh.
+        group_names: c10d names of its groups on this rank, one per axis; None or empty if it has no
+            groups on this rank.
+        flattened: layouts of the axes flattened from it or its submeshes, by name.
+    """
+
+    description: MeshDescription
+    group_names: Sequence[str] | None
+    flattened: Mapping[str, AxisLayout]
+
+
+class _Pictured(NamedTuple):
+    """Arguments of `meshverse.tools.pictures.of_universe.picture_of`."""
+
+    rank_map: RankMap
+    rank: int
+    groups: Sequence[tuple[GroupRequest, GroupExplanation]]
+    views: Sequence[ExplainedView]
 
 
 class Portion(NamedTuple):
@@ -70,7 +97,6 @@ class Explanation:
             options.
         n_surplus: number of those that were not the first of their kind: sharing would save these.
         ended: why these groups have ended, and what to do; "" while they can be used.
-        picture: picture of the groups; None if no group was requested.
     """
 
     rank_map: str
@@ -85,7 +111,7 @@ class Explanation:
     n_duplicates: int = 0
     n_surplus: int = 0
     ended: str = ""
-    picture: Picture | None = field(default=None, repr=False, compare=False)
+    _pictured: _Pictured | None = field(default=None, repr=False, compare=False)
 
     @property
     def shared(self) -> int:
@@ -109,7 +135,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
-        plain = {name: value for name, value in vars(self).items() if name != "picture"}
+        plain = {name: value for name, value in vars(self).items() if name != "_pictured"}
         # Not dataclasses.asdict: it copies every rank of every group one by one.
         groups = tuple({**vars(each), "requests": dict(each.requests)} for each in self.groups)
         return {**plain, "groups": groups, **numbers}
@@ -122,17 +148,34 @@ class Explanation:
         """
         return self.drawn().to_html()
 
-    def drawn(self) -> Picture:
+    @property
+    def picture(self) -> Picture | None:
+        """Picture of the groups; None if no group was requested."""
+        return self._picture(None)
+
+    def drawn(self, node_size: int | None = None) -> Picture:
         """Return the picture.
+
+        Args:
+            node_size: number of ranks on each node, by default torchrun's `LOCAL_WORLD_SIZE`.
 
         Raises:
             ValueError: no group was requested yet.
         """
-        if self.picture is None:
+        picture = self._picture(node_size)
+        if picture is None:
             raise ValueError(
                 f"There is nothing to draw of {self.rank_map} yet: create a mesh with groups first."
             )
-        return self.picture
+        return picture
+
+    def _picture(self, node_size: int | None) -> Picture | None:
+        if self._pictured is None:
+            return None
+        from meshverse.tools.pictures.of_universe import picture_of
+
+        summary = f"{self._in_numbers()}."
+        return picture_of(*self._pictured, node_size=node_size, summary=summary)
 
     def to_json(self) -> str:
         """Return `to_dict()` as a JSON document."""
@@ -179,7 +222,8 @@ class Explanation:
     __repr__ = __str__  # at a prompt
 
     def _repr_html_(self) -> str:  # in a notebook
-        drawn = "" if self.picture is None else self.picture.to_svg()
+        picture = self.picture
+        drawn = "" if picture is None else picture.to_svg()
         return f"<pre>{escape(str(self))}</pre>{drawn}"
 
     def _in_numbers(self) -> str:
@@ -242,8 +286,7 @@ def explain(
     groups: Iterable[GroupUse],
     communicator_bytes: Mapping[str, int] | None = None,
     views: Sequence[ExplainedView] = (),
-    node_size: int | None = None,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     parts: Sequence[Portion] = (),
     duplicates: Collection[str] = (),
     surplus: Collection[str] = (),
@@ -258,7 +301,6 @@ def explain(
         groups: groups of the universe.
         communicator_bytes: as for `Universe.explain`.
         views: meshes of the universe, for the picture.
-        node_size: number of ranks on each node, for the picture; None if unknown.
         topology: topology of the ranks, or None.
         parts: parts of the universe.
         duplicates: c10d names of groups that several universes created.
@@ -272,7 +314,10 @@ def explain(
         _explain_group(group, over, figures, topology, threads)
         for group, over in _with_parts(Portion(str(rank_map), groups), parts)
     )
-    explanation = Explanation(
+    # Groups of parts are last. A picture has none of them.
+    requests = [group.request for group in groups]
+    pictured = _Pictured(rank_map, rank, list(zip(requests, explained, strict=False)), views)
+    return Explanation(
         rank_map=str(rank_map),
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
@@ -285,10 +330,8 @@ def explain(
         n_duplicates=sum(group.name in duplicates for group in explained),
         n_surplus=sum(group.name in surplus for group in explained),
         ended=ended,
+        _pictured=pictured,
     )
-    pairs = list(zip(groups, explained, strict=False))  # groups of parts are last
-    picture = picture_of(rank_map, rank, pairs, views, node_size, f"{explanation._in_numbers()}.")
-    return replace(explanation, picture=picture)
 
 
 def _axes_of(view: ExplainedView) -> dict[str, str]:
@@ -333,7 +376,7 @@ def _explain_group(
     group: GroupUse,
     over: tuple[str, ...],
     figures: Mapping[str, int],
-    topology: Topology | None,
+    topology: TopologyLike | None,
     threads: CallingThreads | None,
 ) -> GroupExplanation:
     request = group.request
@@ -345,14 +388,14 @@ def _explain_group(
         name=group.name,
         layout=str(request.axis),
         ranks=ranks,
-        backend=compat.backend_in_words(options.backend),
+        backend=backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
         how=how_it_came(group),
         created=group.created,
         requests=requests,
         avoided=sum(requests.values()) - group.created if is_mine else 0,
-        bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
+        bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
         is_planned=group.origin is Origin.NOT_YET,
         nodes=None if topology is None else topology.spans("node", ranks),

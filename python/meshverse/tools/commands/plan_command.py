@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-from meshverse.planner import View, plan, trainer_views
-from meshverse.topology import Topology
+from meshverse.tools.planner import View, plan, trainer_views
+from meshverse.tools.topology import Topology
 from meshverse.wording import did_you_mean
 
 _EXAMPLES = """\

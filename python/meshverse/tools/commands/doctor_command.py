@@ -7,9 +7,9 @@ import contextlib
 import sys
 from datetime import timedelta
 
-from meshverse.doctor import Examination, NotAllHereError, examine
-from meshverse.doctor.membership import report_once
-from meshverse.pictures.model import printable
+from meshverse.tools.doctor import Examination, NotAllHereError, examine
+from meshverse.tools.doctor.membership import report_once
+from meshverse.tools.pictures.model import printable
 
 from .plan_command import one_view
 

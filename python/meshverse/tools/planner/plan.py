@@ -11,9 +11,9 @@ from typing import Any
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.topology import Topology
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
+from meshverse.tools.topology import Topology
 from meshverse.wording import aligned, counted, in_bytes, rank_list, several
 
 from .crossings import Crossing, Places, crossing_of, ranks_of_all_groups

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import meshverse
-from meshverse.pictures.model import printable
-from meshverse.report.environment import environment_report
+from meshverse.tools.environment import environment_report
+from meshverse.tools.pictures.model import printable
 
 from .doctor_command import add_doctor
 from .hang_command import add_hang

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshverse.planner import Places, Plan, plan
+from meshverse.tools.planner import Places, Plan, plan
 from meshverse.wording import aligned, counted, in_bytes, in_seconds, rank_list
 
 _CLOCK_TOLERANCE = 1.0

@@ -5,7 +5,7 @@
 - `plan`: the distinct groups of all views, the groups that torch would create, and warnings.
 
 Example:
-    >>> from meshverse.planner import plan
+    >>> from meshverse.tools.planner import plan
     >>> planned = plan(["pp=2,dp=4,tp=8", "pp=2,batch=4,tp=8"], node_size=8)
     >>> [(group.axes, group.size, group.count) for group in planned.groups]
     [(('pp',), 2, 32), (('dp', 'batch'), 4, 16), (('tp',), 8, 8)]

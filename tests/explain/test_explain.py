@@ -14,7 +14,7 @@ from helpers.forked import Forked
 from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, Universe, init_device_mesh
-from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.universe.registry import WorldUniverses
 from meshverse.world.world import World
 from trainer_views import Degrees, five_views
@@ -124,7 +124,7 @@ from meshverse import init_device_mesh
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), isolate="own")
 report = mesh.universe.explain()
-from meshverse.report.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 (group, *_) = report.groups
 saved = estimate_bytes(group.backend, 2, dict.fromkeys(COMMUNICATOR_BYTES, 7))
 print(json.dumps({"text": str(report), "backend": group.backend, "saved_bytes": saved}))

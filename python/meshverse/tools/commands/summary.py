@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshverse.explain.explanation import Explanation, threads_in_words
+from meshverse.explain.group_explanation import GroupExplanation
 from meshverse.wording import counted, in_bytes, rank_list
-
-from .explain import Explanation, threads_in_words
-from .group_explanation import GroupExplanation
 
 _SHOWN = 5  # process groups shared by several axes
 

@@ -14,7 +14,7 @@ import torch
 
 from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.topology import Topology
+from meshverse.tools.topology import Topology
 
 
 @dataclass(frozen=True)

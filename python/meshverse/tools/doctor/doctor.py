@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from meshverse import Universe, init_device_mesh
-from meshverse.planner import Plan, View, plan
-from meshverse.report.environment import environment_report
+from meshverse.tools.environment import environment_report
+from meshverse.tools.planner import Plan, View, plan
 from meshverse.wording import rank_list
 
 from .examination import Examination, judge
@@ -46,8 +46,8 @@ def examine(
     creates a default process group and destroys it at the end.
 
     Args:
-        views: views as for `meshverse.planner.plan`, over all ranks of the job. By default, one
-            axis of all ranks.
+        views: views as for `meshverse.tools.planner.plan`, over all ranks of the job. By default,
+            one axis of all ranks.
         backend: backend of all groups; by default "nccl" if CUDA is available, else "gloo".
         timeout: how long to wait for another rank: from 1 ms to 30 days.
         large_bytes: size of the large all-reduce on each rank.

@@ -6,8 +6,9 @@
 - `lines`: draws one line for each node, or one for many nodes with the same groups.
 - `terminal`, `svg`, `page`: the three output formats.
 - `picture`: `Picture`, which offers all of them.
+- `of_mesh`, `of_universe`: the pictures of a mesh and of a universe.
 
-Nothing here imports torch: pictures show layouts over a rank map.
+Only `of_mesh` and `of_universe` import torch: pictures show layouts over a rank map.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshverse.agreement import Rendezvous
-from meshverse.world.world import World, WorldState
+from meshverse.hooks import Rendezvous, World, WorldState
 
 from .environment import own_switches
 from .files import levels_on_nodes, read_network_file

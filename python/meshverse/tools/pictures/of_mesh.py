@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshverse import Universe
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.report.pictured import node_size_here
-from meshverse.universe.universe import Universe
 from meshverse.wording import did_you_mean
+
+from .model import PicturedGroups, PicturedView
+from .of_universe import node_size_here
+from .picture import Picture
 
 
 def draw(

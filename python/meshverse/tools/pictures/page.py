@@ -27,7 +27,7 @@ _COLUMNS = (
 
 def as_page(picture: Picture) -> str:
     """Return the page: a drawing of each view, a table of the rank's groups, and notes."""
-    folder = resources.files("meshverse.pictures")
+    folder = resources.files("meshverse.tools.pictures")
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         title=_text(picture.title),
         summary=_text(picture.summary),

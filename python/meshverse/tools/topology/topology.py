@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
-from meshverse.options.group_options import check_timeout
+from meshverse.hooks import World, check_timeout
 from meshverse.wording import counted
-from meshverse.world.world import World
 
 from .levels import Level, level_of, level_of_blocks, nested
 
