@@ -37,6 +37,7 @@ _LLAMA_PLAN = "meshverse.parallel.llama_tp_plan"
 _MESHES = {"tp": (2, {"tp_size": 2}), "fsdp2": (2, {}), "tp and fsdp2": (4, {"tp_size": 2})}
 _WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
+    "split in training": {"split_logits": True},
     "by tokens": {"sequence_parallel": True, "tp_shard_plan": _LLAMA_PLAN},
 }
 
@@ -123,7 +124,7 @@ _CASES = [
 
 @pytest.mark.parametrize(
     ("family", "mesh", "way"),
-    in_tiers(_CASES, short=[("gemma2", "tp and fsdp2", "whole"), ("llama", "tp", "by tokens")]),
+    in_tiers(_CASES, short=[("gemma2", "tp and fsdp2", "whole"), ("llama", "tp", "by tokens"), ("qwen3", "tp", "split in training")]),
 )
 def test_greedy_tokens_equal_one_process(crew: Crew, family: str, mesh: str, way: str) -> None:
     ranks, sizes = _MESHES[mesh]

@@ -1,4 +1,4 @@
-"""Losses of models whose logits stay split over the ranks of tensor parallelism."""
+"""Logits that stay split over the ranks of tensor parallelism, and losses of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,32 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+
+class SplitLogits(ColwiseParallel):
+    """Style of a language model's head: its logits are split in training, and gathered in eval.
+
+    Args:
+        input_layouts: placement of the hidden states, if they are no DTensor.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=Shard(-1), use_local_output=False
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(_gather_in_eval)
+        return module
+
+
+def _gather_in_eval(module: nn.Module, arguments: Any, output: DTensor) -> Tensor:
+    return output if module.training else output.full_tensor()
 
 
 def accept_split_logits(model: nn.Module, heads: Collection[nn.Module]) -> None:

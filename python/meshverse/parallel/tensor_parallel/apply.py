@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshverse.parallel.losses.split_logits import accept_split_logits
+from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
     adapted,
@@ -410,7 +410,7 @@ def _saved_modules(module: nn.Module) -> list[str]:
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:
     """Return a layer's input and output layouts; None if they are not possible with an adapter."""
-    if type(style) not in (ColwiseParallel, RowwiseParallel):
+    if type(style) not in (ColwiseParallel, RowwiseParallel, SplitLogits):
         return None
     (before,), (after,) = style.input_layouts, style.output_layouts  # type: ignore[attr-defined]
     # With partial sums, the second matrix would get only the gradient of this rank's term.

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from meshverse.parallel.config import TPPlan
 from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.experts.stacked import StackedStyle
+from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     adapted,
     child_name,
@@ -80,8 +81,8 @@ def apply_tensor_parallelism(
             arguments or with the model and `sequence_parallel`. By default the plan registered for
             the model's class; else the model's own plan; else Llama's plan, with a warning.
         sequence_parallel: whether activations between split layers are split by tokens.
-        split_logits: whether the model's own plan and Llama's plan leave logits split, as DTensors.
-            Other plans say this by their style of the head.
+        split_logits: whether the model's own plan and Llama's plan leave logits split in training
+            mode, as DTensors. Other plans say this by their style of the head.
         handed_out: names of modules whose whole experts are, or will be, distributed over an
             experts' mesh. The plan's styles for experts are not applied to these modules.
 
@@ -210,8 +211,8 @@ def llama_tp_plan(
 
     The plan includes norms of queries and keys. Blocks with experts are not split. With sequence
     parallelism, norms and residuals are split by tokens, blocks with experts get all tokens, and
-    DTensors are passed between layers. Logits are gathered; with `split_logits`, they are a DTensor
-    that is sharded on the last dim.
+    DTensors are passed between layers. Logits are gathered; with `split_logits`, in training mode they
+    are a DTensor that is sharded on the last dim.
 
     Raises:
         ValueError: the model has no such layers; a norm needs all heads at once; or, with sequence
@@ -231,14 +232,12 @@ def llama_tp_plan(
     split: dict[str, Any] = (
         {"output_layouts": Shard(1), "use_local_output": False} if sequence_parallel else {}
     )
-    logits: dict[str, Any] = {"output_layouts": Replicate()}
-    if split_logits:
-        logits = {"output_layouts": Shard(-1), "use_local_output": False}
+    gathered: dict[str, Any] = {"output_layouts": Replicate()}
     plan: dict[str, ParallelStyle] = {
         f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate())
     }
     for head in (child_name(owner, "lm_head"), child_name(parent_name(owner), "lm_head")):
-        plan[head] = ColwiseParallel(**tokens, **logits)
+        plan[head] = SplitLogits(**tokens) if split_logits else ColwiseParallel(**tokens, **gathered)
     plan |= {f"{layers}.{name}": ColwiseParallel(**tokens) for name in columns}
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         if any(parent_name(column) == parent_name(name) for column in columns):

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
 from meshverse.parallel.experts.stacked import describe, refuse_adapters
+from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     child_name,
     is_present,
@@ -125,8 +126,8 @@ def get_hf_tp_shard_plan(
 
     Args:
         model: model of transformers, or a wrapper of one, that is not split yet.
-        split_logits: whether logits that the model's own plan gathers stay split: they are then a
-            DTensor, sharded on the last dim, for `torch.distributed.tensor.parallel.loss_parallel`.
+        split_logits: whether logits that the model's own plan gathers stay split in training mode:
+            a DTensor that is sharded on the last dim, for torch's `loss_parallel`.
 
     Returns:
         A parallel style for each module name, in which `*` stands for a layer's number.
@@ -236,7 +237,7 @@ def _named(model: nn.Module, getter: str) -> tuple[str, nn.Module | None]:
 def _style(model: nn.Module, key: str, style: str, split_logits: bool) -> ParallelStyle:
     head, _ = _named(model, "get_output_embeddings")
     if split_logits and key in (head, "lm_head") and style in _GATHERED:
-        return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return SplitLogits()
     translated = translate_to_torch_parallel_style(style)
     if isinstance(translated, SharedKeyGradAllreduce):
         config: Any = getattr(model, "config", None)
