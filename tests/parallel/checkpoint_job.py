@@ -25,7 +25,7 @@ from meshverse.parallel import load_pretrained, save_pretrained
 class Peak:
     """Largest resident memory of this process while the context lasts, above that at its begin."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> Peak:  # noqa: PYI034
         gc.collect()
         self._before, self._most = _resident(), 0
         self._ended = threading.Event()

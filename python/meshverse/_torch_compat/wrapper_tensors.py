@@ -10,11 +10,9 @@ import torch
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
-def tensor_without_memory(
-    cls: type[_Tensor], shape: Sequence[int], dtype: torch.dtype
-) -> _Tensor:
+def tensor_without_memory(cls: type[_Tensor], shape: Sequence[int], dtype: torch.dtype) -> _Tensor:
     """Return a tensor of a subclass, said to be contiguous and on the CPU, that has no memory."""
-    maker: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    maker: Any = torch.Tensor._make_wrapper_subclass
     made: _Tensor = maker(cls, shape, dtype=dtype, device=torch.device("cpu"))
     return made
 

@@ -75,7 +75,7 @@ def first_values(
             f"{names} are on the meta device, and init_lora_weights={how!r} computes them from the "
             "layers' weights. Add the adapter to the loaded model, or load an adapter's folder."
         )
-    values = {}
+    values: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, layer in layers:
@@ -86,10 +86,11 @@ def first_values(
 def _drawn(name: str, layer: nn.Module, adapter: str, how: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the new matrices of a layer, whole and on the CPU."""
     copied: Any = shallow_copy(layer)
+    held: Any
     for pair in _PAIRS:
         held = layer._modules.get(pair)
         if held is not None and adapter in held:
-            copied._modules[pair] = type(held)({adapter: _whole_on_cpu(held[adapter])})  # type: ignore[operator,index]
+            copied._modules[pair] = type(held)({adapter: _whole_on_cpu(held[adapter])})
     copied.reset_lora_parameters(adapter, how)
     for pair in _PAIRS:
         held = copied._modules.get(pair)

@@ -39,7 +39,7 @@ def together(step: Callable[[], _Result], group: dist.ProcessGroup | None) -> _R
     failure: tuple[type[Exception], str] | None = None
     try:
         result = step()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
         own: Exception | None = error
         kind = next((each for each in _ALIKE if isinstance(error, each)), RuntimeError)
         known = kind is type(error)
@@ -55,6 +55,11 @@ def together(step: Callable[[], _Result], group: dist.ProcessGroup | None) -> _R
         ranks = "all ranks" if len(failed) == len(failures) else f"ranks {failed[:8]}"
         text = f"{text} (on {ranks})"
     raise kind(text) from own
+
+
+def on_first_rank(step: Callable[[], object], group: dist.ProcessGroup | None) -> None:
+    """Take a step on the first rank of a group; if it raises, all ranks raise."""
+    together(lambda: step() if rank_in(group) == 0 else None, group)
 
 
 def check_is_same(what: str, value: str, group: dist.ProcessGroup | None, cure: str) -> None:

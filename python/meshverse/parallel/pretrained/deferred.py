@@ -30,6 +30,9 @@ from meshverse._torch_compat.wrapper_tensors import changes_its_inputs, tensor_w
 Box = Sequence[tuple[int, int]]
 
 _ATEN = torch.ops.aten
+# transformers' mark of tensors that it does not initialize, as they are loaded. Some models forget
+# it for a part of a parameter.
+_LOADED = "_is_hf_initialized"
 _COMPARED = 1 << 22  # elements of two tensors that are compared at a time
 
 
@@ -106,7 +109,11 @@ class _View(Source):
     """
 
     def __init__(
-        self, source: Source, dims: Sequence[int | None], starts: Sequence[int], sizes: Sequence[int]
+        self,
+        source: Source,
+        dims: Sequence[int | None],
+        starts: Sequence[int],
+        sizes: Sequence[int],
     ) -> None:
         self._source, self._dims, self._starts = source, dims, starts
         self.shape, self.dtype = torch.Size(sizes), source.dtype
@@ -170,7 +177,7 @@ class _Cast(Source):
 
 
 class _Reshaped(Source):
-    """Source in another shape. Where dimensions are split or merged, all their elements are read."""
+    """Source in another shape. Of dimensions that are split or merged, all elements are read."""
 
     def __init__(self, source: Source, shape: Sequence[int]) -> None:
         self._source, self.shape, self.dtype = source, torch.Size(shape), source.dtype
@@ -233,7 +240,7 @@ class Deferred(Tensor):
     _source: Source
 
     @staticmethod
-    def __new__(cls, source: Source) -> Deferred:
+    def __new__(cls, source: Source) -> Deferred:  # noqa: D102, PYI034
         made: Deferred = tensor_without_memory(cls, source.shape, source.dtype)
         made._source = source
         return made
@@ -242,14 +249,27 @@ class Deferred(Tensor):
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
+        first: Any = arguments[0] if arguments else None
+        is_loaded = getattr(first, _LOADED, False)
+        if is_loaded and changes_its_inputs(operator):
+            return first
         rule = _RULES.get(operator)
         result = rule(*arguments, **(keywords or {})) if rule else None
         if result is None:
             return _call(operator, arguments, keywords or {})
-        return tree_map(lambda each: cls(each) if isinstance(each, Source) else each, result)
+
+        def deferred(each: Any) -> Any:
+            if not isinstance(each, Source):
+                return each
+            made = cls(each)
+            if is_loaded:
+                setattr(made, _LOADED, True)
+            return made
+
+        return tree_map(deferred, result)
 
 
 def source_of(tensor: Tensor) -> Source:

@@ -29,10 +29,20 @@ _LONGEST_HEADER = 100_000_000  # the library's limit
 _BUFFER_BYTES = 1 << 26  # read at a time
 _DTYPES = {
     "BOOL": torch.bool,
-    **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
-    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
-    **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -75,7 +85,7 @@ class FilePart(Source):
         run = math.prod(sizes[last:]) * n_bytes
         strides = [math.prod(shape[dim + 1 :]) * n_bytes for dim in range(len(shape))]
         buffer = torch.empty(math.prod(sizes) * n_bytes, dtype=torch.uint8, device="cpu")
-        view, filled = memoryview(buffer.numpy()), 0
+        view, filled = _bytes_of(buffer), 0
         begin = self._start + box[last][0] * strides[last]
         for outer in product(*(range(*each) for each in box[:last])):
             file.seek(begin + sum(map(int.__mul__, outer, strides)))
@@ -127,7 +137,9 @@ def read_folder(folder: Path) -> CheckpointFiles:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} is damaged ({error!r}): it must be JSON with a weight_map.") from error
+        raise ValueError(
+            f"{index} is damaged ({error!r}): it must be JSON with a weight_map."
+        ) from error
     headers = {name: read_header(folder / name) for name in sorted({*weight_map.values()})}
     lacking = {key: name for key, name in weight_map.items() if key not in headers[name]}
     if lacking:
@@ -190,6 +202,11 @@ def _some(names: Any) -> list[str]:
     return sorted(names)[:4]
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
 class FileWriter:
     """Safetensors file that is written one tensor after another, in any order.
 
@@ -225,7 +242,7 @@ class FileWriter:
         values = tensor.detach().contiguous().view(-1).view(torch.uint8)
         with open(self.path, "r+b", buffering=0) as file:
             file.seek(self._begin + self._starts[name])
-            left = memoryview(values.numpy())
+            left = _bytes_of(values)
             while left:
                 left = left[file.write(left) :]
 

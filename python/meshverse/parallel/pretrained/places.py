@@ -85,7 +85,8 @@ def pretrained_model(model: nn.Module, function: str) -> Any:
         for child in module.children():
             yield from outermost(child)
 
-    found = list(outermost(model)) if isinstance(model, nn.Module) else []
+    given: object = model
+    found = list(outermost(given)) if isinstance(given, nn.Module) else []
     if len(found) != 1:
         raise TypeError(
             f"{function}() takes a model of transformers, alone or in a wrapper; "
@@ -138,9 +139,7 @@ def floating_dtype(inner: nn.Module) -> torch.dtype:
     return next(dtypes, torch.float32)
 
 
-def filled_skeleton(
-    inner: Any, tensors: Mapping[str, Tensor]
-) -> tuple[Any, dict[str, Any]]:
+def filled_skeleton(inner: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Any]]:
     """Return a model that `from_pretrained` has made of deferred tensors, and its report.
 
     Nothing is read, and nothing but buffers gets memory: parameters are the deferred tensors, after
@@ -202,7 +201,7 @@ def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
         return [(0, size) for size in tensor.shape], tensor.detach()
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     box = [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    return box, tensor.detach().to_local()
+    return box, tensor.to_local().detach()
 
 
 def reshard(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from meshverse.parallel.models.modules import stage_of
 
 from .adapters import adapter_of, adapter_places, save_adapter
-from .agreement import check_is_same, gathered, rank_in, together
+from .agreement import check_is_same, gathered, on_first_rank, rank_in, together
 from .deferred import Box, Deferred, Source, read, source_of
 from .files import INDEX, WEIGHTS, FileWriter, parts_of_files
 from .places import (
@@ -102,8 +102,8 @@ def save_pretrained(
     """Save a model as the files that `from_pretrained` loads: safetensors, index and config.
 
     The ranks gather one parameter after another, and each rank writes the files that are its own:
-    beyond its shards, it needs memory for the parameters of one conversion, mostly one, three times.
-    Names are those of the checkpoints on the Hub, by transformers' own conversions.
+    beyond its shards, it needs memory for the parameters of one conversion, mostly one, three
+    times. Names are those of the checkpoints on the Hub, by transformers' own conversions.
 
     Of a model with an adapter of PEFT, only the adapter is saved, as PEFT saves it.
 
@@ -135,15 +135,15 @@ def save_pretrained(
     check_is_same("folder", str(target), group, "Give one folder on a file system that all share.")
     adapter = together(lambda: adapter_of(model), group)
     if adapter is not None:
-        return _save_adapter(model, adapter, inner, target, group)
+        _save_adapter(model, adapter, inner, target, group)
+        return
     stages = _stages(places, group)
     own = next(number for number, each in enumerate(stages) if rank_in(group) in each.ranks)
     units = together(lambda: _units(inner, stages), group)
     files = _files(units, stages, limit)
     with _new_folder(target, group) as temporary:
         together(lambda: _write(places, units, files, own, temporary, group), group)
-        if rank_in(group) == 0:
-            _write_index(inner, units, files, temporary)
+        on_first_rank(lambda: _write_index(inner, units, files, temporary), group)
 
 
 # --- What is saved --------------------------------------------------------------------------------
@@ -177,18 +177,15 @@ def _persistent(model: nn.Module, inner: nn.Module) -> list[Place]:
     return [place for place in places_of(model, inner) if place.persistent]
 
 
-def _without_tied(
-    model: nn.Module, inner: Any, places: dict[str, Place]
-) -> dict[str, Place]:
+def _without_tied(model: nn.Module, inner: Any, places: dict[str, Place]) -> dict[str, Place]:
     """Return places without those that transformers ties to others, and ignores."""
     stage = stage_of(model)
-    is_split = stage is not None and stage.tied is not None and stage.count > 1
+    of_stages = stage.tied if stage is not None and stage.count > 1 else None
     ignored = {*(getattr(inner, "_keys_to_ignore_on_save", None) or ())}
     for name, first in inner.get_expanded_tied_weights_keys(all_submodels=True).items():
-        pair = places.get(name), places.get(first)
-        if None not in pair and pair[0].tensor is pair[1].tensor:
-            ignored.add(name)
-        elif is_split and name == stage.tied:
+        one, other = places.get(name), places.get(first)
+        is_tied = one is not None and other is not None and one.tensor is other.tensor
+        if is_tied or name == of_stages:
             ignored.add(name)
     return {name: place for name, place in places.items() if name not in ignored}
 
@@ -223,11 +220,13 @@ def _units(inner: Any, stages: Sequence[_Stage]) -> list[_Unit]:
 
     stage_with: dict[str, int] = {}
     state: dict[str, Tensor] = {}
+    gathered_by: dict[str, _Gathered] = {}
     for number, stage in enumerate(stages):
         for name, (shape, dtype) in stage.tensors.items():
             if name not in state:
                 stage_with[name] = number
-                state[name] = Deferred(_Gathered(name, shape, dtype))
+                gathered_by[name] = _Gathered(name, shape, dtype)
+                state[name] = Deferred(gathered_by[name])
     config = copy.deepcopy(inner.config)
     config.dtype = floating_dtype(inner)
     with torch.device("meta"):
@@ -257,8 +256,7 @@ def _units(inner: Any, stages: Sequence[_Stage]) -> list[_Unit]:
                 f"{in_words(names)} are converted together by transformers, and are in different "
                 "pipeline stages. Choose layers_per_stage so that they are in one stage."
             )
-        sources = [source_of(state[name]) for name in names]
-        units.append(_Unit(sources, grouped[first], numbers.pop()))
+        units.append(_Unit([gathered_by[name] for name in names], grouped[first], numbers.pop()))
     return units
 
 
@@ -306,9 +304,11 @@ def _write(
     with ThreadPoolExecutor(1) as thread:  # writes while the next parameters are gathered
         written: Future[None] | None = None
         for unit in _in_turns(units, files, own_stage):
-            own = {name: each for name, each in unit.outputs.items() if file_of[name].writer == rank}
-            for source in unit.sources:
-                source.value = _whole(places[source.name].tensor)
+            own = {
+                name: each for name, each in unit.outputs.items() if file_of[name].writer == rank
+            }
+            for each in unit.sources:
+                each.value = _whole(places[each.name].tensor)
             try:
                 for name, source in own.items() if failure is None else ():
                     file = file_of[name]
@@ -319,11 +319,11 @@ def _write(
                     if written is not None:  # one tensor waits in memory
                         written.result()
                     written = thread.submit(writers[file.name].write, name, read(source))
-            except Exception as error:  # the others still need this rank to gather
+            except Exception as error:  # noqa: BLE001  (others need this rank to gather)
                 failure = error
             finally:
-                for source in unit.sources:
-                    source.value = None
+                for each in unit.sources:
+                    each.value = None
         try:
             if written is not None:
                 written.result()
@@ -335,9 +335,7 @@ def _write(
         raise failure
 
 
-def _in_turns(
-    units: Sequence[_Unit], files: Sequence[_File], own_stage: int
-) -> Iterator[_Unit]:
+def _in_turns(units: Sequence[_Unit], files: Sequence[_File], own_stage: int) -> Iterator[_Unit]:
     """Yield the units of a stage: the first of each file, the second of each, and so on."""
     unit_of = {name: unit for unit in units for name in unit.outputs}
     of_files = []
@@ -385,7 +383,6 @@ def _new_folder(target: Path, group: dist.ProcessGroup | None) -> Iterator[Path]
         return made.name
 
     temporary = target.parent / gathered(together(make, group), group)[0]
-    failure: Exception | None = None
     try:
         seen = gathered(temporary.is_dir(), group)
         if not all(seen):
@@ -394,22 +391,12 @@ def _new_folder(target: Path, group: dist.ProcessGroup | None) -> Iterator[Path]
                 f"Ranks {blind[:8]} do not see {target.parent} of rank 0, and all ranks write to "
                 "it. Give a folder on a file system that all hosts share."
             )
-        try:
-            yield temporary
-            if rank_in(group) == 0:
-                _replace(temporary, target)
-        except Exception as error:
-            failure = error
-        together(lambda: _raise(failure), group)
+        yield temporary
+        on_first_rank(lambda: _replace(temporary, target), group)
     except BaseException:
         if rank_in(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
 
 
 def _save_adapter(
@@ -422,21 +409,16 @@ def _save_adapter(
     with _new_folder(target, group) as temporary:
         own = {name: _whole(place.tensor).cpu() for name, place in found.items()}
         every = gathered(own if is_first and rank_in(group) else {}, group)
-        if rank_in(group) == 0:
-            tensors = {name: each for held in [*every, own] for name, each in held.items()}
-            save_adapter(model, adapter, tensors, temporary)
+        tensors = {name: each for held in [*every, own] for name, each in held.items()}
+        on_first_rank(lambda: save_adapter(model, adapter, tensors, temporary), group)
 
 
-def _write_index(
-    inner: Any, units: Sequence[_Unit], files: Sequence[_File], folder: Path
-) -> None:
+def _write_index(inner: Any, units: Sequence[_Unit], files: Sequence[_File], folder: Path) -> None:
     """Write the index and the configs."""
     if len(files) > 1:
         index = {
             "metadata": {
-                "total_size": sum(
-                    each.nbytes for unit in units for each in unit.outputs.values()
-                ),
+                "total_size": sum(each.nbytes for unit in units for each in unit.outputs.values()),
             },
             "weight_map": {name: file.name for file in files for name in file.outputs},
         }
