@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
+from meshverse import DeviceMesh
 from meshverse.parallel.meshes.submesh import get_flat_mesh
 
 from .split_logits import loss_of_split_logits
@@ -66,8 +66,8 @@ class LossPerToken:
                 raise ValueError(
                     f"{type(each).__name__} is not sharded with FSDP2, but the {self._data.size()} "
                     f"ranks of {dp_cp_mesh_name!r} have different tokens: their gradients would "
-                    "not be summed. Call fsdp2_strategy_parallelize() first; DistributedDataParallel "
-                    "and Megatron-FSDP are not supported."
+                    "not be summed. Call fsdp2_strategy_parallelize() first. It does not work with "
+                    "DistributedDataParallel and Megatron-FSDP."
                 )
         for each in models:
             for module in each.modules():
@@ -77,9 +77,9 @@ class LossPerToken:
                     module.set_force_sum_reduction_for_comms(True)
 
     def count(self, *targets: Tensor) -> Tensor:
-        """Count the tokens of a step: those of all microbatches, of all ranks with different tokens.
+        """Count the tokens of a step: of all microbatches, over all ranks with different tokens.
 
-        All these ranks call this, with as many calls each; a rank may pass no targets.
+        All these ranks call this once per step; a rank may pass no targets.
 
         Args:
             targets: targets of each microbatch, shape (batch, tokens): what each position predicts.

@@ -47,9 +47,10 @@ def accept_split_logits(model: nn.Module, heads: Collection[nn.Module]) -> None:
         # Not getattr(module): wrappers forward it to the model inside.
         if not hasattr(type(module), "loss_function"):
             continue
-        head = module.get_output_embeddings()  # type: ignore[operator]
+        pretrained: Any = module
+        head = pretrained.get_output_embeddings()
         if any(head is each for each in heads):
-            module.loss_function = partial(loss_of_split_logits, module.loss_function)
+            pretrained.loss_function = partial(loss_of_split_logits, pretrained.loss_function)
 
 
 def loss_of_split_logits(loss: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -211,8 +211,8 @@ def llama_tp_plan(
 
     The plan includes norms of queries and keys. Blocks with experts are not split. With sequence
     parallelism, norms and residuals are split by tokens, blocks with experts get all tokens, and
-    DTensors are passed between layers. Logits are gathered; with `split_logits`, in training mode they
-    are a DTensor that is sharded on the last dim.
+    DTensors are passed between layers. Logits are gathered; with `split_logits`, they are a DTensor
+    in training mode, sharded on the last dim.
 
     Raises:
         ValueError: the model has no such layers; a norm needs all heads at once; or, with sequence
@@ -237,7 +237,9 @@ def llama_tp_plan(
         f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate())
     }
     for head in (child_name(owner, "lm_head"), child_name(parent_name(owner), "lm_head")):
-        plan[head] = SplitLogits(**tokens) if split_logits else ColwiseParallel(**tokens, **gathered)
+        plan[head] = (
+            SplitLogits(**tokens) if split_logits else ColwiseParallel(**tokens, **gathered)
+        )
     plan |= {f"{layers}.{name}": ColwiseParallel(**tokens) for name in columns}
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         if any(parent_name(column) == parent_name(name) for column in columns):
