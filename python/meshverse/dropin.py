@@ -21,7 +21,6 @@ from meshverse._torch_compat.tracing import hook_concatenate, let_compile_know
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
 from .locks import state_lock
-from .saved_mesh.stock_pickles import take_in
 from .universe.groups import share_world_wide
 
 _installed = False  # whether install() is in force
@@ -57,8 +56,12 @@ _TORCHS = {
 
 @functools.wraps(_TORCHS["__setstate__"])
 def _setstate(self: StockDeviceMesh, state: dict[str, Any]) -> None:
-    if type(self) is not StockDeviceMesh or not take_in(self, state):
-        _TORCHS["__setstate__"](self, state)
+    if type(self) is StockDeviceMesh:
+        from .saved_mesh.stock_pickles import take_in
+
+        if take_in(self, state):
+            return
+    _TORCHS["__setstate__"](self, state)
 
 
 # torch's `from_group` would write the groups' names into a Meshverse mesh, but would not register

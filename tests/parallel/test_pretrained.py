@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from helpers.crew import Crew
@@ -35,8 +36,10 @@ from checkpoints import (
     tensors_in,
     values_of,
 )
+from hf_families import families
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
@@ -56,22 +59,20 @@ _SHORT = [
 ]
 
 
-_FAMILIES = families()
-_LONG = ("deepseek_v3", "gemma3_text", "gemma3n_text", "glm4_moe", "phi3", "qwen3_next", "youtu")
+def _first_round_trip(family: str, folder: str) -> str:
+    """Make a round trip in the first arrangement that splits a family; return what is wrong."""
+    refusals = []
+    for number, arrangement in enumerate(("ep 2 x tp 2", "tp 2 x fsdp 2", "fsdp 4")):
+        wrong = round_trip(family, arrangement, True, f"{folder}/{number}")
+        if not wrong.startswith("refused"):
+            return wrong
+        refusals.append(wrong)
+    return " ".join(refusals)
 
 
-def _sweep(family: str, folder: str) -> dict[str, str]:
-    """Return what is wrong in each arrangement that splits the family."""
-    modes = ("fsdp 4", "tp 2 x fsdp 2", "ep 2 x tp 2")
-    found = {each: round_trip(family, each, True, f"{folder}/{each}") for each in modes}
-    return {mode: wrong for mode, wrong in found.items() if not wrong.startswith("refused")}
-
-
-@pytest.mark.parametrize("family", in_tiers(_FAMILIES, ["phi3"], _LONG))
+@pytest.mark.parametrize("family", in_tiers(families(), ["deepseek_v3", "gemma3_text", "phi3"]))
 def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
-    seen = crew.run(_sweep, 4, family, str(tmp_path), timeout=600)
-    assert seen[0], f"no arrangement splits {family}"
-    assert seen == [dict.fromkeys(seen[0], "")] * 4
+    assert crew.run(_first_round_trip, 4, family, str(tmp_path), timeout=600) == [""] * 4
 
 
 @pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT))
@@ -380,3 +381,116 @@ def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(
     assert len({*errors}) == 1, errors
     assert errors[0][0] == kind, errors[0]
     assert re.search(text, errors[0][1]), errors[0]
+
+
+# --- One process ---------------------------------------------------------------------------------
+
+
+def _untied(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
+
+
+def _of_its_own(folder: Path) -> Any:
+    return nn.Linear(2, 2)
+
+
+def _with_a_buffer(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.register_buffer("phase", torch.empty(2, device="meta"), persistent=False)
+    return model
+
+
+def _resized(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.norm.weight = nn.Parameter(torch.empty(7, device="meta"))
+    return model
+
+
+def _with_a_head(folder: Path) -> Any:
+    return WithValueHead(on_meta(str(folder)), "pretrained_model")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (_untied, ValueError, r"ties lm_head\.weight to model\.embed_tokens\.weight"),
+        (_of_its_own, TypeError, "takes a model of transformers, alone or in a wrapper; Linear"),
+        (_with_a_buffer, ValueError, r"model\.phase of \w+ are on the meta device, and neither"),
+        (
+            _resized,
+            ValueError,
+            r"model\.norm\.weight is \(7,\), but the model's config says \(32,\)",
+        ),
+        (_with_a_head, ValueError, r"lacks v_head\.bias, v_head\.weight of"),
+    ],
+)
+def test_a_model_that_a_checkpoint_does_not_fit_is_refused(
+    tmp_path: Path, make: Callable[[Path], Any], kind: type[Exception], text: str
+) -> None:
+    saved("llama", str(tmp_path), tied=True)
+    with pytest.raises(kind, match=text):
+        load_pretrained(make(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda index: index["weight_map"].update(extra="model.safetensors"), "are not of one"),
+        (lambda index: index.clear(), "must be JSON with a weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str
+) -> None:
+    saved("llama", str(tmp_path))
+    index = {"weight_map": dict.fromkeys(tensors_in(str(tmp_path)), "model.safetensors")}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    assert load_pretrained(on_meta(str(tmp_path)), tmp_path) == ([], [])
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=text):
+        load_pretrained(on_meta(str(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, -1, "5", "GB", "1.5GB", True])
+def test_a_size_of_files_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
+    model = saved("llama", str(tmp_path / "given"))
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} must be a number of bytes"):
+        save_pretrained(model, tmp_path / "saved", max_shard_size=size)
+    assert [each.name for each in tmp_path.iterdir()] == ["given"]
+
+
+def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path / "given"))
+    folder = tmp_path / "saved"
+    save_pretrained(model, folder, max_shard_size=50_000)
+    (folder / "tokenizer.json").write_text("tokens")
+    (folder / "more").mkdir()
+    (folder / "more" / "file").write_text("more")
+    save_pretrained(model, folder)
+    assert (folder / "tokenizer.json").read_text() == "tokens"
+    assert (folder / "more" / "file").read_text() == "more"
+    assert [each.name for each in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
+
+
+def test_weights_in_another_dtype_are_cast(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path))
+    narrow = on_meta(str(tmp_path), torch.bfloat16)
+    load_pretrained(narrow, tmp_path)
+    for name, value in narrow.named_parameters():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, model.get_parameter(name).to(torch.bfloat16)), name
+
+
+def test_weights_are_loaded_in_place_of_others(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path), tied=True)
+    other = AutoModelForCausalLM.from_config(model.config)
+    there = dict(other.named_parameters())
+    load_pretrained(other, tmp_path)
+    for name, value in other.named_parameters():
+        assert value is there[name]
+        assert torch.equal(value, model.get_parameter(name))

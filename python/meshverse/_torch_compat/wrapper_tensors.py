@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
-
-def tensor_without_memory(cls: type[_Tensor], shape: Sequence[int], dtype: torch.dtype) -> _Tensor:
+def tensor_without_memory(cls: type, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Return a tensor of a subclass, said to be contiguous and on the CPU, that has no memory."""
-    maker: Any = torch.Tensor._make_wrapper_subclass
-    made: _Tensor = maker(cls, shape, dtype=dtype, device=torch.device("cpu"))
-    return made
+    make: Any = torch.Tensor._make_wrapper_subclass
+    return make(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
 def changes_its_inputs(operator: Any) -> bool:

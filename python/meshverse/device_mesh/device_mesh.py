@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
 from meshverse._core import Layout, RankGroups, RankMap
-from meshverse._torch_compat.dtensors import lacks_a_group
-from meshverse._torch_compat.groups import resolve_group, set_up_device
+from meshverse._torch_compat.groups import lacks_a_group, resolve_group, set_up_device
 from meshverse._torch_compat.layouts import (
     FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
@@ -30,7 +29,6 @@ from meshverse._torch_compat.layouts import (
     to_torch_layout,
     with_flattened_tag,
 )
-from meshverse._torch_compat.merged_steps import check_merged_steps
 from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_traced
 from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
 from meshverse._torch_compat.tracing import (
@@ -40,7 +38,7 @@ from meshverse._torch_compat.tracing import (
     untraced,
     warn_as_stock,
 )
-from meshverse.graphs.traced_coordinates import traced_coordinate
+from meshverse.graphs import traced_coordinate
 from meshverse.layouts.computed import assignable, computed
 from meshverse.layouts.derivation import (
     MeshDescription,
@@ -86,7 +84,6 @@ from meshverse.world.world import World
 
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
-from .logged_once import register_root, warn_of_sorted_ranks
 
 if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
@@ -276,7 +273,7 @@ class DeviceMesh(StockDeviceMesh):
             self._take_group_names(names)
             known.meshes.keep(self)
             if is_new:
-                register_root(self)
+                _register_root(self)
             else:
                 known.meshes.note_names(description)
         except BaseException:
@@ -325,7 +322,7 @@ class DeviceMesh(StockDeviceMesh):
             ]
         )
         result._universe.meshes.keep(result)
-        register_root(result)
+        _register_root(result)
         return result
 
     @classmethod
@@ -971,6 +968,8 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not keeps_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
+            from .logged_once import warn_of_sorted_ranks
+
             warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
@@ -1193,6 +1192,8 @@ class DeviceMesh(StockDeviceMesh):
     def _is_current_rank_part_of_mesh(self) -> bool:
         # DTensor calls this before each redistribution. So its module is imported by now, which
         # `import meshverse` does not do (0.4 s), and the check is there before it is needed.
+        from meshverse._torch_compat.merged_steps import check_merged_steps
+
         check_merged_steps(DeviceMesh, DeviceMesh._may_merge)
         return StockDeviceMesh._is_current_rank_part_of_mesh(self)
 
@@ -1569,3 +1570,9 @@ def _own_attributes(mesh_class: type) -> frozenset[str]:
         name for name, kind in DeviceMesh.__annotations__.items() if "ClassVar" not in str(kind)
     ]
     return frozenset((*declared, *lazily))
+
+
+def _register_root(mesh: DeviceMesh) -> None:
+    from .logged_once import register_root
+
+    register_root(mesh)

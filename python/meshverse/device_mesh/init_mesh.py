@@ -12,8 +12,8 @@ from typing_extensions import Required
 from meshverse._core import Layout, RankMap
 from meshverse._torch_compat.private_names import BackendOptions
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.layouts.topology_like import TopologyLike
 from meshverse.layouts.user_input import (
+    TopologyLike,
     check_axis_names,
     check_device_type,
     fill_rest,

@@ -33,11 +33,8 @@ import torch.distributed as dist
 from meshverse._torch_compat.creation import find_interrupted
 from meshverse._torch_compat.groups import end_group, resolve_group, shrunk_from, when_destroyed
 from meshverse._torch_compat.private_names import ProcessGroup
-from meshverse._torch_compat.suspension import resume as resume_backends
-from meshverse._torch_compat.suspension import suspend as suspend_backends
-from meshverse.locks import Claim, state_changed, state_lock
+from meshverse.locks import Claim, WeakRegistry, state_changed, state_lock
 from meshverse.wording import rank_list
-from meshverse.world.weak_registry import WeakRegistry
 
 from .request import GroupRequest
 
@@ -175,13 +172,15 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays live then.
         """
+        from meshverse._torch_compat import suspension
+
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
         self.state = State.SUSPENDED  # before the backend acts, so that no thread begins to use it
         self._drop_handle()
         try:
-            suspend_backends(handle)
+            suspension.suspend(handle)
         except BaseException:
             self._live(handle)
             raise
@@ -194,11 +193,13 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays suspended then.
         """
+        from meshverse._torch_compat import suspension
+
         if self.state is not State.SUSPENDED:
             self.live_handle()
             return False
         handle = resolve_group(self.name)
-        resume_backends(handle)
+        suspension.resume(handle)
         self._live(handle)
         return True
 
@@ -424,3 +425,22 @@ class GroupUse:
     def state(self) -> State | None:
         """State of the group; None if this rank is in no group of the axis."""
         return None if self.group is None else self.group.state
+
+
+_ORIGINS = {
+    Origin.DEFAULT_GROUP: "the default group",
+    Origin.SPLIT: "split off the default group",
+    Origin.BY_MEMBERS: "created by its members",
+    Origin.BY_ALL: "created by all ranks",
+    Origin.NOT_YET: "not created yet (lazy)",
+    Origin.AT_FIRST_USE: "created by its members at first use",
+    Origin.SHARED: "shared with another mesh",
+    Origin.GIVEN: "given by the user",
+    Origin.OTHER_UNIVERSE: "of another universe",
+}
+
+
+def describe_origin(group: GroupUse) -> str:
+    """Return how a group was created, in words."""
+    words = _ORIGINS[group.origin]
+    return words if group.reason is None else f"{words} ({group.reason})"

@@ -10,7 +10,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,25 @@ LARGEST_RANK = 2**31 - 1  # torch stores the ranks of a mesh as int32
 
 # Errors that tensors raise if they do not stand for one array of values.
 _REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
+
+
+@runtime_checkable
+class TopologyLike(Protocol):
+    """The node, and perhaps more, of each rank of a world; see `meshverse.Topology`."""
+
+    def check_has(self, rank_map: RankMap) -> None:
+        """Raise ValueError if one of these ranks is not in the topology."""
+
+    def spans(self, name: str, ranks: Sequence[int]) -> int | None:
+        """Count the parts of a level, such as "node", that ranks are on; None without the level."""
+
+    def order(
+        self,
+        mesh_shape: Sequence[int],
+        mesh_dim_names: Sequence[str] | None = None,
+        traffic: Mapping[str, float] | None = None,
+    ) -> torch.Tensor:
+        """Return the rank at each position of a mesh, shape (world size,)."""
 
 
 def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:

@@ -39,7 +39,7 @@ from meshverse._torch_compat.options import (
 from meshverse._torch_compat.options import said_timeout as torch_said_timeout
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .by_axis import by_axis
+from .isolation import by_axis
 
 # --- a user's arguments --------------------------------------------------------------------------
 

@@ -24,9 +24,7 @@ from meshverse.agreement import (
     RanksDifferError,
     Rendezvous,
     check_by_default,
-    program_line,
 )
-from meshverse.explain.explanation import how_it_came
 from meshverse.groups.creation import (
     create_by_all,
     create_by_members,
@@ -34,7 +32,7 @@ from meshverse.groups.creation import (
     keep_to,
     needs_all_ranks,
 )
-from meshverse.groups.group import Group, GroupUse, Origin, State
+from meshverse.groups.group import Group, GroupUse, Origin, State, describe_origin
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
@@ -672,6 +670,8 @@ class UniverseGroups:
         return ranks
 
     def _describe(self, call: str, requests: Sequence[GroupRequest]) -> Description:
+        from meshverse.agreement.program_line import program_line
+
         made = "lazy" if self._lazy else "at once"
         facts = {
             "made": made,
@@ -810,12 +810,14 @@ class UniverseGroups:
             return
         ranks = use.request.my_ranks()
         if ranks[0] == self._world.rank:
+            from meshverse.agreement.program_line import program_line
+
             _log.debug(
                 "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
                 use.request.axis_name,
                 rank_list(ranks),
                 use.request.options.in_words(),
-                how_it_came(use),
+                describe_origin(use),
                 program_line(),
                 self._why_new(use.group, ranks),
             )

@@ -165,10 +165,13 @@ def read_header(path: Path) -> dict[str, FilePart]:
         begin = _LENGTH.size + length
         if length > _LONGEST_HEADER or begin > size:
             raise ValueError(f"{path} is no safetensors file, or is cut off after {size} bytes.")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is no safetensors file: its header is no JSON.") from error
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object.")
     parts = {}
     for name, entry in header.items():
         if name == "__metadata__":

@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +144,7 @@ def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     )
     _check_shapes(report["mismatched_keys"], inner, folder)
     made = {place.name: place.tensor for place in places_of(skeleton, skeleton)}
+    _check_ties(places, made)
     of_adapter = {} if adapter is None else adapter_places(model, adapter, places)
     new = {place.name for place in of_adapter.values() if place.original is None}
     absent = {
@@ -226,6 +228,25 @@ def _check_shapes(mismatched: Any, inner: nn.Module, folder: Path) -> None:
             f"{name} is {tuple(given)} in {folder}, but {tuple(own)} in {type(inner).__name__}"
             f"{more}. Make the model from the checkpoint's config.json."
         )
+
+
+def _check_ties(places: list[Place], made: dict[str, Tensor]) -> None:
+    """Raise ValueError if transformers ties parameters that are not tied in the model."""
+    own = defaultdict[str, set[int]](set)
+    for place in places:
+        own[place.original or ""].add(id(place.tensor))
+    names = defaultdict[int, list[str]](list)
+    for name, tensor in made.items():
+        if name in own:
+            names[id(tensor)].append(name)
+    for first, *others in names.values():
+        untied = [name for name in others if not own[name] & own[first]]
+        if untied:
+            raise ValueError(
+                f"transformers ties {in_words(untied)} to {first}, as the model's config and the "
+                "checkpoint say, and the model does not. Call model.tie_weights() before you "
+                "parallelize it, or build it with config.tie_word_embeddings=False."
+            )
 
 
 def _check_keys(keys: IncompatibleKeys, inner: nn.Module, folder: Path, strict: bool) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshverse._torch_compat import version_of
 from meshverse.parallel.models.modules import BASE_LAYER, child_name
 
 from .deferred import Deferred
@@ -191,7 +192,7 @@ def compute_missing(skeleton: Any, seed: int) -> dict[str, Tensor]:
     return {
         name: place.tensor.detach()
         for name, (place, empty) in lost.items()
-        if place.tensor is not empty or empty._version
+        if place.tensor is not empty or version_of(empty)
     }
 
 
