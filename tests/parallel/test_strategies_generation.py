@@ -171,7 +171,7 @@ def words() -> Any:
 
 
 def piped(sizes: dict[str, int]) -> tuple[Any, Any]:
-    """What pipeline() generates with the split model, and with the whole one."""
+    """Results of pipeline() with the split model, and with the whole one."""
     whole = make("llama")
     model = copy.deepcopy(whole)
     split(model, sizes, {})
