@@ -25,6 +25,7 @@ _NAMES = {
     "experts.expert_parallel": "ExpertParallel SameTokensExpertParallel apply_expert_parallelism",
     "experts.features": "ExpertFeaturesParallel",
     "experts.sharding": "clip_grad_norm_ get_total_norm",
+    "losses.per_token": "LossPerToken",
     "meshes.by_strategy": "create_device_meshes",
     "meshes.create": "create_fsdp2_device_mesh create_megatron_fsdp_device_mesh create_moe_mesh",
     "meshes.degrees": "MeshAxisName MeshSpec ParallelismSizes validate_mesh_spec",

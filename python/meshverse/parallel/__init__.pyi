@@ -10,6 +10,7 @@ from .experts.expert_parallel import (
 )
 from .experts.features import ExpertFeaturesParallel
 from .experts.sharding import clip_grad_norm_, get_total_norm
+from .losses.per_token import LossPerToken
 from .meshes.by_strategy import create_device_meshes
 from .meshes.create import (
     create_fsdp2_device_mesh,
@@ -63,6 +64,7 @@ __all__ = [
     "GatherTokens",
     "IncompatibleKeys",
     "LocalParameters",
+    "LossPerToken",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "MeshAxisName",
