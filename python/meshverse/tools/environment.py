@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from meshverse._core import __version__
+from meshverse import _core
 
 _PACKAGES = ("numpy", "transformers", "megatron-fsdp", "rich")
 _VARIABLES = ("MESHVERSE_", "NCCL_", "GLOO_", "TORCH_", "SLURM_JOB_NUM_NODES", "LOCAL_WORLD_SIZE")
@@ -20,7 +22,7 @@ def environment_report() -> dict[str, str]:
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _is_there(name)]
     cuda = torch.version.cuda or "none"
     report = {
-        "meshverse": __version__,
+        "meshverse": _core.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -32,6 +34,32 @@ def environment_report() -> dict[str, str]:
     report |= {package: _version_of(package) for package in _PACKAGES}
     shown = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     return {**report, **dict(sorted(shown.items()))}
+
+
+def version_and_commit() -> str:
+    """Return the version and commit of this package, such as "0.3.0 (commit 8f29b36f1c02)".
+
+    The commit is that of the git checkout which the package is imported from, or else that which
+    its core was built from; "unknown" for a core built outside of a checkout. Runs git.
+    """
+    commit = commit_of_checkout(Path(__file__).parents[1]) or _core.__commit__
+    return f"{_core.__version__} (commit {commit})"
+
+
+def commit_of_checkout(package: Path) -> str:
+    """Return the commit of a package's source tree; "" if it is installed, or there is no git."""
+    # A virtual environment can lie in a checkout too, of which its files are no part.
+    if not _git(package, "ls-files", "__init__.py"):
+        return ""
+    return _git(package, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _git(folder: Path, *command: str) -> str:
+    try:
+        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _version_of(package: str) -> str:

@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-import meshverse
-from meshverse.tools.environment import environment_report
+from meshverse.tools.environment import environment_report, version_and_commit
 from meshverse.tools.pictures.model import printable
 
 from .doctor_command import add_doctor
@@ -51,7 +50,14 @@ def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
         prog="meshverse",
         description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
     )
-    parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
+    parser.add_argument(
+        "--version",
+        action="store_const",
+        dest="run",
+        const=_print_version,
+        default=argparse.SUPPRESS,
+        help="print the version and the commit that it was built from",
+    )
     commands = parser.add_subparsers(metavar="command")
     add_plan(commands)
     add_doctor(commands)
@@ -68,8 +74,13 @@ def _run(arguments: Sequence[str] | None) -> int | Callable[[], None]:
     return status
 
 
+def _print_version(_: argparse.Namespace) -> int:
+    print(f"meshverse {version_and_commit()}")  # noqa: T201
+    return 0
+
+
 def _print_versions(_: argparse.Namespace) -> int:
-    report = environment_report()
+    report = environment_report() | {"meshverse": version_and_commit()}
     width = max(map(len, report))
     for name, value in report.items():
         print(f"{name.ljust(width)}  {value}")  # noqa: T201
