@@ -32,38 +32,51 @@ except ImportError as error:
     ) from error
 
 from .agreement import RanksDifferError
-from .connection import Connection, connect
-from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
+from .device_mesh import DeviceMesh, init_device_mesh
 from .dropin import install, installed, uninstall
-from .explain.explanation import Explanation
-from .explain.group_explanation import GroupExplanation
 from .options.isolation import isolate
 from .saved_mesh import load_mesh, save_mesh
-from .universe import Universe, revive
-from .universe.find_group import FoundGroup, find_group
+from .universe.universe import Universe
 
 if TYPE_CHECKING:
     from . import hang as hang
     from . import parallel as parallel
     from . import tools as tools
+    from .connection import Connection, connect
+    from .device_mesh.init_mesh import MeshPart
+    from .device_mesh.partition import init_mesh_partition
+    from .explain.explanation import Explanation
+    from .explain.group_explanation import GroupExplanation
     from .hang.watch import Hang, Watch, watch
     from .tools.topology import Topology
+    from .universe.find_group import FoundGroup, find_group
+    from .universe.revival import revive
 
 __version__ = _core.__version__
 
-# The extras are imported when they are first named.
-_FOLDERS = ("hang", "parallel", "tools")
-_FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
+# Names that not every program uses: their modules are imported when they are first named. So are
+# the extras.
 _MODULES = {
+    "Connection": "connection",
+    "Explanation": "explain.explanation",
+    "FoundGroup": "universe.find_group",
+    "GroupExplanation": "explain.group_explanation",
     "Hang": "hang.watch",
+    "MeshPart": "device_mesh.init_mesh",
     "Topology": "tools.topology",
     "Watch": "hang.watch",
+    "connect": "connection",
+    "find_group": "universe.find_group",
+    "init_mesh_partition": "device_mesh.partition",
+    "revive": "universe.revival",
     "watch": "hang.watch",
 }
+_EXTRAS = ("hang", "parallel", "tools")
+_FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FOLDERS or name in _FORMER_FOLDERS:
+    if name in _EXTRAS or name in _FORMER_FOLDERS:
         return importlib.import_module(f".{name}", __name__)
     if name in _MODULES:
         found = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
@@ -73,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_FOLDERS]
+    return [*__all__, *_EXTRAS]
 
 
 __all__ = [

@@ -9,11 +9,11 @@ from typing import Any, TypedDict
 import torch
 from typing_extensions import Required
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse._torch_compat.private_names import BackendOptions
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.layouts.topology_like import TopologyLike
 from meshverse.layouts.user_input import (
+    TopologyLike,
     check_axis_names,
     check_device_type,
     fill_rest,
@@ -47,7 +47,7 @@ class MeshPart(TypedDict, total=False):
     preserve_rank_order: bool | None
     ranks: Sequence[int] | torch.Tensor | None
     timeout: timedelta | None
-    options: compat.BackendOptions | None
+    options: BackendOptions | None
     isolate: str | Mapping[int | str, str] | None
     lazy: bool
     check_consistency: bool | None
@@ -65,7 +65,7 @@ def init_device_mesh(
     preserve_rank_order: bool | None = None,
     ranks: Sequence[int] | torch.Tensor | None = None,
     timeout: timedelta | None = None,
-    options: compat.BackendOptions | None = None,
+    options: BackendOptions | None = None,
     isolate: str | Mapping[int | str, str] | None = None,
     lazy: bool = False,
     check_consistency: bool | None = None,

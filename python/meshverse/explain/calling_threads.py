@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from functools import cached_property
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.flight_recorder import recorded_calls
 
 
 class CallingThreads:
@@ -39,7 +39,7 @@ class CallingThreads:
         in_python = {thread.ident: thread.name for thread in threading.enumerate()}
         known_as: dict[int, str] = {}
         found: dict[str | None, Counter[str]] = {}
-        for call in compat.recorded_calls():
+        for call in recorded_calls():
             if call.time_ns < self._since_ns:
                 continue
             if call.thread_id not in known_as:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
-from meshverse.groups.group import GroupUse, Origin, State
+from meshverse._torch_compat.backends import backend_in_words
+from meshverse.groups.group import GroupUse, Origin, State, describe_origin
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
-from meshverse.layouts.topology_like import TopologyLike
+from meshverse.layouts.user_input import TopologyLike
 from meshverse.wording import aligned, counted, html_table, in_bytes, rank_list
 
 from .calling_threads import CallingThreads
@@ -29,18 +29,6 @@ _MEANING = (
     "Reused: served by an existing group. Saved: groups that torch would have created in addition. "
     "torch creates one per request, unless it uses the default group too."
 )
-
-_WORDS = {
-    Origin.DEFAULT_GROUP: "the default group",
-    Origin.SPLIT: "split off the default group",
-    Origin.BY_MEMBERS: "created by its members",
-    Origin.BY_ALL: "created by all ranks",
-    Origin.NOT_YET: "not created yet (lazy)",
-    Origin.AT_FIRST_USE: "created by its members at first use",
-    Origin.SHARED: "shared with another mesh",
-    Origin.GIVEN: "given by the user",
-    Origin.OTHER_UNIVERSE: "of another universe",
-}
 
 
 class ExplainedView(NamedTuple):
@@ -406,14 +394,14 @@ def _explain_group(
         name=group.name,
         layout=str(request.axis),
         ranks=ranks,
-        backend=compat.backend_in_words(options.backend),
+        backend=backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
-        how=how_it_came(group),
+        how=describe_origin(group),
         created=group.created,
         requests=requests,
         avoided=sum(requests.values()) - group.created if is_mine else 0,
-        bytes_each=estimate_bytes(compat.backend_in_words(options.backend), len(ranks), figures),
+        bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
         is_planned=group.origin is Origin.NOT_YET,
         nodes=None if topology is None else topology.spans("node", ranks),
@@ -426,9 +414,3 @@ def _explain_group(
 def _is_shared(group: GroupUse) -> bool:
     uses = [] if group.group is None else group.group.uses.alive()
     return len(group.requests) > 1 or len(uses) > 1
-
-
-def how_it_came(group: GroupUse) -> str:
-    """Return how a group was created, in words."""
-    words = _WORDS[group.origin]
-    return words if group.reason is None else f"{words} ({group.reason})"

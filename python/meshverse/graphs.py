@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.one_graph import (
+    coordinate_symbol,
+    let_inductor_call,
+    on_simulated_ranks,
+)
 
 # A global, because torch removes the operator when the library object is freed.
 _library: Any = torch.library.Library("meshverse", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -68,13 +72,13 @@ def _pairs(digits: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _run(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.SymInt:
-    simulated = compat.on_simulated_ranks(lambda rank: coordinate_of(rank, axis, ranks, first))
+    simulated = on_simulated_ranks(lambda rank: coordinate_of(rank, axis, ranks, first))
     return coordinate_of(dist.get_rank(), axis, ranks, first) if simulated is None else simulated
 
 
 def _fake(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.SymInt:
-    compat.let_inductor_call(coordinate)
-    symbol = compat.coordinate_symbol(math.prod(axis[::2]))
+    let_inductor_call(coordinate)
+    symbol = coordinate_symbol(math.prod(axis[::2]))
     return _run(axis, ranks, first) if symbol is None else symbol
 
 
