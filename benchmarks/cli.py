@@ -51,7 +51,11 @@ SUITES = [
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure Meshverse against stock torch.")
     parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; by default all")
-    parser.add_argument("--quick", action="store_true", help="small scales, in under two minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small scales, to see that everything works; took over 15 minutes on two busy cores",
+    )
     parser.add_argument("--results", type=Path, help="folder; by default results/, or build/")
     arguments = parser.parse_args()
     if unknown := set(arguments.suites) - set(SUITES):
