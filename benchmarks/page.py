@@ -259,7 +259,7 @@ def _caption(suite: str) -> str:
 
 
 def _reached(reports: _Reports, prefix: str) -> str:
-    """Return how many figures of each suite were reached, and which were not."""
+    """Return how many figures of each suite met their target, and which did not."""
     rows, missed = [], []
     for name, report in reports.items():
         if not report["measurements"]:  # skipped, for want of a GPU
@@ -269,9 +269,9 @@ def _reached(reports: _Reports, prefix: str) -> str:
         tables = f"[{report['title']}]({prefix}benchmarks/results/{name}.md)"
         rows.append([tables, f"{met} of {len(checks)}", f"{report['duration_s']:.0f} s"])
         missed += [_missed(check) for check in checks if not check["met"]]
-    parts = [table(["suite", "reached", "took"], rows)]
+    parts = [table(["suite", "targets met", "took"], rows)]
     if missed:
-        parts.append("Not reached:\n\n" + "\n".join(missed))
+        parts.append("Targets missed:\n\n" + "\n".join(missed))
     return "\n\n".join(parts)
 
 

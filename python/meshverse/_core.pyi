@@ -11,6 +11,7 @@ else:
     from typing_extensions import Buffer, Never, Self
 
 __version__: str
+__commit__: str
 
 _OneOrMore: TypeAlias = int | Sequence[int]
 _Entry = TypeVar("_Entry")

@@ -5,6 +5,7 @@
 - `topology`: the node and switch of each rank; rank orders that fit a mesh.
 - `pictures`: process groups as pictures.
 - `commands`: the `meshverse` command line.
+- `commit`: version and commit of this package.
 - `environment`: versions and environment variables, for bug reports.
 """
 

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from meshverse._core import __version__
+from meshverse import _core
 
 _PACKAGES = ("numpy", "transformers", "megatron-fsdp", "rich")
 _VARIABLES = ("MESHVERSE_", "NCCL_", "GLOO_", "TORCH_", "SLURM_JOB_NUM_NODES", "LOCAL_WORLD_SIZE")
@@ -20,7 +20,7 @@ def environment_report() -> dict[str, str]:
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _is_there(name)]
     cuda = torch.version.cuda or "none"
     report = {
-        "meshverse": __version__,
+        "meshverse": _core.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

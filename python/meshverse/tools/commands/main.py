@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-import meshverse
+from meshverse.tools.commit import version_and_commit
 from meshverse.wording import did_you_mean, printable
 
 # Each is described by the module `NAME_command`, which is imported if the command is given.
@@ -66,7 +66,7 @@ def _run(arguments: Sequence[str]) -> int | Callable[[], None]:
         known = re.findall(r"--[\w-]+", asked.format_usage())
         hints = (did_you_mean(word.partition("=")[0], known) for word in unknown)
         asked.error(f"unrecognized arguments: {' '.join(unknown)}.{next(hints)}")
-    if name is None:
+    if not hasattr(given, "run"):
         parser.print_help()
         return 2
     status: int | Callable[[], None] = given.run(given)
@@ -86,7 +86,14 @@ def parser_of(
         description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"meshverse {meshverse.__version__}")
+    parser.add_argument(
+        "--version",
+        action="store_const",
+        dest="run",
+        const=_print_version,
+        default=argparse.SUPPRESS,
+        help="print the version and the commit that it was built from",
+    )
     commands = parser.add_subparsers(metavar="command")
     parsers = {}
     for name, help_ in _COMMANDS.items():
@@ -99,3 +106,8 @@ def parser_of(
         if name in described:
             importlib.import_module(f".{name}_command", __package__).describe(parsers[name])
     return parser, parsers
+
+
+def _print_version(_: argparse.Namespace) -> int:
+    print(f"meshverse {version_and_commit()}")  # noqa: T201
+    return 0

@@ -12,9 +12,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
+    from meshverse.tools.commit import version_and_commit
     from meshverse.tools.environment import environment_report
 
-    report = environment_report()
+    report = environment_report() | {"meshverse": version_and_commit()}
     width = max(map(len, report))
     for name, value in report.items():
         print(f"{name.ljust(width)}  {value}")  # noqa: T201

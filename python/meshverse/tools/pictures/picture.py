@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Picture:
     """Picture of process groups over the ranks of one world, with a panel for each axis.
 
@@ -91,6 +91,8 @@ class Picture:
 
         panels = self.panels
         return as_text(panels, _legend(self, panels, "[ ]", "< >"))
+
+    __repr__ = __str__  # at a prompt
 
     def __rich__(self) -> Text:
         from .terminal import as_rich
