@@ -42,6 +42,7 @@ from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_
 from .flight_recorder import (
     FrameWait,
     RecordedCall,
+    creation_of_frame,
     flight_recorder_status,
     groups_of_process,
     read_flight_recorders,
@@ -160,6 +161,7 @@ __all__ = [
     "create_by_split",
     "create_connected",
     "creation_blocks",
+    "creation_of_frame",
     "current_default_group",
     "default_backend",
     "default_timeout",
