@@ -10,7 +10,8 @@ group per distinct list of ranks and options; `mesh.universe.explain()` shows wh
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+import os
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch  # noqa: F401
@@ -31,34 +32,61 @@ except ImportError as error:
     ) from error
 
 from .agreement import RanksDifferError
-from .connection import Connection, connect
-from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
+from .device_mesh import DeviceMesh, init_device_mesh
 from .dropin import install, installed, uninstall
-from .hang.watch import Hang, Watch, watch, watch_by_environment
 from .options.isolation import isolate
-from .report.explain import Explanation
-from .report.group_explanation import GroupExplanation
 from .saved_mesh import load_mesh, save_mesh
-from .topology import Topology
-from .universe import Universe, revive
-from .universe.find_group import FoundGroup, find_group
+from .universe.universe import Universe
+
+if TYPE_CHECKING:
+    from . import hang as hang
+    from . import parallel as parallel
+    from . import tools as tools
+    from .connection import Connection, connect
+    from .device_mesh.init_mesh import MeshPart
+    from .device_mesh.partition import init_mesh_partition
+    from .explain.explanation import Explanation
+    from .explain.group_explanation import GroupExplanation
+    from .hang.watch import Hang, Watch, watch
+    from .tools.topology import Topology
+    from .universe.find_group import FoundGroup, find_group
+    from .universe.revival import revive
 
 __version__ = _core.__version__
 
-watch_by_environment()
+# Names that not every program uses: their modules are imported when they are first named. So are
+# the extras.
+_MODULES = {
+    "Connection": "connection",
+    "Explanation": "explain.explanation",
+    "FoundGroup": "universe.find_group",
+    "GroupExplanation": "explain.group_explanation",
+    "Hang": "hang.watch",
+    "MeshPart": "device_mesh.init_mesh",
+    "Topology": "tools.topology",
+    "Watch": "hang.watch",
+    "connect": "connection",
+    "find_group": "universe.find_group",
+    "init_mesh_partition": "device_mesh.partition",
+    "revive": "universe.revival",
+    "watch": "hang.watch",
+}
+_EXTRAS = ("hang", "parallel", "tools")
+_FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
 
 
-_LOADED_WHEN_NAMED = ("doctor", "parallel", "planner")
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name in _LOADED_WHEN_NAMED:
+def __getattr__(name: str) -> Any:
+    if name in _EXTRAS or name in _FORMER_FOLDERS:
         return importlib.import_module(f".{name}", __name__)
+    if name in _MODULES:
+        found = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_LOADED_WHEN_NAMED]
+    return [*__all__, *_EXTRAS]
 
 
 __all__ = [
@@ -87,3 +115,8 @@ __all__ = [
     "uninstall",
     "watch",
 ]
+
+if "MESHVERSE_WATCH" in os.environ:
+    from .hang.watch import watch_by_environment
+
+    watch_by_environment()

@@ -12,7 +12,7 @@ import pytest
 
 import meshverse
 from helpers.forked import SECONDS
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 
 def test_a_plan_is_printed(capsys) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.pages import ROOT, blocks_of, pages
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 _FILES = {
     "cluster.json": '{"node": {"n0": "0-10239"}}',

@@ -28,6 +28,8 @@ _MODULES = [
     one.name
     for one in pkgutil.walk_packages(meshverse.__path__, "meshverse.")
     if one.name not in ("meshverse.__main__", "meshverse._core")
+    # Former places of folders of tools/, which warn when they are imported.
+    and one.name not in [f"meshverse.{name}" for name in meshverse._FORMER_FOLDERS]
 ]
 
 

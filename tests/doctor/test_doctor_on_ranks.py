@@ -85,7 +85,7 @@ def test_a_job_that_is_well() -> None:
 _TWICE = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from meshverse.doctor import examine
+from meshverse.tools.doctor import examine
 
 def ask(view):
     os.environ["NCCL_TURN"] = view  # which the reported environment then has
@@ -226,7 +226,7 @@ def test_what_cannot_be_asked_ends_with_2_and_is_said_once(arguments, said: str)
 
 _PRINTS_LATE = """
 import builtins, os, sys, time
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 said, rank = sys.argv[1], int(os.environ["RANK"])
 plain = print

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.forked import SECONDS, Forked
 from helpers.ports import held_port
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 pytestmark = pytest.mark.processes
 

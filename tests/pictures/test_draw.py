@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers.worlds import fake_world, groups_created, in_worlds
 from meshverse import DeviceMesh, Topology, Universe, init_device_mesh, isolate
 from meshverse._core import AxisLayout, RankMap
-from meshverse.pictures import Picture, PicturedGroups
-from meshverse.planner import plan
+from meshverse.tools.pictures import Picture, PicturedGroups
+from meshverse.tools.planner import plan
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

@@ -14,8 +14,8 @@ from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse._core import AxisLayout, RankMap
-from meshverse.pictures import Picture, PicturedGroups
-from meshverse.planner import plan
+from meshverse.tools.pictures import Picture, PicturedGroups
+from meshverse.tools.planner import plan
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")

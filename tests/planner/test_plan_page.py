@@ -11,7 +11,7 @@ import pytest
 
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _PAGE = (_DOCS / "plan.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import torch
 
 from helpers.worlds import fake_world, groups_created
 from meshverse import Topology, Universe, init_device_mesh, init_mesh_partition
-from meshverse.commands.main import main
-from meshverse.planner import plan
+from meshverse.tools.commands.main import main
+from meshverse.tools.planner import plan
 
 _NAMES = ("dp", "tp")
 _IN_TURN = Topology({"node": ["a", "b"] * 4, "switch": ["s"] * 8})

@@ -14,7 +14,7 @@ import torch
 
 from helpers.tiers import in_tiers
 from meshverse import Topology
-from meshverse.topology import orders
+from meshverse.tools.topology import orders
 
 
 def _slow_cost(

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshverse import Topology, init_device_mesh
-from meshverse.planner import plan
-from meshverse.planner.crossings import Places, crossing_of, ranks_of_all_groups
-from meshverse.planner.views import as_view
+from meshverse.tools.planner import plan
+from meshverse.tools.planner.crossings import Places, crossing_of, ranks_of_all_groups
+from meshverse.tools.planner.views import as_view
 
 _PARTS = {"node": ["a", "b"] * 4, "switch": ["s"] * 8}
 _IN_TURN = Topology(_PARTS)

@@ -38,7 +38,7 @@ from .dispatch import (
     version_of,
     written_by,
 )
-from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_a_group, waited
+from .dtensors import held_by, is_strided_shard, waited
 from .flight_recorder import (
     FrameWait,
     RecordedCall,
@@ -65,7 +65,9 @@ from .groups import (
     destroys_passed_default_group,
     end_group,
     find_group,
+    group_ranks_of,
     is_shrunk_default,
+    lacks_a_group,
     resolve_group,
     set_up_device,
     shrunk_from,
@@ -114,6 +116,7 @@ from .private_names import (
 from .saved_stock import StockState, is_made_by_stock, is_unread, read_stock_state
 from .suspension import memory_stats, resume, suspend
 from .tracing import (
+    base_of,
     has_no_values,
     hook_concatenate,
     is_faking,

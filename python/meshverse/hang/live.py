@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from meshverse import _torch_compat as compat
-from meshverse.world.run_store import RunStore
+from meshverse.hooks import RunStore
 
 from .named_groups import name_live
 from .records import Call, GroupSeen, Progress, RankRecord, label_of, line_of, record_of

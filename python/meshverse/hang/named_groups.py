@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.groups.request import ranks_and_identity
-from meshverse.universe.find_group import find_group_optional, root_coordinate
-from meshverse.universe.registry import universes_here
+from meshverse.hooks import (
+    find_group_optional,
+    ranks_and_identity,
+    root_coordinate,
+    universes_here,
+)
 
 from .records import (
     DEFAULT_GROUP,

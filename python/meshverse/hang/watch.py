@@ -21,9 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse import _torch_compat as compat
+from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, on_new_world
 
 from .live import Alarm, FrameKey, record_here, waits_in_frames
 from .named_groups import live_coordinates
@@ -225,7 +224,7 @@ _of_parent: list[Watch] = []  # in a forked process, its parent's watch
 
 atexit.register(_stop)
 os.register_at_fork(after_in_child=_leave_to_parent)
-on_new_world.append(_go_on)
+on_world_started(_go_on)
 
 
 class _Reported(NamedTuple):
