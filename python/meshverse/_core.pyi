@@ -181,3 +181,6 @@ def shard_shape(
     axis_sizes: Sequence[int],
     coordinates: Sequence[int],
 ) -> tuple[int, ...]: ...
+def ring_steps(
+    shape: Sequence[int], part_of_spot: Sequence[Sequence[int]], placements: Sequence[Sequence[int]]
+) -> list[list[int]]: ...

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from helpers.forks import status_of_fork
 from helpers.replaced import replace_everywhere
 from helpers.worlds import in_worlds
 from meshverse import init_device_mesh
@@ -243,17 +241,13 @@ def test_a_fork_may_end_a_group_that_a_thread_of_its_parent_is_making() -> None:
     maker = threading.Thread(target=lambda: group.make(slow))
     maker.start()
     assert begun.wait(30)
-    child = os.fork()
-    if child == 0:
+
+    def end() -> None:
         group.end(abort=False)
-        os._exit(0 if group.state is State.ENDED else 1)
-    deadline, ended = time.monotonic() + 60, (0, 0)
-    while ended[0] == 0 and time.monotonic() < deadline:
-        ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)  # sleep: it looks again
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
+        assert group.state is State.ENDED
+
+    status = status_of_fork(end)
     go.set()
     maker.join(30)
-    assert ended == (child, 0)
+    assert status == 0
     assert group.state is State.LIVE

@@ -42,6 +42,7 @@ from .dtensors import held_by, is_strided_shard, waited
 from .flight_recorder import (
     FrameWait,
     RecordedCall,
+    creation_of_frame,
     flight_recorder_status,
     groups_of_process,
     read_flight_recorders,
@@ -163,6 +164,7 @@ __all__ = [
     "create_by_split",
     "create_connected",
     "creation_blocks",
+    "creation_of_frame",
     "current_default_group",
     "default_backend",
     "default_timeout",

@@ -64,11 +64,11 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
     for thread, own in frames.items():
         _add_wait(record, own, waits.get((thread, id(own), own.f_lasti), record.time))
     main = _joined(threading.main_thread().ident, frames)
-    record.doing = line_of(_innermost_first(main))
+    record.doing = _doing(main)
     for group, thread in threads.items():
         frame = _joined(thread, frames)
         if group in record.groups and frame is not None and frame is not main:
-            record.doing_in[group] = line_of(_innermost_first(frame))
+            record.doing_in[group] = _doing(frame)
     return record
 
 
@@ -100,6 +100,12 @@ def _add_recorded(record: RankRecord, other: RankRecord) -> None:
     record.groups |= other.groups
     record.calls = sorted([*record.calls, *other.calls], key=lambda call: call.since)
     record.is_cut = record.is_cut or other.is_cut
+
+
+def _doing(frame: FrameType | None) -> str:
+    """Return the line of the program that a frame is at, and what it waits for there, if known."""
+    line, creation = line_of(_innermost_first(frame)), compat.creation_of_frame(frame)
+    return f"{line}, waiting for other ranks in torch's {creation}()" if creation else line
 
 
 def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | None:
@@ -224,11 +230,7 @@ class Alarm(NamedTuple):
             here = self._read_group(name, seen, records)
             members = () if seen is None else seen.ranks or ()
             missing = [rank for rank in members if rank not in here and rank != mine.rank]
-            peers = {
-                members[one.peer]
-                for one in mine.calls
-                if one.group == name and one.peer is not None
-            }
+            peers = {one.partner(mine.rank, members) for one in mine.calls if one.group == name}
             # Partners of this rank's sends and receives first: only _MOST_MISSING records are read.
             missing.sort(key=lambda rank: rank not in peers)
             for rank in missing[:_MOST_MISSING]:

@@ -478,6 +478,6 @@ def _in_words(call: Call, record: RankRecord) -> str:
     seen = record.groups.get(call.group)
     if seen is None:  # it has ended meanwhile
         seen = GroupSeen(call.group, None)
-    if call.peer is not None and seen.ranks is not None and call.peer < len(seen.ranks):
-        seen = seen._replace(ranks=sorted((record.rank, seen.ranks[call.peer])))
+    if (partner := call.partner(record.rank, seen.ranks)) is not None:
+        seen = seen._replace(ranks=sorted((record.rank, partner)))
     return ReportFormatter(live_coordinates).call(call, seen)

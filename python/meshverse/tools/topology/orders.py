@@ -12,7 +12,9 @@ clusters, the same placements are tried with the cluster's ranks in several orde
 most 40 ranks, swaps of two ranks may improve the result. If the mesh can be placed in few ways, all
 of them are tried instead.
 
-All ranks search in the same way and find the same order: nothing depends on time or chance.
+All ranks search in the same way and find the same order: nothing depends on time or chance. The
+search uses lists and the core, no tensors: torch would spread their work over its threads, for
+which the ranks of a node compete, and the program's own threads may be using them.
 """
 
 from __future__ import annotations
@@ -20,23 +22,25 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import gt, itemgetter, mul
 from typing import Any
 
 import torch
 
 from meshverse import _torch_compat as compat
-from meshverse._core import Layout
+from meshverse._core import Layout, ring_steps
 from meshverse.layouts.user_input import check_axis_names, plain_ranks
 from meshverse.wording import counted, did_you_mean
 
 from .levels import Level
 
 _DEFAULT_RATIO = 10.0  # default traffic of an axis, relative to the axis before it
-_AT_ONCE = 1 << 15  # positions evaluated together: they fit into the processor's cache
 
 _Digits = list["tuple[int, int]"]  # (axis, size) of nested loops over a mesh, the innermost first
 _Box = tuple[int, ...]  # size of a box of the mesh along each axis
+_Placement = Sequence[int]  # spot at each position of the mesh
 
 _SEARCHED_IN_FULL = 40_000  # largest number of placements all of which are tried
 _IMPROVED = 40  # largest number of ranks for which swaps are tried
@@ -61,8 +65,11 @@ class Placements:
         factors: for each level, the cost of one step that leaves a part of it.
 
     Attributes:
-        spot_of_rank: spot of each rank: int64, shape (world size,).
-        part_of_spot: for each level, the part of each spot, ascending: shape (levels, spots).
+        spot_of_rank: spot of each rank.
+        ranks_of_spot: ranks of each spot, ascending.
+        part_of_spot: for each level, the part of each spot, ascending.
+        sizes: number of ranks of each spot.
+        part_sizes: for each level, the number of ranks of each part.
     """
 
     def __init__(
@@ -73,71 +80,35 @@ class Placements:
         factors: Sequence[float],
     ) -> None:
         self.shape, self.weights, self.factors = tuple(shape), tuple(weights), tuple(factors)
-        places = torch.stack([level.of_rank for level in reversed(levels)], dim=1)
-        spots, spot_of_rank = torch.unique(places, dim=0, return_inverse=True)  # sorted
-        self.spot_of_rank: torch.Tensor = spot_of_rank
-        parts = spots.T.flip(0)  # equal parts of a level are consecutive
-        changes = parts[:, 1:] != parts[:, :-1]
-        self.part_of_spot = torch.zeros_like(parts)
-        self.part_of_spot[:, 1:] = changes.cumsum(dim=1)
+        places = list(zip(*(level.of_rank.tolist() for level in reversed(levels)), strict=True))
+        spots = sorted(set(places))
+        number = {place: spot for spot, place in enumerate(spots)}
+        self.spot_of_rank: list[int] = [number[place] for place in places]
+        self.ranks_of_spot: list[list[int]] = [[] for _ in spots]
+        for rank, spot in enumerate(self.spot_of_rank):
+            self.ranks_of_spot[spot].append(rank)
+        # Equal parts of a level are consecutive, as levels are nested.
+        of_levels = reversed(list(zip(*spots, strict=True)))
+        self.part_of_spot: list[list[int]] = [_numbered(parts) for parts in of_levels]
+        self.sizes = [len(ranks) for ranks in self.ranks_of_spot]
+        self.part_sizes = [_ranks_of_parts(parts, self.sizes) for parts in self.part_of_spot]
 
-    @property
-    def sizes(self) -> torch.Tensor:
-        """Number of ranks of each spot, shape (spots,)."""
-        return self.spot_of_rank.bincount()
+    def costs(self, placements: Sequence[_Placement]) -> list[float]:
+        """Return costs of placements: ring steps times the axis's weight and the level's factor."""
+        each = [weight * factor for weight in self.weights for factor in self.factors]
+        steps = ring_steps(self.shape, self.part_of_spot, placements)
+        return [math.fsum(map(mul, counted, each)) for counted in steps]
 
-    def ring_steps(self, placements: torch.Tensor) -> torch.Tensor:
-        """Count the ring steps that leave a part, over all groups of an axis.
+    def ranks(self, placement: _Placement) -> list[int]:
+        """Return the rank at each position of a placement: each spot's ranks in ascending order."""
+        left = [iter(ranks) for ranks in self.ranks_of_spot]
+        return list(map(next, map(left.__getitem__, placement)))
 
-        Args:
-            placements: spot at each position, shape (placements, world size).
 
-        Returns:
-            Numbers of steps, shape (placements, axes, levels).
-        """
-        n_placements, world_size = placements.shape
-        steps = placements.new_zeros(n_placements, len(self.shape), len(self.part_of_spot))
-        for index, size in enumerate(self.shape):
-            if size == 1:
-                continue
-            groups = placements.view(n_placements, *self.shape).movedim(index + 1, -1)
-            spots = groups.reshape(n_placements, world_size // size, size)
-            if bool((spots[..., 1:] < spots[..., :-1]).any()):  # sort only if needed: it is slow
-                spots = spots.sort(dim=-1).values
-            for level, parts in enumerate(self.part_of_spot):
-                of_rank = parts[spots]  # sorted within a group: equal parts are adjacent
-                changes = (of_rank[..., 1:] != of_rank[..., :-1]).sum(dim=-1)
-                steps[:, index, level] = (changes + (changes > 0)).sum(dim=-1)
-        return steps
-
-    def costs(self, placements: torch.Tensor) -> torch.Tensor:
-        """Return costs of placements: ring steps times the axis's weight and the level's factor.
-
-        Args:
-            placements: spot at each position, shape (placements, world size).
-
-        Returns:
-            Costs, float64, shape (placements,).
-        """
-        each = torch.outer(
-            torch.tensor(self.weights, dtype=torch.float64),
-            torch.tensor(self.factors, dtype=torch.float64),
-        )
-        few = max(1, _AT_ONCE // placements.shape[1])
-        steps = torch.cat([self.ring_steps(some) for some in torch.split(placements, few)])
-        return (steps * each).sum(dim=(1, 2))
-
-    def ranks(self, placement: torch.Tensor) -> torch.Tensor:
-        """Return the rank at each position of placements: each spot's ranks in ascending order.
-
-        Args:
-            placement: spot at each position, shape (..., world size).
-
-        Returns:
-            Ranks, of the same shape.
-        """
-        ranks = self.spot_of_rank.argsort(stable=True).expand(placement.shape)
-        return torch.empty_like(placement).scatter_(-1, placement.argsort(stable=True), ranks)
+def _numbered(parts: Iterable[int]) -> list[int]:
+    """Return 0 for each of the first equal parts, 1 for those after them, and so on."""
+    runs = enumerate(itertools.groupby(parts))
+    return [number for number, (_, run) in runs for _ in run]
 
 
 @compat.untraced()
@@ -182,14 +153,14 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
     """
     plain = None if ranks is None else plain_ranks(ranks)
     with compat.untraced():
-        in_order = torch.arange(len(problem.spot_of_rank))
-        given = in_order if plain is None else plain.flatten()
-        if not torch.equal(given.sort().values, in_order):
-            raise ValueError(
-                f"ranks= must have each of the ranks 0 to {len(in_order) - 1} once, but got "
-                f"{given.tolist()[:16]}{' ...' * (len(given) > 16)}."
-            )
-        return float(problem.costs(problem.spot_of_rank[given].unsqueeze(0)))
+        in_order = list(range(len(problem.spot_of_rank)))
+        given = in_order if plain is None else plain.flatten().tolist()
+    if sorted(given) != in_order:
+        raise ValueError(
+            f"ranks= must have each of the ranks 0 to {len(in_order) - 1} once, but got "
+            f"{given[:16]}{' ...' * (len(given) > 16)}."
+        )
+    return problem.costs([[problem.spot_of_rank[rank] for rank in given]])[0]
 
 
 def _checked(
@@ -216,108 +187,165 @@ def best_order(problem: Placements) -> torch.Tensor:
     Returns:
         Rank at each position, shape (world size,).
     """
-    identity = problem.spot_of_rank
+    identity: _Placement = problem.spot_of_rank
+    tried: Sequence[_Placement]
     if _count(problem) <= _SEARCHED_IN_FULL:
-        tried = torch.tensor(list(_arrangements(problem.sizes.tolist())))
+        tried = list(_arrangements(problem.sizes))
     else:
-        tried = torch.stack([identity, *candidates(problem)])
+        tried = [identity, *candidates(problem)]
         if len(identity) <= _IMPROVED:
-            starts = tried[problem.costs(tried).argsort(stable=True)[:_STARTS]]
-            tried = torch.stack([_improved(problem, start) for start in starts])
+            costs = problem.costs(tried)
+            starts = sorted(range(len(tried)), key=costs.__getitem__)[:_STARTS]
+            tried = [_improved(problem, tried[start]) for start in starts]
     costs = problem.costs(tried)
-    found = _most_ascending(problem, tried[costs == costs.min()])
-    cost_found, cost_identity = problem.costs(torch.stack([found, identity])).tolist()
-    return problem.ranks(found) if cost_found < cost_identity else torch.arange(len(identity))
+    least = min(costs)
+    cheapest = [placement for placement, cost in zip(tried, costs, strict=True) if cost == least]
+    found = _most_ascending(problem, cheapest)
+    cost_found, cost_identity = problem.costs([found, identity])
+    is_cheaper = cost_found < cost_identity
+    return torch.tensor(problem.ranks(found) if is_cheaper else range(len(identity)))
 
 
-def _most_ascending(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
+def _most_ascending(problem: Placements, placements: Sequence[_Placement]) -> _Placement:
     """Return, of equally cheap placements, the one whose ranks descend least often along axes.
 
     A group whose ranks ascend is also in torch's order, so other meshes can share it.
     """
-    several = torch.cat([_relabelled(problem, placements[:_RELABELLED]), placements])
-    grids = problem.ranks(several).view(-1, *problem.shape)
-    descents = torch.zeros(len(several), dtype=torch.int64)
-    for axis in range(1, grids.ndim):
-        descents += (grids.diff(dim=axis) < 0).flatten(1).sum(dim=1)
-    return several[descents.argmin()]
+    axes = [_Slices(problem.shape, axis) for axis, size in enumerate(problem.shape) if size > 1]
+    several = [_relabelled(problem, placement, axes) for placement in placements[:_RELABELLED]]
+    several += placements
+
+    def descents(placement: _Placement) -> int:
+        ranks = problem.ranks(placement)
+        return sum(axis.descents(ranks) for axis in axes)
+
+    return min(several, key=descents)
 
 
-def _relabelled(problem: Placements, placements: torch.Tensor) -> torch.Tensor:
-    """Return the placements with the slices along each axis sorted by their lowest ranks.
+def _relabelled(problem: Placements, placement: _Placement, axes: Sequence[_Slices]) -> _Placement:
+    """Return a placement with the slices along each axis sorted by their lowest ranks.
 
     The groups keep their spots, so the costs do not change.
     """
-    for index, size in enumerate(problem.shape, start=1):
-        grids = problem.ranks(placements).view(-1, *problem.shape).movedim(index, 1)
-        order = grids.reshape(len(placements), size, -1).amin(dim=2).argsort(dim=1)
-        rows = torch.arange(len(placements))[:, None]
-        slices = placements.view(-1, *problem.shape).movedim(index, 1)[rows, order]
-        placements = slices.movedim(1, index).reshape(len(placements), -1)
-    return placements
+    for axis in axes:
+        lowest = list(map(min, axis.slices(problem.ranks(placement))))
+        slices = axis.slices(placement)
+        in_order = sorted(range(axis.size), key=lowest.__getitem__)
+        placement = axis.joined([slices[index] for index in in_order])
+    return placement
+
+
+class _Slices:
+    """The slices of a mesh along one axis, which has more than one coordinate."""
+
+    def __init__(self, shape: Sequence[int], axis: int) -> None:
+        n, self.size = math.prod(shape), shape[axis]
+        self._length = n // self.size
+        stride = math.prod(shape[axis + 1 :])
+        block = self.size * stride  # positions whose coordinates along the axes before are equal
+        positions = [
+            range(start, start + stride)
+            for first in range(0, block, stride)
+            for start in range(first, n, block)
+        ]
+        indices = [
+            range(start, start + stride)
+            for first in range(0, self._length, stride)
+            for start in range(first, n, self._length)
+        ]
+        self._by_coordinate = itemgetter(*itertools.chain(*positions))
+        self._by_position = itemgetter(*itertools.chain(*indices))
+
+    def slices(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the values of each slice, given those at all positions."""
+        flat = self._by_coordinate(values)
+        starts = range(0, len(flat), self._length)
+        return [flat[start : start + self._length] for start in starts]
+
+    def joined(self, slices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the values at all positions, given those of each slice."""
+        joined: tuple[int, ...] = self._by_position([*itertools.chain(*slices)])
+        return joined
+
+    def descents(self, values: Sequence[int]) -> int:
+        """Count the pairs of neighbours along the axis of which the first has the larger value."""
+        flat = self._by_coordinate(values)
+        return sum(map(gt, flat, flat[self._length :]))
 
 
 # --- placements to try --------------------------------------------------------------------------
 
 
-def candidates(problem: Placements) -> list[torch.Tensor]:
+def candidates(problem: Placements) -> list[_Placement]:
     """Return placements that may be cheap: a million positions in all, or 4 if that is more."""
     budget = max(4, _EVALUATED // len(problem.spot_of_rank))
     sequences = list(_spot_sequences(problem))
-    placements: list[torch.Tensor] = []
+    packed: dict[int, list[int]] = {}
+    placements: list[_Placement] = []
     known = set()
     for digits in itertools.chain(_chains(problem), _stacks(problem)):
         if tuple(digits) in known:
             continue
         known.add(tuple(digits))
-        positions = _positions(problem.shape, digits)
-        for spots in (*sequences, *(_packed(problem, v) for v in _to_pack(problem, digits))):
-            placement = torch.empty_like(spots)
-            placement[positions] = spots
-            placements.append(placement)
+        # There are at least two ranks: of one, the only placement needs no candidates.
+        visited = itemgetter(*_visits(problem.shape, digits))
+        for box in _to_pack(problem, digits):
+            if box not in packed:
+                packed[box] = _packed(problem, box)
+        for spots in (*sequences, *(packed[box] for box in _to_pack(problem, digits))):
+            placements.append(visited(spots))
             if len(placements) >= budget:
                 return placements
     return placements
 
 
-def _positions(shape: Sequence[int], digits: _Digits) -> torch.Tensor:
-    """Return the positions of a mesh in the order in which nested loops visit them."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    positions = torch.zeros(1, dtype=torch.int64)
+def _visits(shape: Sequence[int], digits: _Digits) -> list[int]:
+    """Return when nested loops over a mesh visit each of its positions: 0 for the first one."""
+    of_axis = [[0] for _ in shape]  # by coordinate along the axis
+    n_inside = 1
     for axis, size in digits:
-        positions = (torch.arange(size).unsqueeze(1) * strides[axis] + positions).flatten()
-        strides[axis] *= size
-    return positions
+        steps = range(0, size * n_inside, n_inside)
+        of_axis[axis] = [step + inside for step in steps for inside in of_axis[axis]]
+        n_inside *= size
+    visits = [0]
+    for along in of_axis:
+        visits = [before + visit for before in visits for visit in along]
+    return visits
 
 
-def _spot_sequences(problem: Placements) -> Iterator[torch.Tensor]:
+def _spot_sequences(problem: Placements) -> Iterator[list[int]]:
     """Yield orders of all spots: that of the parts; if these are uneven, also large ones first."""
-    spots = torch.arange(problem.part_of_spot.shape[1])
     sizes = problem.sizes
-    yield spots.repeat_interleave(sizes)
-    if all(bool((of_level == of_level[0]).all()) for of_level in _part_sizes(problem)):
+    spots = list(range(len(sizes)))
+    yield _repeated(spots, sizes)
+    if all(len(set(of_level)) == 1 for of_level in problem.part_sizes):
         return
     order = spots
     for parts in [spots, *problem.part_of_spot]:  # stable sorts: the outermost level decides
         ranks = _ranks_of_parts(parts, sizes)
-        order = order[parts[order].argsort(stable=True)]
-        order = order[ranks[parts[order]].argsort(descending=True, stable=True)]
-    yield order.repeat_interleave(sizes[order])
+        keys = [(-ranks[part], part) for part in parts]
+        order = sorted(order, key=keys.__getitem__)
+    yield _repeated(order, sizes)
+
+
+def _repeated(spots: Iterable[int], sizes: Sequence[int]) -> list[int]:
+    """Return each spot as many times as it has ranks."""
+    return [spot for spot in spots for _ in range(sizes[spot])]
 
 
 def _to_pack(problem: Placements, digits: _Digits) -> list[int]:
     """Return sizes of nested boxes that do not divide the size of every part of a level."""
     boxes = list(itertools.accumulate((size for _, size in digits), int.__mul__))
     packed = []
-    for sizes in _part_sizes(problem):
-        usual = int(sizes.mode().values)
+    for sizes in problem.part_sizes:
+        usual = _usual(sizes)
         box = max((box for box in boxes if box <= usual), default=1)
-        if any(size % box for size in sizes.tolist()):
+        if any(size % box for size in sizes):
             packed.append(box)
     return list(dict.fromkeys(packed))
 
 
-def _packed(problem: Placements, box: int) -> torch.Tensor:
+def _packed(problem: Placements, box: int) -> list[int]:
     """Return the spots of all ranks, with as many whole boxes on each part as it can hold.
 
     Ranks that are left over on the parts of one level form boxes within parts of the next level.
@@ -326,26 +354,32 @@ def _packed(problem: Placements, box: int) -> torch.Tensor:
         problem: cluster and mesh.
         box: number of ranks in one box.
     """
-    spots = torch.arange(problem.part_of_spot.shape[1]).repeat_interleave(problem.sizes)
-    left, boxes = torch.arange(len(spots)), []
+    spots = _repeated(range(len(problem.sizes)), problem.sizes)
+    left, boxes = list(range(len(spots))), []
     for parts in problem.part_of_spot:
-        part = parts[spots[left]]
-        counts = part.bincount()
-        index = torch.arange(len(left)) - (counts.cumsum(0) - counts)[part]
-        fits = index < (counts // box * box)[part]
-        boxes.append(left[fits].view(-1, box))
-        left = left[~fits]
-    together = torch.cat([*boxes, left.view(-1, box)])
-    return spots[together[together[:, 0].argsort()].flatten()]
+        rest: list[int] = []
+        for _, of_part in itertools.groupby(left, key=lambda index: parts[spots[index]]):
+            inside = list(of_part)
+            n_fitting = len(inside) // box * box
+            boxes += [inside[start : start + box] for start in range(0, n_fitting, box)]
+            rest += inside[n_fitting:]
+        left = rest
+    boxes += [left[start : start + box] for start in range(0, len(left), box)]
+    boxes.sort()
+    return [spots[index] for index in itertools.chain(*boxes)]
 
 
-def _part_sizes(problem: Placements) -> list[torch.Tensor]:
-    """Return the number of ranks of each part, level by level."""
-    return [_ranks_of_parts(parts, problem.sizes) for parts in problem.part_of_spot]
+def _ranks_of_parts(parts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    ranks = [0] * (max(parts) + 1)
+    for part, size in zip(parts, sizes, strict=True):
+        ranks[part] += size
+    return ranks
 
 
-def _ranks_of_parts(parts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(int(parts.max()) + 1, dtype=torch.int64).index_add(0, parts, sizes)
+def _usual(sizes: Sequence[int]) -> int:
+    """Return the most frequent size; of several, the smallest."""
+    times = Counter(sizes)
+    return min(times, key=lambda size: (-times[size], size))
 
 
 def _by_weight(problem: Placements) -> list[int]:
@@ -367,7 +401,7 @@ def _chains(problem: Placements) -> Iterator[_Digits]:
     boxes: dict[int, list[_Box]] = {}
     for box in itertools.product(*map(_divisors, shape)):
         boxes.setdefault(math.prod(box), []).append(box)
-    choices = [_volumes(sorted(boxes), sizes) for sizes in _part_sizes(problem)]
+    choices = [_volumes(sorted(boxes), sizes) for sizes in problem.part_sizes]
     axes = _by_weight(problem)
     found: list[tuple[int, float, int, _Digits]] = []
     for volumes in itertools.islice(itertools.product(*choices), 64):
@@ -384,7 +418,7 @@ def _chains(problem: Placements) -> Iterator[_Digits]:
     )  # the cheapest chain of each choice of volumes first
 
 
-def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
+def _volumes(known: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Return sizes of boxes to try for a level.
 
     These are the sizes nearest to the most frequent size of a part, below and above, and the
@@ -394,10 +428,10 @@ def _volumes(known: Sequence[int], sizes: torch.Tensor) -> list[int]:
         known: sizes that boxes can have, in ranks.
         sizes: number of ranks on each part.
     """
-    usual = int(sizes.mode().values)
+    usual = _usual(sizes)
     below = max(volume for volume in known if volume <= usual)
     above = min((volume for volume in known if volume >= usual), default=below)
-    common = math.gcd(*sizes.tolist())
+    common = math.gcd(*sizes)
     return list(dict.fromkeys(v for v in (below, above, common) if v in (below, above, *known)))
 
 
@@ -438,7 +472,7 @@ def _divisors(number: int) -> list[int]:
 def _count(problem: Placements) -> int:
     """Count the different placements; any number above `_SEARCHED_IN_FULL` means too many."""
     count, left = 1, 0
-    for size in problem.sizes.tolist():
+    for size in problem.sizes:
         left += size
         count *= math.comb(left, size)
         if count > _SEARCHED_IN_FULL:
@@ -457,19 +491,19 @@ def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
             yield from ((spot, *others) for others in _arrangements(rest))
 
 
-def _improved(problem: Placements, placement: torch.Tensor) -> torch.Tensor:
+def _improved(problem: Placements, placement: _Placement) -> _Placement:
     """Return a placement improved by swaps of two ranks: each time the swap that saves most."""
-    first, second = torch.triu_indices(len(placement), len(placement), offset=1)
-    cost = float(problem.costs(placement.unsqueeze(0)))
+    (cost,) = problem.costs([placement])
     for _ in range(_IMPROVEMENTS):
-        differ = placement[first] != placement[second]
-        one, other = first[differ], second[differ]
-        rows = torch.arange(len(one))
-        swapped = placement.repeat(len(one), 1)
-        swapped[rows, one], swapped[rows, other] = placement[other], placement[one]
+        swapped = []
+        for one, other in itertools.combinations(range(len(placement)), 2):
+            if placement[one] != placement[other]:
+                swap = list(placement)
+                swap[one], swap[other] = swap[other], swap[one]
+                swapped.append(swap)
         costs = problem.costs(swapped)
-        best = int(costs.argmin())
-        if float(costs[best]) >= cost:
+        if not costs or min(costs) >= cost:
             break
-        placement, cost = swapped[best], float(costs[best])
+        cost = min(costs)
+        placement = swapped[costs.index(cost)]
     return placement

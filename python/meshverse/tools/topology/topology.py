@@ -289,7 +289,7 @@ class Topology:
         nested boxes, one per part of the cluster. On uneven clusters, it fills the parts in several
         ways. In worlds of at most 40 ranks, it also tries swaps of two ranks. The search
         depends on neither time nor chance, so all ranks find the same order. It takes some tenths
-        of a second for 10,000 ranks; meanwhile torch uses one thread in this process.
+        of a second for 10,000 ranks, and uses none of torch's threads.
 
         Args:
             mesh_shape: size of each axis.
