@@ -153,6 +153,22 @@ def test_a_change_after_the_layer(bias: bool, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_change_after_a_compiled_layer(bias: bool, shape: tuple[int, ...]) -> None:
+    layer = TwoOutputs(bias=bias)
+    plain = copy.deepcopy(layer)
+    apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])), "selective")
+    layer.compile(backend="aot_eager")
+    for each in (plain, layer):
+        first, second = each(torch.ones(shape))
+        first += 1
+        (first * second).sum().backward()
+    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+
+
 class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, given: Tensor) -> Tensor:

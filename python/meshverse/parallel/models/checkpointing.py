@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
@@ -103,4 +104,9 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
-    return checkpoint(forward, *arguments, **settings, **keywords)
+    output = checkpoint(forward, *arguments, **settings, **keywords)
+    if "context_fn" in settings and torch.compiler.is_dynamo_compiling():
+        # A compiled layer keeps a product without its version: no change of an output, which code
+        # outside the layer makes, may reach it. The compiler fuses copies of all other outputs.
+        return tree_map_only(torch.Tensor, torch.clone, output)
+    return output
