@@ -106,7 +106,16 @@ def _checkpointed(
         return forward(*arguments, **keywords)
     output = checkpoint(forward, *arguments, **settings, **keywords)
     if "context_fn" in settings and torch.compiler.is_dynamo_compiling():
-        # A compiled layer keeps a product without its version: no change of an output, which code
-        # outside the layer makes, may reach it. The compiler fuses copies of all other outputs.
-        return tree_map_only(torch.Tensor, torch.clone, output)
+        return tree_map_only(torch.Tensor, _copied, output)
     return output
+
+
+def _copied(output: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a compiled layer's output, which the compiler keeps apart from products.
+
+    A compiled layer does not notice when code outside it changes a product that it keeps. Inductor
+    drops `clone` and merges memory again, but fuses this with what computes the output.
+    """
+    if not output.is_floating_point():
+        return output.clone()
+    return torch.maximum(output, output)
