@@ -80,12 +80,12 @@ def try_plan(
             raise ValueError(
                 f"{region or type(model).__name__!r} ({type(module).__name__}) computes something "
                 f"else with {size} ranks' parts of its features than with all of them (tried with "
-                f"random weights; relative error {error:.2g}). Its forward may need all features or "
-                "heads at once, or compute with a number of heads, which is that of one rank. Let "
-                "its column-wise layers gather their output (output_layouts=Replicate(), and "
-                "input_layouts=Replicate() for the row-wise ones), name the numbers in "
-                "LocalParameters, keep what it computes in an attribute, or leave it out of the "
-                "plan."
+                f"random weights; relative error {error:.2g}). Its forward may need all features "
+                "or heads at once, or compute with a number of heads, which is that of one rank. "
+                "Let its layers give and take all features (output_layouts=Replicate() for the "
+                "column-wise ones, input_layouts=Replicate() for the row-wise ones), keep what it "
+                "computes from a number of heads in an attribute, name such numbers in "
+                "LocalParameters, or remove its layers from the plan."
             )
     return untried
 
