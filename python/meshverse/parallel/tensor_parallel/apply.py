@@ -208,8 +208,8 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
         names = [own_name for own_name, _ in module.named_parameters()]
         raise ValueError(
             f"{name}: {style} splits a weight, which {type(module).__name__} computes from "
-            f"{names}. Remove its parametrization (torch.nn.utils.parametrize.remove_parametrizations, or "
-            "remove_weight_norm), or remove the layer from the plan."
+            f"{names}. Remove its parametrization (with remove_parametrizations or "
+            "remove_weight_norm of torch.nn.utils), or remove the layer from the plan."
         )
     # A local tensor does not have the global size, so other layers need equal sizes on all ranks.
     if isinstance(style, RowwiseParallel):

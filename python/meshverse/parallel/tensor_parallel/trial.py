@@ -152,12 +152,12 @@ class _Trial:
             scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
             memo[id(each)] = nn.Parameter(self._random(*each.shape) * scale, requires_grad=False)
         module = copy.deepcopy(self.module, memo)
-        for each in module.buffers():
-            if each.is_floating_point():
-                each.data = each.data.float()
-        for each in module.modules():  # hooks of the user's are none of a trial's business
-            each._forward_hooks.clear()
-            each._forward_pre_hooks.clear()
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+        for inside in module.modules():  # hooks of the user's are none of a trial's business
+            inside._forward_hooks.clear()
+            inside._forward_pre_hooks.clear()
         return module.eval()
 
     def _run_ranks(self, whole: nn.Module, hidden: Tensor) -> list[Tensor | None]:
@@ -239,4 +239,4 @@ def _first_tensor(output: Any) -> Tensor | None:
 def _relative_error(seen: Tensor | None, expected: Tensor) -> float:
     if seen is None or seen.shape != expected.shape:
         return float("inf")
-    return ((seen - expected).norm() / expected.norm()).item()
+    return float((seen - expected).norm() / expected.norm())
