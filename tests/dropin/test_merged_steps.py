@@ -31,6 +31,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 
+import meshverse
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.sides import side
@@ -175,6 +176,85 @@ def test_uneven_shards_take_a_step_for_each_axis(crew: Crew) -> None:
     assert crew.run(_counts, 4, "ours", 5) == [{"S(0)": (2, True), "P(sum)": (1, True)}] * 4
     # If this fails, torch has become right, and needs no check from that version on.
     assert crew.run(_counts, 4, "stock", 5) == [{"S(0)": (1, False), "P(sum)": (1, True)}] * 4
+
+
+def test_meshes_of_installed_names_take_right_steps(crew: Crew) -> None:
+    assert crew.run(_counts, 4, "installed", 5) == [{"S(0)": (2, True), "P(sum)": (1, True)}] * 4
+    assert crew.run(_counts, 4, "installed", 8) == [{"S(0)": (1, True), "P(sum)": (1, True)}] * 4
+
+
+def _made_before(rows: int) -> list[tuple[bool, int, bool]]:
+    """Return, for meshes made before, during and after `installed()`: ours, steps, and right."""
+    whole = torch.arange(rows * 7.0).reshape(rows, 7)
+    seen = []
+    with side("stock") as family:
+
+        def flattened() -> Any:
+            mesh = family.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            mesh._flatten("dp_tp")
+            return mesh
+
+        before = flattened()
+        with meshverse.installed():
+            during = flattened()
+            meshes = [before, during]
+            seen += [_steps(mesh, whole) for mesh in meshes]
+        seen += [_steps(mesh, whole) for mesh in (*meshes, flattened())]
+    return seen
+
+
+def _steps(mesh: StockDeviceMesh, whole: torch.Tensor) -> tuple[bool, int, bool]:
+    tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+    with CommDebugMode() as counted:
+        moved = tensor.full_tensor()
+    return isinstance(mesh, DeviceMesh), counted.get_total_counts(), torch.equal(moved, whole)
+
+
+def test_meshes_that_torch_made_keep_torch_steps_beside_ours(crew: Crew) -> None:
+    stock, ours = (False, 1, False), (True, 2, True)
+    # What torch itself does on its own meshes is wrong, and not ours to change.
+    assert crew.run(_made_before, 4, 5) == [[stock, ours, stock, ours, stock]] * 4
+
+
+_FROM_THREADS = """
+import sys, threading
+import torch, torch.distributed as dist
+import meshverse
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+from torch.distributed.tensor import DTensor, Shard, _redistribute
+from torch.distributed.tensor.debug import CommDebugMode
+
+barrier, seen, errors = threading.Barrier(8), [], []
+
+def work(index):
+    try:
+        barrier.wait()  # all create the first mesh of ours, and use it, at the same time
+        mesh = meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh.flatten("dp_tp")
+        for rows, n_steps in ((5, 2), (8, 1)) * 20:
+            tensor = DTensor.from_local(
+                torch.ones(2, 3), mesh, [Shard(0), Shard(0)], shape=(rows, 3), stride=(3, 1)
+            )
+            with CommDebugMode() as counted:
+                tensor.full_tensor()
+            seen.append(counted.get_total_counts() == n_steps)
+    except Exception as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+assert not errors, errors
+assert seen == [True] * 8 * 40, seen
+"""
+
+
+def test_from_threads_that_begin_at_once() -> None:
+    subprocess.run([sys.executable, "-c", _FROM_THREADS], check=True, timeout=SECONDS)
 
 
 _IMPORTED_LATE = """

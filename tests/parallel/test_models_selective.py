@@ -153,6 +153,25 @@ def test_a_change_after_the_layer(bias: bool, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
 
 
+_COMPILED = list(product([False, True], SHAPES, ["aot_eager", "inductor"]))
+_COMPILED_SHORT = [(False, SHAPES[1], "aot_eager"), (False, SHAPES[1], "inductor")]
+
+
+@pytest.mark.parametrize(("bias", "shape", "backend"), in_tiers(_COMPILED, _COMPILED_SHORT))
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_change_after_a_compiled_layer(bias: bool, shape: tuple[int, ...], backend: str) -> None:
+    layer = TwoOutputs(bias=bias)
+    plain = copy.deepcopy(layer)
+    apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])), "selective")
+    layer.compile(backend=backend)
+    for each in (plain, layer):
+        first, second = each(torch.ones(shape))
+        first += 1
+        (first * second).sum().backward()
+    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+
+
 class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, given: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
@@ -103,4 +104,18 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
-    return checkpoint(forward, *arguments, **settings, **keywords)
+    output = checkpoint(forward, *arguments, **settings, **keywords)
+    if "context_fn" in settings and torch.compiler.is_dynamo_compiling():
+        return tree_map_only(torch.Tensor, _copied, output)
+    return output
+
+
+def _copied(output: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a compiled layer's output, which the compiler keeps apart from products.
+
+    A compiled layer does not notice when code outside it changes a product that it keeps. Inductor
+    drops `clone` and merges memory again, but fuses this with what computes the output.
+    """
+    if not output.is_floating_point():
+        return output.clone()
+    return torch.maximum(output, output)

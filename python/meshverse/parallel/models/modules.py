@@ -89,15 +89,21 @@ def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str,
         yield from layer_lists(child, f"{prefix}{name}.")
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile the layers of a model in place, each by itself."""
+def compile_layers(model: nn.Module, *, are_split: bool) -> None:
+    """Compile the layers of a model in place, each by itself.
+
+    Args:
+        model: model to compile.
+        are_split: whether tensor parallelism split the layers. They are then compiled anew for
+            each shape: torch 2.13 raises RecursionError when it compiles DTensors for any shape.
+    """
     layers = [layer for _, layer in chain.from_iterable(layer_lists(model))]
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module) not in inside:
             module.register_forward_hook(_wait)
     for layer in layers:
-        layer.compile()
+        layer.compile(dynamic=False if are_split else None)
 
 
 def _wait(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:

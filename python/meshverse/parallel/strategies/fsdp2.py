@@ -174,7 +174,7 @@ def fsdp2_strategy_parallelize(
         offload_policy=cast("Any", offload),  # None is the default, though not in its type
     )
     if config.enable_compile:
-        compile_layers(model)
+        compile_layers(model, are_split=tp_mesh.size() > 1)
     return model
 
 
@@ -253,7 +253,9 @@ class FSDP2Manager:
         Layers are the items of the outermost ModuleLists and ModuleDicts.
         """
         if self.config.enable_compile:
-            compile_layers(model)
+            mesh = self.device_mesh
+            are_split = mesh is not None and get_flat_mesh(mesh, "tp").size() > 1
+            compile_layers(model, are_split=are_split)
         return model
 
 

@@ -34,10 +34,13 @@ from meshverse.parallel.models.modules import (
     is_in_other_stage,
     matching_modules,
     nearest_name,
+    parent_name,
 )
 from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
 
+from .hf_plan import has_hf_plan
 from .regions import check_regions, has_local_output, regions
+from .trial import try_plan
 
 _logger = logging.getLogger(__name__)
 # PEFT's names, by which it also saves them.
@@ -71,6 +74,8 @@ def apply_tp_plan(
     - If an entry of the plan does not fit the model, nothing is changed.
     - Between a column-wise and a row-wise layer, each rank computes with its own heads or features.
       A parameter there without an entry is an error: the plan must say how its gradients add up.
+    - Each module whose forward takes hidden states alone is tried: on random weights, the parts of
+      all ranks must give what the whole module gives.
     - Attributes for the number of heads are set to the number on one rank. An int attribute that
       may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
@@ -91,7 +96,8 @@ def apply_tp_plan(
         TypeError: a value of the plan is not a parallel style.
         ValueError: an entry matches no module, a style does not fit its module, a parameter or a
             number of heads between split layers has no entry, sizes or heads are not divisible by
-            the number of ranks, or modules that share a parameter would split it differently.
+            the number of ranks, modules that share a parameter would split it differently, or a
+            module computes something else with parts of its features.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
@@ -107,6 +113,12 @@ def apply_tp_plan(
         for own, own_style in _styles_inside(name, model.get_submodule(name), style).items()
     }
     for name, style in styles.items():
+        if isinstance(model.get_submodule(parent_name(name)), nn.MultiheadAttention):
+            raise ValueError(
+                f"{name} cannot be split by {style}: nn.MultiheadAttention uses the weights of all "
+                "its layers itself. Write the attention with layers of its own for queries, keys "
+                "and values, or remove it from the plan."
+            )
         _check(name, model.get_submodule(name), style, tp_mesh.size())
     shared = _shared_parameters(model)
     for names in shared:
@@ -119,6 +131,17 @@ def apply_tp_plan(
             )
     check_regions(model, planned)
     local_heads = list(_local_heads(model, planned, tp_mesh.size()))
+    counts: dict[int, dict[str, int]] = {}
+    for module, attribute, count in local_heads:
+        counts.setdefault(id(module), {})[attribute] = count
+    untried = try_plan(model, planned, counts, tp_mesh.size())
+    if untried and not has_hf_plan(model):
+        _logger.warning(
+            "%s: the forward of %s needs more than hidden states, so it was not tried whether "
+            "ranks' parts of it give the same. Compare a loss and gradients with one process.",
+            type(model).__name__,
+            untried[:6],
+        )
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     for name, style in styles.items():
@@ -190,6 +213,13 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
             f"{name} is a {type(module).__name__}, but {style} can only split linear layers and "
             "embeddings. Remove it from the plan, or name the layers inside."
         )
+    if "weight" not in module._parameters:
+        names = [own_name for own_name, _ in module.named_parameters()]
+        raise ValueError(
+            f"{name}: {style} splits a weight, which {type(module).__name__} computes from "
+            f"{names}. Remove its parametrization (with remove_parametrizations or "
+            "remove_weight_norm of torch.nn.utils), or remove the layer from the plan."
+        )
     # A local tensor does not have the global size, so other layers need equal sizes on all ranks.
     if isinstance(style, RowwiseParallel):
         local = style.input_layouts == (Shard(-1),)
@@ -242,13 +272,16 @@ def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
-    for region, _ in regions(styles):
+    split = {region for region, _ in regions(styles)}
+    named = {name for name, style in styles.items() if isinstance(style, LocalParameters)}
+    for region in sorted(split | named):
         module, own = model.get_submodule(region), styles.get(region)
         given = own.counts_of(module) if isinstance(own, LocalParameters) else {}
         ints = _ints(module)
-        known = {name: ints[name] for name in _HEAD_COUNTS if name in ints}
-        _check_whole_heads(model, styles, region, size)
-        _refuse_unknown_counts(model, region, styles, ints, given)
+        known = {name: ints[name] for name in _HEAD_COUNTS if region in split and name in ints}
+        if region in split:
+            _check_whole_heads(model, styles, region, size)
+            _refuse_unknown_counts(model, region, styles, ints, given)
         counts = {name: count for name, count in ints.items() if given.get(name, name in known)}
         for attribute, count in counts.items():
             if count % size:

@@ -65,10 +65,20 @@ def regions(styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
         region, is_closed = column, False
         while region and not is_closed:
             region = parent_name(region)
-            is_closed = any(row.startswith(child_name(region, "")) for row in rows)
+            is_closed = _is_closed(region, rows)
             if region not in seen:
                 seen.add(region)
                 yield region, column
+
+
+def closed_regions(styles: Mapping[str, ParallelStyle]) -> list[str]:
+    """Return the names of modules in which activations are split, and are whole again after."""
+    rows = [name for name, style in styles.items() if _has_local_input(style)]
+    return [region for region, _ in regions(styles) if _is_closed(region, rows)]
+
+
+def _is_closed(region: str, rows: list[str]) -> bool:
+    return any(row.startswith(child_name(region, "")) for row in rows)
 
 
 def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:

@@ -1,0 +1,412 @@
+"""Modules of a user's own with a plan: as on one process, or refused before anything is changed.
+
+What a forward does between a column-wise and a row-wise layer shows in no parameter and no name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rounding import relative_errors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional as F
+from tp_models import BOUND
+
+import meshverse
+from helpers.crew import Crew
+from helpers.worlds import fake_world
+from meshverse.parallel import LocalParameters, ReplicatedWithGradAllreduce, apply_tp_plan
+
+WIDTH, HEADS, FEATURES, TOKENS, INNER = 12, 4, 6, 5, 16
+
+
+class Attention(nn.Module):
+    """Attention, of which other classes change a step."""
+
+    num_heads: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, HEADS * FEATURES) for _ in range(3))
+        self.out, self.num_heads = nn.Linear(HEADS * FEATURES, WIDTH), HEADS
+        self.build()
+
+    def build(self) -> None:
+        pass
+
+    def split(self, features: Tensor) -> Tensor:
+        return features.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT
+
+    def last(self, output: Tensor) -> Tensor:
+        return output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (self.split(each(hidden)) for each in (self.query, self.key, self.value))
+        mixed = self.scores(q, k).softmax(-1) @ v
+        return self.last(self.out(mixed.transpose(1, 2).flatten(-2)))
+
+
+def distances(query: Tensor) -> Tensor:
+    positions = torch.arange(query.size(-2))
+    return positions - positions[:, None]
+
+
+class PerHead(Attention):
+    def build(self) -> None:
+        self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1))
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT * self.temperature
+
+
+class LayerScale(Attention):
+    def build(self) -> None:
+        self.gamma = nn.Parameter(torch.rand(WIDTH))
+
+    def last(self, output: Tensor) -> Tensor:
+        return output * self.gamma
+
+
+class RelativeBias(Attention):
+    def build(self) -> None:
+        self.table = nn.Embedding(2 * 8, HEADS)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT + self.table(distances(query) + 8).permute(2, 0, 1)
+
+
+class DividedByHeads(Attention):
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT / self.num_heads
+
+
+class DividedByFeatures(Attention):
+    def build(self) -> None:
+        self.dim = HEADS * FEATURES
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT * (self.dim // self.num_heads) ** -0.5
+
+
+class Slopes(Attention):
+    """ALiBi, whose slopes are computed from the number of heads."""
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        slopes = 2.0 ** -torch.arange(self.num_heads)
+        return query @ key.mT - slopes[:, None, None] * distances(query).abs()
+
+
+class SlopesOfList(Attention):
+    def build(self) -> None:
+        self.slopes = [2.0**-head for head in range(HEADS)]
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        pairs = zip(query.unbind(1), key.unbind(1), self.slopes, strict=False)
+        return torch.stack([q @ k.mT * slope for q, k, slope in pairs], dim=1)
+
+
+class InTuple(Attention):
+    """The number of heads in a value that is no int."""
+
+    def build(self) -> None:
+        self.shape = (HEADS, -1)
+
+    def split(self, features: Tensor) -> Tensor:
+        return features.unflatten(-1, self.shape).transpose(1, 2)
+
+
+class Core(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+
+    def forward(self, *projected: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in projected)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class WithCore(nn.Module):
+    """The number of heads in a module without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, HEADS * FEATURES) for _ in range(3))
+        self.core, self.out = Core(), nn.Linear(HEADS * FEATURES, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.out(self.core(self.query(hidden), self.key(hidden), self.value(hidden)))
+
+
+class Normed(Attention):
+    def build(self) -> None:
+        self.norm = nn.LayerNorm(FEATURES)
+
+    def split(self, features: Tensor) -> Tensor:
+        return self.norm(super().split(features))
+
+
+class SharedNorm(nn.Module):
+    """Two modules with one norm's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Normed(), Normed()
+        self.second.norm.weight = self.first.norm.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.second(self.first(hidden))
+
+
+class MLP(nn.Module):
+    """An MLP, of which other classes change a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.build()
+
+    def build(self) -> None:
+        pass
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.sigmoid()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.between(self.up(hidden)))
+
+
+class Gated(MLP):
+    def build(self) -> None:
+        self.gain = nn.Parameter(torch.rand(INNER))
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.sigmoid() * self.gain
+
+
+class Convolved(MLP):
+    def build(self) -> None:
+        self.conv = nn.Conv1d(INNER, INNER, 3, padding=1, groups=INNER)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return self.conv(inner.mT).mT
+
+
+class Softmax(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1)
+
+
+class FunctionalNorm(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        return F.layer_norm(inner, inner.shape[-1:])
+
+
+class GroupNorm(MLP):
+    def build(self) -> None:
+        self.norm = nn.GroupNorm(4, INNER, affine=False)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return self.norm(inner.flatten(0, 1)).view_as(inner)
+
+
+class Halves(MLP):
+    """Packed gate and up in a column-wise layer, which gives a rank features of one of them."""
+
+    def build(self) -> None:
+        self.up = nn.Linear(WIDTH, 2 * INNER)
+
+    def between(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        return gate.sigmoid() * up
+
+
+class DividedByWidth(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.sigmoid() / inner.size(-1)
+
+
+class Tied(MLP):
+    def build(self) -> None:
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down.weight = self.up.weight
+
+
+class Transposed(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.up(hidden).sigmoid(), self.up.weight.mT)
+
+
+class OwnLayer(nn.Linear):
+    """A layer that needs its whole weight: torch splits it, and computes the same."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return F.linear(given, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
+
+
+class OwnLayers(MLP):
+    def build(self) -> None:
+        self.up, self.down = OwnLayer(WIDTH, INNER), OwnLayer(INNER, WIDTH)
+
+
+class Normalized(MLP):
+    def build(self) -> None:
+        nn.utils.parametrizations.weight_norm(self.down)
+
+
+class OldNormalized(MLP):
+    def build(self) -> None:
+        nn.utils.weight_norm(self.up)  # type: ignore[no-untyped-call]
+
+
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.attn(hidden, hidden, hidden)[0]
+        return output
+
+
+Plan = dict[str, ParallelStyle]
+QKV: Plan = {
+    **{name: ColwiseParallel() for name in ("query", "key", "value")},
+    "out": RowwiseParallel(),
+}
+UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+_TWICE: Plan = {
+    f"{each}.{name}": style for each in ("first", "second") for name, style in QKV.items()
+}
+
+EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "per head": (PerHead, QKV | {"": LocalParameters({"temperature": Shard(0)})}),
+    "layer scale": (LayerScale, QKV | {"": LocalParameters({"gamma": Replicate()})}),
+    "relative bias": (RelativeBias, QKV | {"table": ColwiseParallel()}),
+    "core": (WithCore, QKV | {"core": LocalParameters({"num_heads": Shard(0)})}),
+    "shared norm": (
+        SharedNorm,
+        _TWICE | {f"{each}.norm": ReplicatedWithGradAllreduce() for each in ("first", "second")},
+    ),
+    "gated": (Gated, UP_DOWN | {"": LocalParameters({"gain": Shard(0)})}),
+    "convolved": (
+        Convolved,
+        UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},
+    ),
+    "own layers": (OwnLayers, UP_DOWN),
+}
+_TRIED = "computes something else with 2 ranks' parts"
+_NO_ENTRY = "has no entry for the parameters"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
+    **{
+        each.__name__: (each, QKV, _TRIED)
+        for each in (DividedByHeads, DividedByFeatures, Slopes, SlopesOfList, InTuple, WithCore)
+    },
+    **{
+        each.__name__: (each, UP_DOWN, _TRIED)
+        for each in (Softmax, FunctionalNorm, GroupNorm, Halves, DividedByWidth, Transposed)
+    },
+    **{each.__name__: (each, QKV, _NO_ENTRY) for each in (PerHead, LayerScale, RelativeBias)},
+    **{each.__name__: (each, UP_DOWN, _NO_ENTRY) for each in (Gated, Convolved)},
+    "shared norm": (SharedNorm, _TWICE, _NO_ENTRY),
+    "one of two": (
+        SharedNorm,
+        _TWICE | {"first.norm": ReplicatedWithGradAllreduce()},
+        "'second.norm.weight'",
+    ),
+    "a groups number": (
+        Convolved,
+        UP_DOWN | {"conv": LocalParameters({"weight": Shard(0), "bias": Shard(0)})},
+        _TRIED,
+    ),
+    "tied": (Tied, UP_DOWN, "are one parameter, but the plan would split it in different ways"),
+    "parametrized": (Normalized, UP_DOWN, "down: RowwiseParallel.* splits a weight, which Param"),
+    "weight norm": (OldNormalized, UP_DOWN, "splits a weight, which Linear computes from"),
+    "multihead": (Multihead, {"attn.out_proj": RowwiseParallel()}, "nn.MultiheadAttention uses"),
+}
+
+
+def make(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return build().double()
+
+
+def mesh_of_two() -> meshverse.DeviceMesh:
+    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    output = model(given.requires_grad_())
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    seen = {"output": output.detach(), "input": given.grad}
+    seen |= {name: full(each.grad) for name, each in model.named_parameters()}
+    return {name: each for name, each in seen.items() if each is not None}
+
+
+def all_errors() -> dict[str, float]:
+    errors = {}
+    for case, (build, plan) in EQUAL.items():
+        split = make(build)
+        apply_tp_plan(split, mesh_of_two(), plan)
+        found = relative_errors(run(split), run(make(build)), floor=1e-2)
+        errors |= {f"{case}: {name}": error for name, error in found.items()}
+    return errors
+
+
+def test_modules_equal_one_process(crew: Crew) -> None:
+    for errors in crew.run(all_errors, 2, timeout=300):
+        assert len({name.partition(":")[0] for name in errors}) == len(EQUAL)
+        assert max(errors.values()) < BOUND, max(errors, key=lambda name: errors[name])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("case", REFUSED)
+def test_modules_are_refused_before_any_change(case: str) -> None:
+    build, plan, text = REFUSED[case]
+    model = make(build)
+    before, state = {**vars(model)}, torch.get_rng_state()
+    with fake_world(2), pytest.raises(ValueError, match=text):
+        apply_tp_plan(model, mesh_of_two(), plan)
+    assert vars(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+class WithMask(MLP):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return self.down(self.between(self.up(hidden)) * mask)
+
+
+@pytest.mark.parametrize("build", [MLP, WithMask])
+def test_what_cannot_be_tried_is_logged(
+    build: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(make(build), mesh_of_two(), UP_DOWN)
+    seen: list[Any] = [each for each in caplog.messages if "was not tried" in each]
+    assert len(seen) == (build is WithMask)
+
+
+def test_models_without_values_are_tried_too() -> None:
+    with torch.device("meta"):
+        right, wrong = MLP(), Softmax()
+    with fake_world(2):
+        with pytest.raises(ValueError, match=_TRIED):
+            apply_tp_plan(wrong, mesh_of_two(), UP_DOWN)
+        apply_tp_plan(right, mesh_of_two(), UP_DOWN)
+    assert isinstance(right.up.weight, DTensor)
