@@ -265,7 +265,7 @@ def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -
 
 
 def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
-    """Return whether FSDP2 has values gathered for a forward, and a load and a save see the shards."""
+    """Return whether FSDP2 has gathered values for a forward, and load and save see shards."""
     expected = saved("llama", f"{folder}/given", tied=True)
     device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
     model = fsdp2_strategy_parallelize(

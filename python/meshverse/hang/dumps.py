@@ -86,15 +86,16 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     # Here, as reading dumps needs no torch.
     import torch.distributed as dist
 
-    from meshverse import _torch_compat as compat
+    from meshverse._torch_compat.flight_recorder import recorded_pickle, why_not_recording
+    from meshverse._torch_compat.groups import current_default_group
 
-    if why := compat.why_not_recording():
+    if why := why_not_recording():
         raise RuntimeError(f"There is nothing to dump: {why}.")
-    if compat.current_default_group() is None:
+    if current_default_group() is None:
         raise RuntimeError("There is no default process group, whose rank the dump is named after.")
     file = Path(folder) / f"trace_rank_{dist.get_rank()}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(compat.recorded_pickle())
+    file.write_bytes(recorded_pickle())
     return file
 
 

@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.flight_recorder import (
+    creation_of_frame,
+    groups_of_process,
+    read_flight_recorders,
+    stands_in_p2p,
+    wait_of_frame,
+)
 from meshverse.hooks import RunStore, find_group_optional, root_coordinate, universes_here
 
 from .records import (
@@ -42,14 +48,14 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
     frames = sys._current_frames()
     record = RankRecord(rank, time.time())
     threads: dict[str, int] = {}  # by group, the one that made the last call
-    for dump in compat.read_flight_recorders(with_lines=with_lines):
+    for dump in read_flight_recorders(with_lines=with_lines):
         _add_recorded(record, record_of(dump, rank, record.time))
         threads |= {
             entry["process_group"][0]: int(entry["thread_id"])
             for entry in dump["entries"]
             if str(entry.get("thread_id")).isdecimal()
         }
-    groups = {name: (description, ranks) for name, description, ranks in compat.groups_of_process()}
+    groups = {name: (description, ranks) for name, description, ranks in groups_of_process()}
     record.groups = {
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
@@ -104,7 +110,7 @@ def _add_recorded(record: RankRecord, other: RankRecord) -> None:
 
 def _doing(frame: FrameType | None) -> str:
     """Return the line of the program that a frame is at, and what it waits for there, if known."""
-    line, creation = line_of(_innermost_first(frame)), compat.creation_of_frame(frame)
+    line, creation = line_of(_innermost_first(frame)), creation_of_frame(frame)
     return f"{line}, waiting for other ranks in torch's {creation}()" if creation else line
 
 
@@ -121,7 +127,7 @@ def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | 
 
 def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
     """Add a frame's send or receive to the record; of a collective, add the root to its call."""
-    wait = compat.wait_of_frame(frame)
+    wait = wait_of_frame(frame)
     if wait is None:
         return
     if wait.peer is not None:
@@ -147,7 +153,7 @@ def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
 def waits_in_frames() -> Iterator[FrameKey]:
     """Iterate over the threads that are in a send or receive now, with their frames."""
     for thread, frame in sys._current_frames().items():
-        if compat.stands_in_p2p(frame):
+        if stands_in_p2p(frame):
             yield thread, id(frame), frame.f_lasti
 
 

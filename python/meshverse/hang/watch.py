@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.flight_recorder import flight_recorder_status, why_not_recording
 from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
 
@@ -107,7 +107,7 @@ class Watch:
                 if world is None or world.size == 1:
                     self._watched = None
                     continue
-                if why := compat.why_not_recording():
+                if why := why_not_recording():
                     self._log_why_off(world, why)
                     continue
                 if self._watched is None or self._watched.place != (world, world.run):
@@ -307,7 +307,7 @@ class _WatchedWorld:
     def _find_stuck(self) -> list[Call]:
         """Return the calls of this rank that are older than the limit and were not reported."""
         now = time.monotonic()
-        status = compat.flight_recorder_status()
+        status = flight_recorder_status()
         for group, numbers in status.items():
             if self._unchanged.get(group, (None, 0.0))[0] != numbers:
                 self._unchanged[group] = numbers, now

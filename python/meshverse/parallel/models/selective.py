@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.dispatch import (
+    DispatchMode,
+    argument_of,
+    detached,
+    is_traced,
+    plain_tensors,
+    tensors_in,
+    version_of,
+    written_by,
+)
 
 # Operators whose results are kept: computing them again costs much for the memory saved.
 _ATTENTION = [f"{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
@@ -30,7 +39,7 @@ def selective_contexts() -> tuple[Any, Any]:
     While torch.compile traces, they are torch's, which mark the operators of a graph. A graph has
     no changes in place.
     """
-    if compat.is_traced():
+    if is_traced():
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         return contexts
     results: list[_Result] = []
@@ -64,8 +73,8 @@ class _Result:
     def watch(self, value: Any) -> None:
         """Note a value in the memory of this result: a change of it changes the result."""
         for each in _plain_tensors(value):
-            alias = compat.detached(each)
-            self._versions.append((alias, compat.version_of(alias)))
+            alias = detached(each)
+            self._versions.append((alias, version_of(alias)))
 
     def drop(self) -> None:
         self._value = None
@@ -74,14 +83,14 @@ class _Result:
 
     def take(self) -> Any:
         """Return the value and drop it; None if it was changed or could not be kept."""
-        is_changed = any(compat.version_of(each) != then for each, then in self._versions)
+        is_changed = any(version_of(each) != then for each, then in self._versions)
         value = None if is_changed else self._value
         self.is_used = True
         self.drop()
         return value
 
 
-class _Keeping(compat.DispatchMode):  # type: ignore[misc]
+class _Keeping(DispatchMode):  # type: ignore[misc]
     """Runs a layer's forward, and keeps the results of some operators."""
 
     supports_higher_order_operators = True
@@ -99,7 +108,7 @@ class _Keeping(compat.DispatchMode):  # type: ignore[misc]
         self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        for written in compat.written_by(operator, arguments, keywords):
+        for written in written_by(operator, arguments, keywords):
             for result in self._results_in(written):
                 result.drop()
         value = operator(*arguments, **keywords)
@@ -123,7 +132,7 @@ class _Keeping(compat.DispatchMode):  # type: ignore[misc]
                 yield result
 
 
-class _Reusing(compat.DispatchMode):  # type: ignore[misc]
+class _Reusing(DispatchMode):  # type: ignore[misc]
     """Runs a layer's forward again, with the results that were kept."""
 
     supports_higher_order_operators = True
@@ -169,17 +178,17 @@ class _Reusing(compat.DispatchMode):  # type: ignore[misc]
 def _can_be_kept(operator: Any, value: Any, arguments: Any, keywords: Any) -> bool:
     # Later random numbers would be others, if those of dropout were not drawn again. Inference
     # tensors have no versions.
-    return not compat.argument_of(operator, "dropout_p", arguments, keywords) and not any(
-        each.is_inference() for each in compat.tensors_in(value)
+    return not argument_of(operator, "dropout_p", arguments, keywords) and not any(
+        each.is_inference() for each in tensors_in(value)
     )
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_detached(each) for each in value)
-    return compat.detached(value) if isinstance(value, torch.Tensor) else value
+    return detached(value) if isinstance(value, torch.Tensor) else value
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    for tensor in compat.tensors_in(value):
-        yield from compat.plain_tensors(tensor)
+    for tensor in tensors_in(value):
+        yield from plain_tensors(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshverse._torch_compat import version_of
+from meshverse._torch_compat.dispatch import version_of
 from meshverse.parallel.models.modules import BASE_LAYER, child_name
 
 from .deferred import Deferred

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.dtensors import held_by
 
 from .plan import Message, Plan, Round, Transfer
 from .sides import has_memory, local_tensor
@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
         if isinstance(tensor, DTensor):
             whole = tuple(tensor.shape), tensor.placements, tensor.device_mesh
         layout = (tuple(local.shape), local.dtype, local.device, has_memory(local), *whole)
-        return cls(tensor, _mark_of(tensor), layout, local, compat.held_by(tensor))
+        return cls(tensor, _mark_of(tensor), layout, local, held_by(tensor))
 
     def __str__(self) -> str:
         shape, dtype, device, has_memory, *whole = self.layout
@@ -55,7 +55,7 @@ class _Seen(NamedTuple):
 
 
 def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
-    held, spec = compat.held_by(tensor)
+    held, spec = held_by(tensor)
     return id(held), id(spec), held.data_ptr(), held.shape
 
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import Self
 
 from meshverse import Connection, Topology
-from meshverse import _torch_compat as compat
 from meshverse._core import shard_shape
+from meshverse._torch_compat.tracing import is_faking
 
 from .exchange import Exchange
 from .plan import ReshardBytes, plan_of, transfers_of
@@ -147,7 +147,7 @@ class Reshard:
         self._exchange: Exchange | None = None  # None after close()
 
         def describe_own() -> Description:
-            if compat.is_faking():
+            if is_faking():
                 raise TypeError(f"Reshard: {_FAKING}")
             self._sides = read()
             nodes = nodes_of(topology, group.world_size)
@@ -250,7 +250,7 @@ class Reshard:
 
     def _run_alone(self, exchange: Exchange) -> None:
         self._runs += 1
-        change = _FAKING if compat.is_faking() else exchange.find_change()
+        change = _FAKING if is_faking() else exchange.find_change()
         with self._breaking(
             "did not begin, because a rank has ended or did not call it", _UNTOUCHED
         ):

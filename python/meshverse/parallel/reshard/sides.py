@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshverse import DeviceMesh, Topology
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, shard_shape
+from meshverse._torch_compat.dtensors import is_strided_shard, waited
+from meshverse._torch_compat.groups import group_ranks_of
+from meshverse._torch_compat.layouts import keeps_rank_order
+from meshverse._torch_compat.tracing import base_of
 
 Window = tuple[tuple[int, int], ...]  # start and length along each dimension
 
@@ -329,7 +332,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local tensor on this rank, detached from autograd."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return compat.waited(local)
+    return waited(local)
 
 
 def _check_kind(tensor: Tensor, what: str) -> None:
@@ -354,7 +357,7 @@ def _check_kind(tensor: Tensor, what: str) -> None:
 
 
 def _check_is_no_copy(tensor: DTensor, local: Tensor, what: str) -> None:
-    base = compat.base_of(tensor)
+    base = base_of(tensor)
     if not isinstance(base, DTensor):
         return
     if local_tensor(base).untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
@@ -373,7 +376,7 @@ def has_memory(local: Tensor) -> bool:
 def _split(placement: Placement, tensor: DTensor, what: str) -> tuple[int, int]:
     if type(placement) is Replicate:
         return -1, 1
-    if type(placement) is Shard or compat.is_strided_shard(placement):
+    if type(placement) is Shard or is_strided_shard(placement):
         dim: int = placement.dim  # type: ignore[attr-defined]
         factor = int(getattr(placement, "split_factor", 1))
         return dim % max(tensor.ndim, 1), factor
@@ -424,10 +427,10 @@ def _grid_of(mesh: StockDeviceMesh) -> tuple[Grid, int]:
     Raises:
         ValueError: several ranks of the mesh have the same rank in every group.
     """
-    groups = compat.group_ranks_of(mesh)
+    groups = group_ranks_of(mesh)
     has_groups = mesh.has_groups if isinstance(mesh, DeviceMesh) else bool(groups)
     are_sorted = all(ranks == sorted(ranks) for ranks in groups)
-    by_group = has_groups and are_sorted and not compat.keeps_rank_order(mesh)
+    by_group = has_groups and are_sorted and not keeps_rank_order(mesh)
     if isinstance(mesh, DeviceMesh) and mesh.universe.rank_map.is_identity:
         layout = Layout(mesh.layout.ascending) if by_group else mesh.layout
         return Grid(layout), mesh.layout.base(dist.get_rank())

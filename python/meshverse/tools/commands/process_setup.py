@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from meshverse import _torch_compat as compat
 from meshverse import install  # and all other names: the program gets what their import does
+from meshverse._torch_compat.flight_recorder import recorder_size
 from meshverse.explain.calling_threads import CallingThreads
 from meshverse.explain.explanation import in_surplus
 from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
@@ -109,7 +109,7 @@ class _Report(WorldState):
             lines += [f"  {line}" for line in queues]
             lines += ["To let two of them overlap, give one an isolate tag."]
             if any(group.threads for each in explanations for group in each.groups):
-                lines[-1] += f" Calls: of the last {compat.recorder_size():,} on this rank."
+                lines[-1] += f" Calls: of the last {recorder_size():,} on this rank."
         if self._explains:
             lines += [str(explanation) for explanation in explanations]
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, ring_steps
+from meshverse._torch_compat.tracing import untraced
 from meshverse.layouts.user_input import check_axis_names, plain_ranks
 from meshverse.wording import counted, did_you_mean
 
@@ -111,7 +111,7 @@ def _numbered(parts: Iterable[int]) -> list[int]:
     return [number for number, (_, run) in runs for _ in run]
 
 
-@compat.untraced()
+@untraced()
 def placements_of(
     levels: Sequence[Level],
     mesh_shape: Sequence[int],
@@ -152,7 +152,7 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
         RuntimeError: `ranks` is a tensor without values.
     """
     plain = None if ranks is None else plain_ranks(ranks)
-    with compat.untraced():
+    with untraced():
         in_order = list(range(len(problem.spot_of_rank)))
         given = in_order if plain is None else plain.flatten().tolist()
     if sorted(given) != in_order:
