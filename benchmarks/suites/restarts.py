@@ -122,6 +122,6 @@ def _count(rank: int, store: dist.Store, size: int, folder: str) -> dict[str, fl
     of_snapshot = counting.counts.total() - of_group
     dist.destroy_process_group()
     counts = {"store operations of Snapshot": of_snapshot, **times}
-    return (
-        counts if size == _LARGE else {"init_process_group's store operations": of_group} | counts
-    )
+    if size != _LARGE:
+        counts["init_process_group's store operations"] = of_group
+    return counts
