@@ -46,6 +46,7 @@ SUITES = [
     "experts",
     "reshard",
     "snapshot",
+    "restarts",
     "gpu",
 ]
 

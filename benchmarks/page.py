@@ -74,6 +74,9 @@ _RAN_ON = {
     "hang": "four gloo processes, wall clock; dumps: one process, wall clock",
     "experts": "two gloo processes; processor time of one thread",
     "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
+    "restarts": "`torchrun` and two gloo processes, rank 0 of which kills itself at step 150; stock: "
+    "dcp.save to disk every 100 steps; ours: Snapshot.save after each step; wall clock",
+    "snapshot": "two gloo processes, wall clock of the slower; stock: dcp.async_save to memory",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
 }
 """Backend, ranks and clock of each suite, for captions."""
@@ -228,6 +231,28 @@ def _processes(reports: _Reports, prefix: str) -> str:
     return f"{_caption('processes')}\n\n{figures}\n\n{_where(reports, ['processes'])}"
 
 
+def _lost_ranks(reports: _Reports, prefix: str) -> str:
+    """Return what a killed rank costs a job, and what a save costs."""
+    killed = [
+        ("restarts", operation)
+        for operation in (
+            "from SIGKILL to the next whole step",
+            "steps computed again",
+            "a step, saves included",
+        )
+    ]
+    saved = [
+        ("snapshot", operation)
+        for operation in ("until save returns", "until it is written", "bytes of a rank's step")
+    ]
+    parts = [
+        f"{_caption('restarts')}\n\n{_side_by_side(reports, killed, (2,), 'ranks')}",
+        f"{_caption('snapshot')}\n\n{_side_by_side(reports, saved, (16, 256), 'MB of a rank')}",
+        _where(reports, ["restarts", "snapshot"]),
+    ]
+    return "\n\n".join(parts)
+
+
 def _caption(suite: str) -> str:
     words = _RAN_ON[suite]
     return f"*{words[0].upper()}{words[1:]}. Medians.*"
@@ -283,4 +308,5 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "summary": _summary,
     "reached": _reached,
     "plots": _plots,
+    "lost_ranks": _lost_ranks,
 }
