@@ -74,8 +74,8 @@ _RAN_ON = {
     "hang": "four gloo processes, wall clock; dumps: one process, wall clock",
     "experts": "two gloo processes; processor time of one thread",
     "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
-    "restarts": "`torchrun` and two gloo processes, rank 0 of which kills itself at step 150; stock: "
-    "dcp.save to disk every 100 steps; ours: Snapshot.save after each step; wall clock",
+    "restarts": "`torchrun` and two gloo processes, rank 0 of which kills itself at step 150; "
+    "stock: dcp.save to disk every 100 steps; ours: Snapshot.save after each step; wall clock",
     "snapshot": "two gloo processes, wall clock of the slower; stock: dcp.async_save to memory",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
 }

@@ -298,7 +298,8 @@ def main() -> None:
             files = max(files, len(memory))
             n_bytes = max(n_bytes, sum(one.st_size for one in memory))
             steps = max(losses_of(soak.folder)[0], default=-1) + 1
-            print(f"{steps} steps; {name}: {dict(where) if where else 'no such moment'}; {len(memory)} files")
+            what = dict(where) if where else "no such moment"
+            print(f"{steps} steps; {name}: {what}; {len(memory)} files")
             if not all(agent.is_alive() for agent in soak.agents):
                 print("a torchrun ended by itself: both are started again", flush=True)
                 print([agent.printed_so_far()[1][-3000:] for agent in soak.agents], flush=True)

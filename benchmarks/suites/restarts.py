@@ -30,8 +30,8 @@ METHOD = (
     "after each step; a whole step is the first one after those that were done before the kill, "
     "and its loss is the same on both sides; the time of a step includes saves. Store operations "
     "are counted on gloo, for a snapshot that is made, saved three times and loaded; and on one "
-    "rank of a fake world of 10,240, whose collectives answer at once as if all ranks had sent what "
-    "this one sends"
+    "rank of a fake world of 10,240, whose collectives answer at once as if all ranks had sent "
+    "what this one sends"
 )
 SCALE = "ranks"
 _RANKS, _KILL_AT, _BETWEEN, _LARGE = 2, 150, 100, 10_240
@@ -122,4 +122,6 @@ def _count(rank: int, store: dist.Store, size: int, folder: str) -> dict[str, fl
     of_snapshot = counting.counts.total() - of_group
     dist.destroy_process_group()
     counts = {"store operations of Snapshot": of_snapshot, **times}
-    return counts if size == _LARGE else {"init_process_group's store operations": of_group} | counts
+    if size != _LARGE:
+        counts["init_process_group's store operations"] = of_group
+    return counts

@@ -88,8 +88,8 @@ class Snapshot:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy this rank's part of the state into memory.
 
-        Afterwards, the state may change. With `copies=1`, it also waits for the copy, which the
-        ranks send each other.
+        Afterwards, the state may change. GPU tensors are copied synchronously, without overlap with
+        the next step. With `copies=1`, it also waits for the copy, which the ranks send each other.
 
         Args:
             step: number of the state; larger than the last one.
@@ -98,6 +98,7 @@ class Snapshot:
 
         Raises:
             ValueError: the step is not larger than the last one.
+            TypeError: a value is a shard, and no DTensor, as FSDP1's are.
             OSError: the folder's file system is full.
         """
         if not self._attempt:
