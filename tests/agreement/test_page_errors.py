@@ -59,7 +59,7 @@ def _printed(program: str, names: dict[str, Any]) -> str:
 
 
 def _is_as_shown(message: str, sample: str) -> bool:
-    words = " ".join(message.split()).replace("timeout=40s", "timeout=1800s")
+    words = re.sub(r"timeout=\d+s", "timeout=1800s", " ".join(message.split()))
     begin, dots, _ = sample.partition("...")
     return bool(dots) and words.startswith(begin.strip())
 
