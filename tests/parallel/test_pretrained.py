@@ -265,7 +265,7 @@ def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -
 
 
 def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
-    """Return whether FSDP2 has values gathered for a forward, and a load and a save see the shards."""
+    """Load and save after forwards; return whether keys and values are those of the other one."""
     expected = saved("llama", f"{folder}/given", tied=True)
     device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
     model = fsdp2_strategy_parallelize(
@@ -485,6 +485,12 @@ def _with_a_buffer(folder: Path) -> Any:
     return model
 
 
+def _with_an_attribute(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.norm.phase = torch.empty(2, device="meta")
+    return model
+
+
 def _resized(folder: Path) -> Any:
     model = on_meta(str(folder))
     model.model.norm.weight = nn.Parameter(torch.empty(7, device="meta"))
@@ -500,6 +506,7 @@ def _with_a_head(folder: Path) -> Any:
     [
         (_untied, ValueError, r"ties lm_head\.weight to model\.embed_tokens\.weight"),
         (_of_its_own, TypeError, "takes a model of transformers, alone or in a wrapper; Linear"),
+        (_with_an_attribute, ValueError, r"model\.norm\.phase of \w+ are on the meta device"),
         (_with_a_buffer, ValueError, r"model\.phase of \w+ are on the meta device, and neither"),
         (
             _resized,
