@@ -49,6 +49,7 @@ from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
+_SECONDS = 900  # for a job that reads or writes a gigabyte, on a busy machine
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
 _BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
 
@@ -137,7 +138,7 @@ def _environment() -> dict[str, str]:
 
 def _make(folder: Path, layers: int) -> None:
     command = [str(_JOB), "make", str(folder), str(layers), "float32"]
-    status, _, errors = Forked(command, env=_environment()).communicate()
+    status, _, errors = Forked(command, env=_environment()).communicate(_SECONDS)
     assert status == 0, errors
 
 
@@ -150,7 +151,7 @@ def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: 
     job = torchrun(
         4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
     )
-    status, _, _ = job.communicate()
+    status, _, _ = job.communicate(_SECONDS)
     assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
     for rank in range(4):
         seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
