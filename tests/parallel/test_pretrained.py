@@ -49,6 +49,7 @@ from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
+_SECONDS = 900  # for a job that reads or writes a gigabyte, on a busy machine
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
 _BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
 
@@ -137,7 +138,7 @@ def _environment() -> dict[str, str]:
 
 def _make(folder: Path, layers: int) -> None:
     command = [str(_JOB), "make", str(folder), str(layers), "float32"]
-    status, _, errors = Forked(command, env=_environment()).communicate()
+    status, _, errors = Forked(command, env=_environment()).communicate(_SECONDS)
     assert status == 0, errors
 
 
@@ -150,7 +151,7 @@ def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: 
     job = torchrun(
         4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
     )
-    status, _, _ = job.communicate()
+    status, _, _ = job.communicate(_SECONDS)
     assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
     for rank in range(4):
         seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
@@ -265,7 +266,7 @@ def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -
 
 
 def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
-    """Return whether FSDP2 has gathered values for a forward, and load and save see shards."""
+    """Load and save after forwards; return whether keys and values are those of the other one."""
     expected = saved("llama", f"{folder}/given", tied=True)
     device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
     model = fsdp2_strategy_parallelize(
@@ -485,6 +486,12 @@ def _with_a_buffer(folder: Path) -> Any:
     return model
 
 
+def _with_an_attribute(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.norm.phase = torch.empty(2, device="meta")
+    return model
+
+
 def _resized(folder: Path) -> Any:
     model = on_meta(str(folder))
     model.model.norm.weight = nn.Parameter(torch.empty(7, device="meta"))
@@ -500,6 +507,7 @@ def _with_a_head(folder: Path) -> Any:
     [
         (_untied, ValueError, r"ties lm_head\.weight to model\.embed_tokens\.weight"),
         (_of_its_own, TypeError, "takes a model of transformers, alone or in a wrapper; Linear"),
+        (_with_an_attribute, ValueError, r"model\.norm\.phase of \w+ are on the meta device"),
         (_with_a_buffer, ValueError, r"model\.phase of \w+ are on the meta device, and neither"),
         (
             _resized,
