@@ -30,6 +30,7 @@ def test_fsdp2_defaults() -> None:
         "enable_fsdp2_prefetch": False,
         "fsdp2_backward_prefetch_depth": 2,
         "fsdp2_forward_prefetch_depth": 1,
+        "split_logits": False,
     }
 
 
