@@ -6,6 +6,7 @@ PYTHON ?= python3
 ARGS   ?=
 FUZZ_SECONDS ?= 300
 MINUTES ?= 60
+REPOSITORY ?=
 
 # What pip installs for TORCH=newest and TORCH=nightly; each time anew, as it changes.
 TORCH_newest  := --upgrade torch
@@ -110,7 +111,8 @@ fuzz: $(VENV)/.wheel $(VENV)/.test $(TOOLS)/.tools ## search for inputs that bre
 wheel: dist/.wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
-dist: $(TOOLS)/.dist ## build and check what is published: the sdist, and a wheel for every Python there is; in dist/release
+dist: export REPOSITORY := $(REPOSITORY)
+dist: $(TOOLS)/.dist ## build and check what is published, in dist/release: the sdist, and a wheel for every Python there is; REPOSITORY=https://HOST/OWNER/NAME for its links
 	$(TOOLS)/bin/python tools/make_dist.py
 
 develop: $(VENV)/.test $(VENV)/.build ## install in place instead: Python edits need no rebuild, C++ edits a small one

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +20,6 @@ from rich.progress import (
 from rich.table import Table
 
 import page
-import plots
 from harness import Run
 from machine import circumstances
 from reports import Report
@@ -46,6 +44,7 @@ SUITES = [
     "experts",
     "reshard",
     "snapshot",
+    "restarts",
     "gpu",
 ]
 
@@ -53,7 +52,11 @@ SUITES = [
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure Meshverse against stock torch.")
     parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; by default all")
-    parser.add_argument("--quick", action="store_true", help="small scales, in under two minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small scales, to see that everything works; took over 15 minutes on two busy cores",
+    )
     parser.add_argument("--results", type=Path, help="folder; by default results/, or build/")
     arguments = parser.parse_args()
     if unknown := set(arguments.suites) - set(SUITES):
@@ -73,9 +76,12 @@ def main() -> int:
 
 
 def run_suites(names: list[str], quick: bool, folder: Path, console: Console) -> list[Report]:
-    """Measure suites in turn and save each when it is done."""
-    command = shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
-    reports = []
+    """Measure suites in turn and save each when it is done.
+
+    A terminal shows a bar for each suite; a file or pipe gets a line when each is done.
+    """
+    if not console.is_terminal:
+        return [_line_for(name, quick, folder, console) for name in names]
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -84,49 +90,59 @@ def run_suites(names: list[str], quick: bool, folder: Path, console: Console) ->
         TextColumn("{task.fields[now]}"),
     )
     with Progress(*columns, console=console) as progress:
-        for name in names:
-            bar = progress.add_task(name, total=None, now="")
+        return [_bar_for(name, quick, folder, progress) for name in names]
 
-            def tell(done: int, total: int, now: str, bar: Any = bar) -> None:
-                progress.update(bar, completed=done, total=total, now=now)
 
-            suite = importlib.import_module(f"suites.{name}")
-            start = time.monotonic()
-            outcome = suite.run(Run(quick, tell))
-            seconds = time.monotonic() - start
-            report = Report(
-                name,
-                suite.TITLE,
-                suite.METHOD,
-                suite.SCALE,
-                outcome,
-                circumstances(command),
-                seconds,
-            )
-            if outcome.measurements:  # else it was skipped, for want of a GPU
-                report.save(folder)
-                plots.draw(folder, name)
-            reports.append(report)
-            total = progress.tasks[bar].total or 1
-            progress.update(bar, completed=total, total=total, now=_verdict(report))
-            progress.stop_task(bar)
-    return reports
+def _line_for(name: str, quick: bool, folder: Path, console: Console) -> Report:
+    report = _measure(name, Run(quick), folder)
+    console.print(f"{name}: {_verdict(report)}, {report.seconds:.0f} s", soft_wrap=True)
+    return report
+
+
+def _bar_for(name: str, quick: bool, folder: Path, progress: Progress) -> Report:
+    bar = progress.add_task(name, total=None, now="")
+
+    def tell(done: int, total: int, now: str) -> None:
+        progress.update(bar, completed=done, total=total, now=now)
+
+    report = _measure(name, Run(quick, tell), folder)
+    total = progress.tasks[bar].total or 1
+    progress.update(bar, completed=total, total=total, now=_verdict(report))
+    progress.stop_task(bar)
+    return report
+
+
+def _measure(name: str, run: Run, folder: Path) -> Report:
+    command = shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
+    suite = importlib.import_module(f"suites.{name}")
+    start = time.monotonic()
+    outcome = suite.run(run)
+    seconds = time.monotonic() - start
+    facts = suite.TITLE, suite.METHOD, suite.SCALE
+    report = Report(name, *facts, outcome, circumstances(command), seconds)
+    if outcome.measurements:  # else it was skipped, for want of a GPU
+        import plots  # and matplotlib, once there is something to draw
+
+        report.save(folder)
+        plots.draw(folder, name)
+    return report
 
 
 def _verdict(report: Report) -> str:
     checks = report.outcome.checks
     if not report.outcome.measurements:
         return " ".join(report.outcome.notes) or "nothing measured"
-    return f"{sum(check.is_met for check in checks)} of {len(checks)} reached" if checks else "done"
+    met = sum(check.is_met for check in checks)
+    return f"{met} of {len(checks)} targets met" if checks else "done"
 
 
 def _show(reports: list[Report], console: Console) -> None:
     missed = [(report, check) for report in reports for check in report.outcome.checks]
     missed = [(report, check) for report, check in missed if not check.is_met]
     if not missed:
-        console.print("Everything that was to be reached was reached.")
+        console.print("All targets were met.")
         return
-    table = Table("suite", "not reached", "measured", "reach", title="Not reached")
+    table = Table("suite", "claim", "measured", "target", title="Targets missed")
     for report, check in missed:
         sign = "≥" if check.at_least else "≤"
         table.add_row(

@@ -218,13 +218,13 @@ def ratio_of(over: Sequence[float], under: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Check:
-    """A figure that is to be reached.
+    """A measured figure and its target.
 
     Attributes:
         claim: in words.
         figure: what was measured.
-        limit: what is to be reached.
-        at_least: whether the figure is to be at least the limit, or at most.
+        limit: the target.
+        at_least: whether the target is at least the limit, or at most.
         unit: of both.
     """
 
@@ -255,7 +255,7 @@ class Outcome:
 
     Attributes:
         measurements: in the order of the tables.
-        checks: what was to be reached.
+        checks: figures with a target.
         notes: what was left out and why, for the page.
     """
 
@@ -296,7 +296,7 @@ class Run:
     """
 
     quick: bool
-    tell: Callable[[int, int, str], None]
+    tell: Callable[[int, int, str], None] = lambda done, total, now: None
 
     def choose(self, full: Any, quick: Any) -> Any:
         """One of two values, by whether the run is a quick one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import meshverse
+from meshverse.tools.environment import version_and_commit
 
 __all__ = ["circumstances"]
 
@@ -22,7 +22,7 @@ def circumstances(command: str) -> dict[str, str]:
         "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory_gb()} GB, "
         f"{platform.system()}",
         "load average at the end": "{:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()),
-        "versions": f"Meshverse {meshverse.__version__}, torch {torch.__version__}, "
+        "versions": f"Meshverse {version_and_commit()}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
 

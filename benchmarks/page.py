@@ -74,17 +74,20 @@ _RAN_ON = {
     "hang": "four gloo processes, wall clock; dumps: one process, wall clock",
     "experts": "two gloo processes; processor time of one thread",
     "reshard": "gloo processes on one machine, wall clock; plans: processor time of one thread",
+    "restarts": "`torchrun` and two gloo processes, rank 0 of which kills itself at step 150; stock: "
+    "dcp.save to disk every 100 steps; ours: Snapshot.save after each step; wall clock",
+    "snapshot": "two gloo processes, wall clock of the slower; stock: dcp.async_save to memory",
     "gpu": "NCCL, all ranks on one GPU; wall clock from barrier to barrier",
 }
 """Backend, ranks and clock of each suite, for captions."""
 
 _SCALES = (8, 64, 1_024, 10_240)
 _AT_A_GLANCE = {
-    ("trainer", "process groups after five views"): "process groups per rank, with the five views",
-    ("trainer", "five views of one world"): "time to create these views",
-    ("operations", "slice again"): "slice an axis once more",
-    ("trainer", "wrap 16 blocks"): "wrap 16 blocks with FSDP2 and tensor parallelism",
-    ("trainer", "training step"): "eager training step of these blocks",
+    ("trainer", "process groups after five views"): "process groups per rank",
+    ("trainer", "five views of one world"): "create the five views",
+    ("operations", "slice again"): "slice an axis again",
+    ("trainer", "wrap 16 blocks"): "wrap 16 blocks with FSDP2 and TP",
+    ("trainer", "training step"): "eager training step of these",
 }
 """Suite and operation, and what README calls it."""
 _AT_EACH_SIZE = [
@@ -196,6 +199,11 @@ def _glance(reports: _Reports, prefix: str) -> str:
     rows = _side_by_side(reports, list(_AT_A_GLANCE), _SCALES, "ranks")
     for (_, operation), words in _AT_A_GLANCE.items():
         rows = rows.replace(f"| {operation} |", f"| {words} |")
+    return rows.replace("stock →", "torch →")
+
+
+def _measured(reports: _Reports, prefix: str) -> str:
+    """README's line about real processes, and where all its figures were measured."""
     pairs = [
         f"{words} {pair}"
         for words, operation in (("set-up", "set up five views"), ("threads", "threads"))
@@ -207,8 +215,7 @@ def _glance(reports: _Reports, prefix: str) -> str:
         numbers = [str(row) for row, (of, _) in enumerate(_AT_A_GLANCE, start=1) if of == suite]
         names[suite] = f"Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
     suites = dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"])
-    where = _where(reports, suites, names)
-    return "\n\n".join([rows, *real, where])
+    return "\n\n".join([*real, _where(reports, suites, names)])
 
 
 def _sizes(reports: _Reports, prefix: str) -> str:
@@ -224,13 +231,35 @@ def _processes(reports: _Reports, prefix: str) -> str:
     return f"{_caption('processes')}\n\n{figures}\n\n{_where(reports, ['processes'])}"
 
 
+def _lost_ranks(reports: _Reports, prefix: str) -> str:
+    """Return what a killed rank costs a job, and what a save costs."""
+    killed = [
+        ("restarts", operation)
+        for operation in (
+            "from SIGKILL to the next whole step",
+            "steps computed again",
+            "a step, saves included",
+        )
+    ]
+    saved = [
+        ("snapshot", operation)
+        for operation in ("until save returns", "until it is written", "bytes of a rank's step")
+    ]
+    parts = [
+        f"{_caption('restarts')}\n\n{_side_by_side(reports, killed, (2,), 'ranks')}",
+        f"{_caption('snapshot')}\n\n{_side_by_side(reports, saved, (16, 256), 'MB of a rank')}",
+        _where(reports, ["restarts", "snapshot"]),
+    ]
+    return "\n\n".join(parts)
+
+
 def _caption(suite: str) -> str:
     words = _RAN_ON[suite]
     return f"*{words[0].upper()}{words[1:]}. Medians.*"
 
 
 def _reached(reports: _Reports, prefix: str) -> str:
-    """Return how many figures of each suite were reached, and which were not."""
+    """Return how many figures of each suite met their target, and which did not."""
     rows, missed = [], []
     for name, report in reports.items():
         if not report["measurements"]:  # skipped, for want of a GPU
@@ -240,9 +269,9 @@ def _reached(reports: _Reports, prefix: str) -> str:
         tables = f"[{report['title']}]({prefix}benchmarks/results/{name}.md)"
         rows.append([tables, f"{met} of {len(checks)}", f"{report['duration_s']:.0f} s"])
         missed += [_missed(check) for check in checks if not check["met"]]
-    parts = [table(["suite", "reached", "took"], rows)]
+    parts = [table(["suite", "targets met", "took"], rows)]
     if missed:
-        parts.append("Not reached:\n\n" + "\n".join(missed))
+        parts.append("Targets missed:\n\n" + "\n".join(missed))
     return "\n\n".join(parts)
 
 
@@ -251,7 +280,7 @@ def _missed(check: dict[str, Any]) -> str:
         return _ratio(value) if check["unit"] == "x" else amount(value, check["unit"])
 
     reach = f"{'at least' if check['at_least'] else 'at most'} {shown(check['limit'])}"
-    return f"- {check['claim']}: {shown(check['figure'])}, to be {reach}"
+    return f"- {check['claim']}: {shown(check['figure'])} (target: {reach})"
 
 
 def _plots(reports: _Reports, prefix: str) -> str:
@@ -273,9 +302,11 @@ def _plots(reports: _Reports, prefix: str) -> str:
 
 _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "glance": _glance,
+    "measured": _measured,
     "processes": _processes,
     "sizes": _sizes,
     "summary": _summary,
     "reached": _reached,
     "plots": _plots,
+    "lost_ranks": _lost_ranks,
 }

@@ -29,7 +29,15 @@ _PAPER, _INK, _LINES = "#ffffff", "#1f2328", "#d0d7de"
 _DARK = {**_SIDES, _PAPER: "#0d1117", _INK: "#e6edf3", _LINES: "#30363d"}
 _MARKERS = "osd^vP"
 _FLOOR = "floor"
-_KNOWN_SIDES = ["stock", "Meshverse", _FLOOR]  # of the same colour in every plot
+# Of one colour and marker in every plot; a colour has one meaning.
+_KNOWN_SIDES = [
+    "stock",
+    "Meshverse",
+    _FLOOR,
+    "Meshverse, not compared",
+    "through one rank",
+    "its core",
+]
 
 
 def draw(folder: Path, name: str) -> list[Path]:
@@ -126,6 +134,8 @@ def _lines(panel: Any, measurements: list[dict[str, Any]], sides: list[str], sca
     measurements = sorted(measurements, key=lambda one: one["scale"])
     unit = measurements[0]["unit"]
     points = {side: _points(measurements, side) for side in sides}
+    if len(points.get(_FLOOR, [])) == 1:  # a lone mark is no line to compare with
+        del points[_FLOOR]
     low, high = _decades([value for of in points.values() for _, value in of])
     for side, of in points.items():
         index = _index(side, sides)
@@ -176,7 +186,9 @@ def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
             panel.bar_label(bar, [amount(value, unit)], padding=2)
     panel.set_xticks([])
     panel.set_ylabel(_label(unit))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
+    panel.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: amount(value, unit) if value else "0")
+    )
     panel.margins(y=0.15)
     panel.grid(False, axis="x")
 

@@ -47,7 +47,7 @@ class Report:
         if self.outcome.measurements:
             parts.append(figures_table(self.outcome.measurements, self.scale))
         if self.outcome.checks:
-            parts += ["## What was to be reached", checks_table(self.outcome.checks)]
+            parts += ["## Targets", checks_table(self.outcome.checks)]
         facts = {
             **self.circumstances,
             "method": self.method + "; medians, a ratio's that of the repetitions' ratios",
@@ -113,7 +113,7 @@ def checks_table(checks: Sequence[Check]) -> str:
         ]
         for one in checks
     ]
-    return table(["claim", "measured", "reach", "met"], rows)
+    return table(["claim", "measured", "target", "met"], rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -147,4 +147,4 @@ def _scaled(value: float, units: list[tuple[float, str]], smallest: str) -> str:
                 if value < 1000 * factor
                 else (f"{value / factor:,.0f} {unit}")
             )
-    return f"{value:.0f} {smallest}"
+    return "1 byte" if (value, smallest) == (1, "bytes") else f"{value:.0f} {smallest}"

@@ -49,6 +49,15 @@ nitpick_ignore_regex = [
 
 _PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
 
+_BELOW = {  # pages that the navigation shows below another one
+    "hangs": ("mismatches", "troubleshooting"),
+    "parallel": ("huggingface", "compile"),
+    "process_groups": ("rank_lists",),
+    "several_meshes": ("reshard", "worlds"),
+    "when": ("benchmarks",),
+}
+_ONLY_LINKED = ("huggingface_families", "torch_versions")  # pages that it leaves out
+
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _LINK_TO_RESULTS = re.compile(r"\]\(\.\./benchmarks/results/(\w+\.md)\)")
 
@@ -62,8 +71,13 @@ def _results(app: Any) -> None:
 
 
 def _for_the_site(app: Any, page: str, source: list[str]) -> None:
-    """Links to results."""
+    """Mend links to results, and put pages into the navigation, below others or not at all."""
     source[0] = _LINK_TO_RESULTS.sub(r"](results/\1)", source[0])
+    if page in _ONLY_LINKED:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
+    if page in _BELOW:
+        names = "\n".join(_BELOW[page])
+        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
 
 
 def _public_name(app: Any, env: Any, node: Any, content: Any) -> Any:

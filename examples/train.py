@@ -96,7 +96,7 @@ def main():
     dp = {"dp_size": shards and shards * replicas, "dp_replicate_size": replicas}
     sizes = ParallelismSizes(**dp, tp_size=options.tp, ep_size=options.ep, pp_size=options.pp)
     policy = MixedPrecisionPolicy(getattr(torch, options.dtype), reduce_dtype=torch.float32)
-    settings = FSDP2Config(mp_policy=policy)
+    settings = FSDP2Config(mp_policy=policy, split_logits=True)
     mesh, moe_mesh = create_device_meshes(settings, sizes)
     for group in mesh.universe.warm_up(show_progress=say is print):
         say(f"{', '.join(group.axes)}: {group.size} ranks in {group.seconds:.3f} s")
@@ -121,7 +121,7 @@ def main():
         start = time.perf_counter()
         tokens = batch_of(training.step, options, config.vocab_size).to(mesh.device_type)
         share = tokens.chunk(data.size())[data.get_local_rank()]
-        with loss_parallel():  # each rank of tp has the logits of a part of the vocabulary
+        with loss_parallel():  # each rank of tp has logits of a part of the vocabulary
             losses = pipeline.step(share[:, :-1], target=share[:, 1:])
         norm = pipeline.clip_grad_norm_(1.0)
         training.optimizer.step()

@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -89,7 +88,7 @@ _failed = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    item.stash[_began] = time.time()
+    item.stash[_began] = processes.now()
     yield
     if item.stash.get(_failed, False):
         processes.end_those_since(item.stash[_began])

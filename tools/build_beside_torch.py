@@ -68,11 +68,12 @@ def _compile(compiler: str, headers: Path, objects: Path, core: Path) -> None:
         f"-isystem{headers}",
         f"-isystem{sysconfig.get_path('include')}",
     )
-    version = f'-DMESHVERSE_VERSION="{_version()}"'
+    # Python-only commits do not build the core again, so it names none.
+    version = (f'-DMESHVERSE_VERSION="{_version()}"', '-DMESHVERSE_COMMIT="unknown"')
 
     def compile_one(source: Path) -> Path:
         made = objects / f"{source.parent.name}-{source.stem}.o"
-        command = [compiler, *_FLAGS, version, *places, "-c", str(source), "-o", str(made)]
+        command = [compiler, *_FLAGS, *version, *places, "-c", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         return made
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from meshverse._core import AxisLayout, Holders, Layout, RankMap, plan_reshard
-from meshverse.pictures.palette import COLOURS, INKS
+from meshverse.tools.pictures.palette import COLOURS, INKS
 
 ROWS, COLUMNS, CELL = 8, 8, 22
 TRAINERS, GENERATORS = range(4), range(4, 6)

@@ -2,6 +2,9 @@
 
 Nothing is published here. What comes out is checked: the sdist holds what it should and no more,
 it gives the same wheel as the tree, byte by byte, and every wheel runs on glibc 2.28.
+
+The variable REPOSITORY is the address of the repository (https://HOST/OWNER/NAME). With it, the
+package index shows its links, and those in README lead there.
 """
 
 from __future__ import annotations
@@ -50,12 +53,13 @@ def main() -> int:
         folder.mkdir(parents=True)
     os.environ.setdefault("SOURCE_DATE_EPOCH", _run("git", "log", "-1", "--format=%ct").strip())
     try:
-        sdist = _build_sdist()
+        source = _source(os.environ.get("REPOSITORY", ""))
+        sdist = _build_sdist(source)
         there = {version: path for version in PYTHONS if (path := _find(version))}
         for number, (version, python) in enumerate(there.items()):
             wheel = _build_wheel(version, python, sdist, "sdist")
             if number == 0:
-                check_same(wheel, _build_wheel(version, python, TOP, "tree"))
+                check_same(wheel, _build_wheel(version, python, source, "tree"))
                 print("the tree gives the same wheel as the sdist")
             _publishable(wheel)
         _run(sys.executable, "-m", "twine", "check", "--strict", *map(str, OUT.iterdir()))
@@ -117,18 +121,75 @@ def check_verdict(verdict: str) -> str:
     return tag
 
 
+def with_links(readme: str, repository: str, ref: str) -> str:
+    """Return README with links that lead into the repository from anywhere, and its address.
+
+    Args:
+        readme: Markdown whose links are paths in the repository.
+        repository: address of the repository.
+        ref: tag or commit of the files.
+    """
+
+    def absolute(match: re.Match[str]) -> str:
+        kind = "raw" if match["image"] else "blob"
+        return f"{match['image']}{match['text']}({repository}/{kind}/{ref}/{match['path']})"
+
+    link = r"(?P<image>!?)(?P<text>\[[^\]]*\])\((?!https?:|#)(?P<path>[^)\s]+)\)"
+    return re.sub(link, absolute, readme).replace("git clone $URL", f"git clone {repository}")
+
+
+def project_urls(repository: str, ref: str) -> str:
+    """Return the table [project.urls] of pyproject.toml."""
+    files = f"{repository}/blob/{ref}"
+    return (
+        "\n[project.urls]\n"
+        f'Repository = "{repository}"\n'
+        f'Documentation = "{files}/docs/index.md"\n'
+        f'Changelog = "{files}/CHANGELOG.md"\n'
+        f'Issues = "{repository}/issues"\n'
+    )
+
+
+def _source(repository: str) -> Path:
+    """Return the tree to build from: this one, or a copy that knows its repository's address."""
+    if not repository:
+        print("no REPOSITORY= is given: the package names no address, links in README stay paths")
+        return TOP
+    if not re.fullmatch(r"https://[\w.-]+(/[\w.-]+)+", repository):
+        raise DistError(
+            f"REPOSITORY={repository}: give an address, such as https://HOST/OWNER/NAME"
+        )
+    copy = WORK / "source"
+    for file in _run("git", "ls-files").splitlines():
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(TOP / file, copy / file)
+    project = (copy / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.+)"$', project, flags=re.MULTILINE)
+    if found is None:
+        raise DistError("pyproject.toml has no version")
+    ref = _run("git", "rev-parse", "HEAD").strip() if ".dev" in found[1] else f"v{found[1]}"
+    (copy / "pyproject.toml").write_text(project + project_urls(repository, ref), encoding="utf-8")
+    readme = (copy / "README.md").read_text(encoding="utf-8")
+    (copy / "README.md").write_text(with_links(readme, repository, ref), encoding="utf-8")
+    return copy
+
+
 def _matches(file: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
 
 
-def _build_sdist() -> Path:
-    _run(sys.executable, "-m", "build", "--sdist", "--outdir", str(OUT), str(TOP))
+def _build_sdist(source: Path) -> Path:
+    _run(sys.executable, "-m", "build", "--sdist", "--outdir", str(OUT), str(source))
     (sdist,) = OUT.iterdir()
     with tarfile.open(sdist) as archive:
         held = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
     check_sdist(held, set(_run("git", "ls-files").splitlines()))
     print(f"{sdist.name}: {len(held)} files, {sdist.stat().st_size // 1024} KiB")
     return sdist
+
+
+def _commit() -> str:
+    return _run("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
 
 
 def _find(version: str) -> Path | None:
@@ -153,6 +214,7 @@ def _build_wheel(version: str, python: Path, source: Path, name: str) -> Path:
         *(str(home / "venv" / "bin" / "python"), "-m", "pip", "wheel", "--no-deps"),
         *("--disable-pip-version-check", "--wheel-dir", str(out)),
         *(f"--config-settings=build-dir={home / ('build-' + name)}", str(source)),
+        f"--config-settings=cmake.define.MESHVERSE_COMMIT={_commit()}",  # an sdist knows none
         extra=_compiler(),
     )
     (wheel,) = out.glob("*.whl")

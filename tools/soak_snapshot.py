@@ -1,8 +1,8 @@
-"""Kill, stop and lose ranks of a job that keeps its state in memory, and compare every loss.
+"""Kill and stop ranks and hosts of a job that keeps its state in memory, and compare every loss.
 
-Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. All
-losses must equal those of a job that nobody disturbed, bit by bit. When both torchruns are killed,
-they are started again.
+Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. The hits
+are at any moment, in the middle of saves, and in the middle of loads. All losses must equal those
+of a job that nobody disturbed, bit by bit. A torchrun that was killed is started again.
 
     python tools/soak_snapshot.py --seconds 3600
 
@@ -22,113 +22,248 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from helpers.forked import Forked
+from helpers.forked import CONTEXT, Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "tests" / "parallel" / "snapshot_job.py"
 WORKER = ROOT / "tests" / "helpers" / "forked.py"
 PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+LIMIT_S = 600  # in which ranks come back
+
+# Not all that tests need: torchrun's rendezvous goes through all loaded modules (`inspect.stack`)
+# at each operation. On a busy machine, this has taken longer than the time between two heartbeats,
+# and then a rendezvous never ends.
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed.run", "torch.distributed.fsdp", "meshverse.parallel.snapshot.snapshot"]
+)
+
+VICTIMS = ["one rank"] * 3 + ["several ranks"] * 2 + ["all ranks of a host"] * 2
+MOMENTS = {"at any moment": {"step", "save"}, "in a save": {"save"}, "in a load": {"load"}}
+KINDS = ["kill"] * 8 + ["kill, and the host's memory is lost"] * 4 + ["stop", "stop for a while"]
+RARE = ["kill both torchruns", "kill a torchrun"]
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        return int(bound.getsockname()[1])
+class Rank(NamedTuple):
+    """A living rank, and the file with its notes."""
+
+    process: psutil.Process
+    notes: Path
+
+    def does(self) -> str:
+        """Return what the rank does: `begin`, `load`, `first step`, `save` or `step`."""
+        last = (self.notes.read_text().splitlines() or ["begin"])[-1]
+        if last[0].isdigit():
+            return "save"
+        return {"from": "first step", "saved": "step"}.get(last.split()[0], last)
 
 
-def start(
-    folder: Path, host: int, port: int, steps: int, hosts: int = 2, restarts: int = 1000
-) -> Forked:
-    """Start one host's torchrun."""
-    command = ["-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={PER_HOST}"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
-    command += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=soak", "--local-addr=localhost"]
-    command += ["--run-path", "--start-method=forkserver", "--redirects=3"]
-    command += [f"--log-dir={folder / 'logs' / str(host)}", str(WORKER), str(JOB)]
-    arguments = [folder / f"memory{host}", folder / "losses", steps, 1, 2, 20]
-    return Forked([*command, *map(str, arguments)], env=ENV)
+class Soak:
+    """A job on two hosts.
+
+    Args:
+        folder: its files.
+        steps: when it ends.
+        restarts: how often each torchrun restarts it.
+    """
+
+    def __init__(self, folder: Path, steps: int = 10**9, restarts: int = 1000) -> None:
+        self.folder, self._steps, self._restarts = folder, steps, restarts
+        (folder / "losses").mkdir(parents=True)
+        self.agents: list[Forked] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start both torchruns."""
+        with socket.socket() as bound:
+            bound.bind(("localhost", 0))
+            self._port = int(bound.getsockname()[1])
+        self.agents = [self.agent(host) for host in range(2)]
+
+    def agent(self, host: int) -> Forked:
+        """Start one host's torchrun."""
+        command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={PER_HOST}"]
+        command += [f"--max-restarts={self._restarts}", "--monitor-interval=0.1"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._port}"]
+        command += ["--rdzv-id=soak", "--local-addr=localhost"]
+        command += ["--run-path", "--start-method=forkserver", "--redirects=3"]
+        command += [f"--log-dir={self.folder / 'logs' / str(host)}", str(WORKER), str(JOB)]
+        memory = self.folder / f"memory{host}"
+        arguments = [memory, self.folder / "losses", self._steps, 1, 2, 20]
+        return Forked([*command, *map(str, arguments)], env=ENV)
+
+    def end(self, *hosts: int) -> None:
+        """Kill torchruns and all that they started."""
+        for host in hosts:
+            below = _below(self.agents[host])
+            self.agents[host].kill()
+            for one in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self.agents[host].communicate()
+
+    def hosts(self) -> list[list[Rank]]:
+        """Return the living ranks of each host."""
+        notes = {note.name.split(".")[2]: note for note in (self.folder / "losses").iterdir()}
+        return [
+            [Rank(one, notes[str(one.pid)]) for one in _below(agent) if str(one.pid) in notes]
+            for agent in self.agents
+        ]
+
+    def wait_for_saves(self) -> None:
+        """Wait until all ranks have saved since they started, if that does not take too long."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            everyone = [rank for ranks in self.hosts() for rank in ranks]
+            saved = ["saved\n" in rank.notes.read_text() for rank in everyone]
+            if len(saved) == 2 * PER_HOST and all(saved):
+                return
+            time.sleep(0.1)
+
+    def stopped(self, doing: set[str]) -> list[list[Rank]] | None:
+        """Stop all ranks once one is seen to do something.
+
+        Args:
+            doing: what a rank may do. If one loads, all others may do anything; if not, all are
+                past their first step.
+
+        Returns:
+            The stopped ranks of each host; None if the moment did not come.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            hosts = self.hosts()
+            everyone = [rank for ranks in hosts for rank in ranks]
+            for _ in range(100 if len(everyone) == 2 * PER_HOST else 0):
+                if _is_moment(doing, everyone):
+                    _send(signal.SIGSTOP, everyone)
+                    time.sleep(0.02)
+                    if _is_moment(doing, everyone):
+                        return hosts
+                    _send(signal.SIGCONT, everyone)
+                elif "load" in doing and not {"begin", "load"} & {one.does() for one in everyone}:
+                    return None
+                time.sleep(0.002)
+            time.sleep(0.05)
+        return None
+
+    def hit(self, kind: str, whom: str, moment: str, draw: random.Random) -> Counter[str] | None:
+        """Disturb the job in one way.
+
+        Returns:
+            What the ranks did at that moment; None if there was no such moment.
+        """
+        doing = MOMENTS[moment]
+        if "load" in doing and (hosts := self.stopped({"step", "save"})):  # a restart comes first
+            everyone = [rank for ranks in hosts for rank in ranks]
+            _send(signal.SIGKILL, [draw.choice(everyone)])
+            _send(signal.SIGCONT, everyone)
+            psutil.wait_procs([rank.process for rank in everyone], timeout=LIMIT_S)
+        hosts = self.stopped(doing)
+        if not hosts:
+            return None
+        host = draw.randrange(2)
+        everyone = [rank for ranks in hosts for rank in ranks]
+        draw.shuffle(everyone)
+        everyone.sort(key=lambda rank: rank.does() not in doing)
+        n_victims = {"one rank": 1, "several ranks": draw.randint(2, 6)}.get(whom, 2 * PER_HOST)
+        victims = everyone[:n_victims]
+        if kind not in RARE and (whom == "all ranks of a host" or "memory" in kind):
+            victims = hosts[host]
+        did = Counter(rank.does() for rank in victims)
+        if kind == "kill both torchruns":
+            self.end(0, 1)
+            self.begin()
+        elif kind == "kill a torchrun":
+            self.end(1)
+            self.agents[1] = self.agent(1)
+        elif "memory" in kind:
+            os.kill(self.agents[host].pid, signal.SIGSTOP)
+            _send(signal.SIGKILL, victims)
+            shutil.rmtree(self.folder / f"memory{host}")
+            os.kill(self.agents[host].pid, signal.SIGCONT)
+        elif kind == "kill":
+            _send(signal.SIGKILL, victims)
+        others = [rank for rank in everyone if rank not in victims or kind in RARE]
+        _send(signal.SIGCONT, others)
+        if kind == "stop for a while":
+            time.sleep(draw.uniform(0.5, 5))
+            _send(signal.SIGCONT, victims)
+        return did
 
 
-def losses_of(folder: Path) -> tuple[dict[int, set[str]], int, int]:
-    """Return all losses that ranks noted for each step, and how often ranks began, and went on."""
-    losses: dict[int, set[str]] = {}
-    begun, from_memory = 0, 0
-    for note in (folder / "losses").glob("*"):
-        for line in note.read_text().splitlines():
-            word, _, rest = line.partition(" ")
-            if word == "from":
-                begun += 1
-                from_memory += not rest.startswith("0 ")
-            elif word != "end" and rest.endswith(tuple("0123456789")):
-                losses.setdefault(int(word), set()).add(rest)
-    return losses, begun, from_memory
-
-
-def alive(folder: Path, agents: list[Forked]) -> list[list[psutil.Process]]:
-    """Return the living ranks of each host."""
-    noted = {int(note.name.split(".")[1]) for note in (folder / "losses").glob("*")}
-    return [[one for one in _below(agent) if one.pid in noted] for agent in agents]
+def _is_moment(doing: set[str], ranks: list[Rank]) -> bool:
+    does = {rank.does() for rank in ranks}
+    return bool(does & doing) and ("load" in doing or not does & {"begin", "load", "first step"})
 
 
 def _below(agent: Forked) -> list[psutil.Process]:
-    try:
-        return psutil.Process(agent.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    """Return the living processes that a torchrun started."""
+    below = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(agent.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.status() != psutil.STATUS_ZOMBIE:
+                    below.append(one)
+    return below
 
 
-def send(what: signal.Signals, processes: list[psutil.Process]) -> None:
-    """Send a signal to processes, some of which may have ended."""
-    for one in processes:
+def _send(what: signal.Signals, ranks: list[Rank]) -> None:
+    """Send a signal to ranks, some of which may have ended."""
+    for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.send_signal(what)
+            rank.process.send_signal(what)
 
 
-def end(agents: list[Forked]) -> None:
-    """Kill torchruns and all that they started."""
-    for agent in agents:
-        below = _below(agent)
-        agent.kill()
-        send(signal.SIGKILL, below)
-        agent.communicate()
+def losses_of(folder: Path) -> tuple[dict[int, set[str]], Counter[int], Counter[str]]:
+    """Return what ranks noted.
+
+    Returns:
+        All losses of each step; how many steps each start of a rank took back; and how many ranks
+        began from memory, from nothing, or ended before they had loaded.
+    """
+    losses: dict[int, set[str]] = {}
+    taken_back: Counter[int] = Counter()
+    starts: Counter[str] = Counter()
+    newest: dict[str, int] = {}
+    for note in sorted((folder / "losses").iterdir()):
+        rank = note.name.split(".")[1]
+        first = None
+        for line in note.read_text().splitlines():
+            word, _, rest = line.partition(" ")
+            if word == "from":
+                first = int(rest.split()[0])
+                if rank in newest:
+                    taken_back[newest[rank] + 1 - first] += 1
+            elif word.isdigit():
+                losses.setdefault(int(word), set()).add(rest)
+                newest[rank] = int(word)
+        starts["ended in a load" if first is None else "from memory" if first else "from 0"] += 1
+    return losses, taken_back, starts
 
 
-def hit(kind: str, folder: Path, agents: list[Forked], draw: random.Random) -> bool:
-    """Disturb the job in one way, unless it has no ranks now."""
-    hosts = alive(folder, agents)
-    everyone = [one for host in hosts for one in host]
-    if len(everyone) < 2 * PER_HOST:
-        return False
-    if kind == "kill one":
-        send(signal.SIGKILL, draw.sample(everyone, 1))
-    elif kind == "kill several":
-        send(signal.SIGKILL, draw.sample(everyone, draw.randint(2, 6)))
-    elif kind == "stop one":
-        send(signal.SIGSTOP, draw.sample(everyone, 1))
-    elif kind == "lose a host's ranks and memory":
-        host = draw.randrange(2)
-        os.kill(agents[host].pid, signal.SIGSTOP)
-        send(signal.SIGKILL, hosts[host])
-        shutil.rmtree(folder / f"memory{host}")
-        os.kill(agents[host].pid, signal.SIGCONT)
-    else:
-        end(agents)
-        port = free_port()
-        agents[:] = [start(folder, host, port, 10**9) for host in range(2)]
-    return True
-
-
-KINDS = (
-    ["kill one"] * 4
-    + ["kill several"] * 3
-    + ["lose a host's ranks and memory"] * 3
-    + ["stop one", "kill both torchruns"]
-)
+def undisturbed(folder: Path, steps: int) -> tuple[dict[int, set[str]], list[str]]:
+    """Run the job without hits; return its losses, and what its ranks held, in time."""
+    soak, held = Soak(folder, steps, restarts=0), []
+    while any(agent.is_alive() for agent in soak.agents):
+        ranks = [rank.process for ranks in soak.hosts() for rank in ranks]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mb = max(one.memory_info().rss for one in ranks) >> 20 if ranks else 0
+            files, threads = (
+                max(count(one) for one in ranks) if ranks else 0
+                for count in (psutil.Process.num_fds, psutil.Process.num_threads)
+            )
+            if len(ranks) == 2 * PER_HOST:
+                held.append(f"{mb} MB, {files} open files, {threads} threads")
+        time.sleep(5)
+    for agent in soak.agents:
+        status, _, err = agent.communicate()
+        assert status == 0, err
+    return losses_of(folder)[0], held
 
 
 def main() -> None:
@@ -136,48 +271,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--every", type=float, nargs=2, default=(2, 12), help="seconds between hits"
-    )
+    parser.add_argument("--longest", type=float, default=6, help="seconds of steps between hits")
     options = parser.parse_args()
-    draw, hits = random.Random(options.seed), Counter()
+    draw = random.Random(options.seed)
+    hits: Counter[str] = Counter()
+    did: Counter[str] = Counter()
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir="/dev/shm"))
-    port, unfinished, files = free_port(), 0, 0
-    agents = [start(folder, host, port, 10**9) for host in range(2)]
+    soak, files, n_bytes = Soak(folder / "disturbed"), 0, 0
     deadline = time.monotonic() + options.seconds
     try:
         while time.monotonic() < deadline:
-            time.sleep(draw.uniform(*options.every))
-            kind = draw.choice(KINDS)
-            if hit(kind, folder, agents, draw):
-                hits[kind] += 1
-                memory = list(folder.glob("memory*/*"))
-                unfinished += any(path.name.startswith(".") for path in memory)
-                files = max(files, len(memory))
-                steps = max(losses_of(folder)[0], default=0)
-                print(f"{kind}; step {steps}; {len(memory)} files", flush=True)
-            if not all(agent.is_alive() for agent in agents):
+            if draw.random() < 0.8:  # else in the first step, or the first save
+                soak.wait_for_saves()
+                time.sleep(draw.uniform(0, options.longest))
+            kind, whom = draw.choice(KINDS), draw.choice(VICTIMS)
+            moment = draw.choice(list(MOMENTS))
+            if draw.random() < 0.08:
+                kind, whom = draw.choice(RARE), ""
+            where = soak.hit(kind, whom, moment, draw)
+            name = " ".join(filter(None, [kind, whom, moment]))
+            if where is not None:
+                hits[name] += 1
+                hits["all"] += 1
+                did.update(where)
+            memory = [path.stat() for path in soak.folder.glob("memory*/*") if path.exists()]
+            files = max(files, len(memory))
+            n_bytes = max(n_bytes, sum(one.st_size for one in memory))
+            steps = max(losses_of(soak.folder)[0], default=-1) + 1
+            print(f"{steps} steps; {name}: {dict(where) if where else 'no such moment'}; {len(memory)} files")
+            if not all(agent.is_alive() for agent in soak.agents):
                 print("a torchrun ended by itself: both are started again", flush=True)
-                print([agent.printed_so_far()[1][-3000:] for agent in agents], flush=True)
+                print([agent.printed_so_far()[1][-3000:] for agent in soak.agents], flush=True)
                 hits["torchrun ended by itself"] += 1
-                end(agents)
-                port = free_port()
-                agents = [start(folder, host, port, 10**9) for host in range(2)]
+                soak.end(0, 1)
+                soak.begin()
     finally:
-        end(agents)
-    losses, begun, from_memory = losses_of(folder)
-    steps = max(losses)
-    undisturbed = folder / "undisturbed"
-    undisturbed.mkdir()
-    port = free_port()
-    agents = [start(undisturbed, host, port, steps, restarts=0) for host in range(2)]
-    for agent in agents:
-        status, _, err = agent.communicate(timeout=3600)
-        assert status == 0, err
-    expected = losses_of(undisturbed)[0]
+        soak.end(0, 1)
+    losses, taken_back, starts = losses_of(soak.folder)
+    steps = max(losses) + 1
+    for name, count in sorted(hits.items()):
+        print(f"{count} x {name}")
+    print(f"what ranks did when they were hit: {dict(did)}")
+    print(f"at most {files} files, of {n_bytes} bytes")
+    print(f"{steps} steps; starts of a rank: {dict(starts)}", flush=True)
+    print(f"steps that starts of a rank took back: {dict(sorted(taken_back.items()))}", flush=True)
+    expected, held = undisturbed(folder / "undisturbed", steps)
+    print(f"ranks of the undisturbed run held at first {held[:1]}, at last {held[-1:]}")
     different = [step for step in range(steps) if losses[step] != expected[step]]
-    print(f"hits: {dict(hits)}; a save was interrupted in {unfinished}; at most {files} files")
-    print(f"{steps} steps; {begun} starts of a rank, {from_memory} of them from memory")
+    print(f"{sum(map(len, losses.values()))} losses of {steps} steps compared")
     print(f"steps with a different loss: {different}")
     assert not different
     shutil.rmtree(folder)

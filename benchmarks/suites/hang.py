@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as functional
 import meshverse
 from crews import in_crew
 from harness import OURS, Check, Outcome, Run
-from meshverse.hang.records import read_dumps
+from meshverse.hang.dumps import read_dumps
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.hang.watch import _WatchedWorld
@@ -134,9 +134,9 @@ def _read(size: int, repetitions: int) -> Iterator[tuple[float, int]]:
         for _ in range(repetitions):
             gc.collect()
             before, start = _resident_bytes(), time.perf_counter()
-            records = read_dumps([folder])
-            found = find_stuck(records)
-            text = ReportFormatter().text(found)
+            dumps = read_dumps([folder])
+            found = find_stuck(dumps.records)
+            text = ReportFormatter(why_no_dump=dumps.why_missing).text(found)
             seconds = time.perf_counter() - start
             held = _resident_bytes() - before
             assert found[0].cause is Cause.MISSING
@@ -144,7 +144,7 @@ def _read(size: int, repetitions: int) -> Iterator[tuple[float, int]]:
             assert f"Verdict: rank {odd} has not called it." in text
             assert len(found) == 2  # and the default group, which follows
             yield seconds, held
-            del records, found
+            del dumps, found
 
 
 def _resident_bytes() -> int:

@@ -20,6 +20,7 @@ void bind_rank_groups(py::module_& module);
 void bind_options_key(py::module_& module);
 void bind_group_cache(py::module_& module);
 void bind_reshard(py::module_& module);
+void bind_ring_steps(py::module_& module);
 
 // Plain Python classes: pybind11's own metaclass adds static properties, which nothing here has.
 inline py::metaclass plain_class() {

@@ -45,7 +45,8 @@ std::vector<Run> overlap(const Spans& mine, const Spans& theirs);
 class DimSharding {
  public:
   // Takes splits in the order of the axes, and applies them in this order. With `right_to_left`, it
-  // applies plain splits first, and then strided splits from the last axis to the first: so FSDP2
+  // applies plain splits first, and then strided splits from the last axis to the first, each of
+  // them as a plain split of what is left: so FSDP2
   // splits a tensor that is split already. The two orders differ only if pieces are not equally
   // long.
   DimSharding(std::int64_t size, std::vector<Split> splits, bool right_to_left);

@@ -24,6 +24,7 @@
 #include "options_key.h"
 #include "rank_groups.h"
 #include "rank_map.h"
+#include "ring_steps.h"
 
 #define CHECK(condition)                                                         \
   do {                                                                           \
@@ -454,6 +455,45 @@ void differing_fields_tell_options_apart() {
   CHECK(!(minus_zero == zero) && !(minus_zero.digest() == zero.digest()));
 }
 
+// ring_steps() counts the parts of each group of an axis: here by sets, with positions as digits.
+void ring_steps_count_parts() {
+  const Integers shape{2, 3, 2};
+  const std::vector<Integers> levels{{0, 1, 2, 2, 3}, {0, 0, 1, 1, 1}, {0, 0, 0, 0, 0}};
+  for (std::int64_t seed = 0; seed < 200; ++seed) {
+    Integers placement;
+    for (std::int64_t i = 0; i < 12; ++i) placement.push_back((seed * (i + 3) + i * i) / 7 % 5);
+    const Integers counted = ring_steps(shape, levels, placement);
+    for (std::size_t axis = 0; axis < 3; ++axis) {
+      for (std::size_t level = 0; level < 3; ++level) {
+        std::map<Integers, std::set<std::int64_t>> parts_of_group;
+        for (std::int64_t i = 0; i < 12; ++i) {
+          Integers group{i / 6, i / 2 % 3, i % 2};
+          group[axis] = 0;
+          const auto spot = static_cast<std::size_t>(placement[static_cast<std::size_t>(i)]);
+          parts_of_group[group].insert(levels[level][spot]);
+        }
+        std::int64_t steps = 0;
+        for (const auto& [group, parts] : parts_of_group) {
+          if (parts.size() > 1) steps += static_cast<std::int64_t>(parts.size());
+        }
+        CHECK(counted[axis * 3 + level] == steps);
+      }
+    }
+  }
+  const auto refuses = [](const Integers& sizes, const std::vector<Integers>& parts,
+                          const Integers& placement) {
+    return throws<std::invalid_argument>([&] { ring_steps(sizes, parts, placement); });
+  };
+  CHECK(refuses({2, 2}, {{0, 1}}, {0, 1, 1}));  // another number of positions
+  CHECK(refuses({2}, {{0, 1}}, {0, 2}));        // a spot that no level has
+  CHECK(refuses({2}, {{0, 1}, {0}}, {0, 1}));   // a spot that one level lacks
+  CHECK(refuses({2}, {{0, 1}}, {0, -1}));       // a negative spot
+  CHECK(refuses({2}, {{0, 9}}, {0, 1}));        // more parts than spots
+  CHECK(refuses({2}, {{-1, 0}}, {0, 1}));       // a negative part
+  CHECK(refuses({2, 0}, {{0}}, {}));            // an axis without coordinates
+  CHECK(ring_steps({1}, {{0}}, {0}) == Integers{0});
+}
+
 }  // namespace
 }  // namespace meshverse
 
@@ -474,5 +514,6 @@ int main() {
   cache_lets_a_wait_be_given_up();
   cache_can_be_left_to_a_parent_process();
   differing_fields_tell_options_apart();
+  ring_steps_count_parts();
   std::puts("all laws hold");
 }

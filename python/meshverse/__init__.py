@@ -3,23 +3,19 @@
     from meshverse import init_device_mesh
 
 This function builds meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
-own. Operations on these meshes do no work proportional to the world size. Meshes share one process
-group per distinct list of ranks and options; `mesh.universe.explain()` shows what was shared.
+own. Most operations on these meshes do no work proportional to the world size; `docs/limits.md`
+lists those that do. Meshes share one process group per distinct list of ranks and options, within
+one universe: `mesh.universe.explain()` shows what was shared. Collectives are torch's, and no
+faster. It has not been measured on GPUs.
 """
 
+# ruff: noqa: F403, F405  # the names come from _names
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "Meshverse needs PyTorch 2.11 or newer: install it with `pip install torch`.", name="torch"
-    ) from None
+import os
+import sys
+from typing import TYPE_CHECKING
 
 try:
     from . import _core
@@ -30,35 +26,68 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from .agreement import RanksDifferError
-from .connection import Connection, connect
-from .device_mesh import DeviceMesh, MeshPart, init_device_mesh, init_mesh_partition
-from .dropin import install, installed, uninstall
-from .hang.watch import Hang, Watch, watch, watch_by_environment
-from .options.isolation import isolate
-from .report.explain import Explanation
-from .report.group_explanation import GroupExplanation
-from .saved_mesh import load_mesh, save_mesh
-from .topology import Topology
-from .universe import Universe, revive
-from .universe.find_group import FoundGroup, find_group
-
 __version__ = _core.__version__
 
-watch_by_environment()
+
+def _is_command() -> bool:
+    """Return whether this process is the command `meshverse` or `python -m meshverse`."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # as while Python looks for the module, and imports this package
+        return ("-m", "meshverse") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return os.path.basename(program) == "meshverse"
 
 
-_LOADED_WHEN_NAMED = ("doctor", "parallel", "planner")
+# A command imports what it needs: `meshverse hang` needs no torch. Any other program gets all names
+# now, as the import has effects, such as that `torch.load` accepts meshes.
+if TYPE_CHECKING or not _is_command():
+    from ._names import *
 
+if TYPE_CHECKING:
+    from . import hang as hang
+    from . import parallel as parallel
+    from . import tools as tools
+    from .connection import Connection, connect
+    from .device_mesh.init_mesh import MeshPart
+    from .device_mesh.partition import init_mesh_partition
+    from .explain.explanation import Explanation
+    from .explain.group_explanation import GroupExplanation
+    from .hang.watch import Hang, Watch, watch
+    from .tools.topology import Topology
+    from .universe.find_group import FoundGroup, find_group
+    from .universe.revival import revive
+else:
+    # Names that not every program uses: their modules are imported when they are first named. So
+    # are the extras.
+    _MODULES = {
+        "Connection": "connection",
+        "Explanation": "explain.explanation",
+        "FoundGroup": "universe.find_group",
+        "GroupExplanation": "explain.group_explanation",
+        "Hang": "hang.watch",
+        "MeshPart": "device_mesh.init_mesh",
+        "Topology": "tools.topology",
+        "Watch": "hang.watch",
+        "connect": "connection",
+        "find_group": "universe.find_group",
+        "init_mesh_partition": "device_mesh.partition",
+        "revive": "universe.revival",
+        "watch": "hang.watch",
+    }
+    _EXTRAS = ("hang", "parallel", "tools")
+    _FORMER_FOLDERS = ("doctor", "pictures", "planner", "topology")
 
-def __getattr__(name: str) -> ModuleType:
-    if name in _LOADED_WHEN_NAMED:
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in _EXTRAS or name in _FORMER_FOLDERS:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # In a command, the other names come from here too.
+        module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
+        globals()[name] = getattr(module, name)  # later uses find it without this function
+        return globals()[name]
 
-
-def __dir__() -> list[str]:
-    return [*__all__, *_LOADED_WHEN_NAMED]
+    def __dir__() -> list[str]:
+        return [*__all__, *_EXTRAS]
 
 
 __all__ = [

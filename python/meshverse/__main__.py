@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

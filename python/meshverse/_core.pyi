@@ -11,6 +11,7 @@ else:
     from typing_extensions import Buffer, Never, Self
 
 __version__: str
+__commit__: str
 
 _OneOrMore: TypeAlias = int | Sequence[int]
 _Entry = TypeVar("_Entry")
@@ -180,3 +181,6 @@ def shard_shape(
     axis_sizes: Sequence[int],
     coordinates: Sequence[int],
 ) -> tuple[int, ...]: ...
+def ring_steps(
+    shape: Sequence[int], part_of_spot: Sequence[Sequence[int]], placements: Sequence[Sequence[int]]
+) -> list[list[int]]: ...

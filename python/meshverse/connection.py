@@ -27,7 +27,11 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.creation import create_connected
+from meshverse._torch_compat.groups import check_backend, end_group, find_group
+from meshverse._torch_compat.options import is_backend_options
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
+from meshverse._torch_compat.tracing import untraced
 from meshverse.locks import Claim
 from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
@@ -45,7 +49,7 @@ def connect(
     rank: int,
     size: int,
     backend: str | None = None,
-    options: compat.BackendOptions | None = None,
+    options: BackendOptions | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Connection:
     """Create a process group of processes that may have different default groups, or none.
@@ -82,7 +86,7 @@ def connect(
     if not name:
         raise ValueError(f"connect({name!r}): pass a name, the same in all processes.")
     check_timeout(timeout)
-    if options is not None and not compat.is_backend_options(options):
+    if options is not None and not is_backend_options(options):
         raise TypeError(
             f"options={options!r} of type {type(options).__name__}: pass an options object of the "
             "backend, such as ProcessGroupNCCL.Options()."
@@ -90,7 +94,7 @@ def connect(
     if backend is None:
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
-    compat.check_backend(backend)
+    check_backend(backend)
     with _claimed(name) as key:
         rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
         number = rounds.join(f"{size} processes, backend {backend}")
@@ -127,7 +131,7 @@ def _claimed(name: str) -> Iterator[tuple[int, str]]:
                     f"A connection {name!r} is open in this process. close() it first, or pass "
                     "another name."
                 )
-            compat.end_group(group_name, abort=True)
+            end_group(group_name, abort=True)
             del _last[key]
         yield key
     finally:
@@ -306,15 +310,15 @@ class Connection:
         rank: int,
         size: int,
         backend: str,
-        options: compat.BackendOptions | None,
+        options: BackendOptions | None,
         timeout: timedelta,
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self._in_use = Claim()
-        self._group: compat.ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         try:
-            with compat.untraced():
-                self._group = compat.create_connected(
+            with untraced():
+                self._group = create_connected(
                     *(dist.PrefixStore(str(number), store), rank, size),
                     backend=backend,
                     backend_options=options,
@@ -352,7 +356,7 @@ class Connection:
         }
 
     @property
-    def group(self) -> compat.ProcessGroup:
+    def group(self) -> ProcessGroup:
         """Process group of the connection, for collectives of torch.distributed.
 
         `src=` and `dst=` are ranks of the connection. For this process's rank use `rank`:
@@ -372,7 +376,7 @@ class Connection:
     def is_open(self) -> bool:
         """Whether the process group can be used."""
         group = self._group
-        return group is not None and compat.find_group(group.group_name) is group
+        return group is not None and find_group(group.group_name) is group
 
     def rank_of(self, world_rank: int) -> int:
         """Return the connection's rank for a global rank of this process's world.

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
-from . import _torch_compat as compat
+from meshverse._torch_compat.tracing import hook_concatenate, let_compile_know
+
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
 from .locks import state_lock
-from .saved_mesh.stock_pickles import take_in
 from .universe.groups import share_world_wide
 
 _installed = False  # whether install() is in force
@@ -56,8 +56,12 @@ _TORCHS = {
 
 @functools.wraps(_TORCHS["__setstate__"])
 def _setstate(self: StockDeviceMesh, state: dict[str, Any]) -> None:
-    if type(self) is not StockDeviceMesh or not take_in(self, state):
-        _TORCHS["__setstate__"](self, state)
+    if type(self) is StockDeviceMesh:
+        from .saved_mesh.stock_pickles import take_in
+
+        if take_in(self, state):
+            return
+    _TORCHS["__setstate__"](self, state)
 
 
 # torch's `from_group` would write the groups' names into a Meshverse mesh, but would not register
@@ -78,8 +82,8 @@ def _update_hooks() -> None:
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
-compat.hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
-compat.let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
+hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
+let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
 
 
 def install(share: Literal["mesh", "world"] = "mesh") -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from html import escape
 
 _SHOWN_RANKS = 8
 
@@ -51,6 +56,11 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def printable(name: str) -> str:
+    """Return a name without characters that control a terminal or that XML forbids."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
+
+
 def several(noun: str) -> str:
     """Return the plural of a noun: "nodes", "switches"."""
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
@@ -62,21 +72,82 @@ def counted(count: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the rows of a table as lines with aligned columns.
+    """Return the rows of a table as lines with aligned columns, which fit the terminal.
+
+    If the rows are wider than the terminal of the standard output, or than the variable COLUMNS
+    says, the widest cells continue on further lines.
 
     Args:
         rows: cells of each row, as many in every row.
         right: indices of the columns that are aligned on the right, such as numbers.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    longest_words = [max(map(len, " ".join(column).split(" "))) for column in columns]
+    while sum(widths) + 2 * len(widths) > _columns():
+        can_shrink = [index for index, width in enumerate(widths) if width > longest_words[index]]
+        if not can_shrink:
+            break
+        widths[max(can_shrink, key=widths.__getitem__)] -= 1
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        wrapped = [
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)
+            for cell, width in zip(row, widths, strict=True)
         ]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
+        for line in itertools.zip_longest(*wrapped, fillvalue=""):
+            cells = [
+                cell.rjust(width) if index in right else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            lines.append(f"  {'  '.join(cells)}".rstrip())
     return lines
+
+
+def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return a table as HTML, for notebooks, whose own style aligns all cells on the right.
+
+    Args:
+        rows: cells of each row as plain text; titles first.
+        right: as in `aligned`.
+    """
+
+    def line(row: Sequence[str], of_titles: bool) -> str:
+        cells = []
+        for index, text in enumerate(row):
+            side = "right" if index in right else "left"
+            tag = "th" if of_titles or index == 0 else "td"
+            scope = f' scope="{"col" if of_titles else "row"}"' * (tag == "th")
+            cells.append(f'<{tag}{scope} style="text-align:{side}">{escape(text)}</{tag}>')
+        return f"<tr>{''.join(cells)}</tr>"
+
+    titles, *body = rows
+    return (
+        f'<div style="overflow-x:auto"><table><thead>{line(titles, True)}</thead>'
+        f"<tbody>{''.join(line(row, False) for row in body)}</tbody></table></div>"
+    )
+
+
+def paragraph(text: str, indent: str = "") -> list[str]:
+    """Return a text as lines that fit the terminal, or 100 characters if there is none.
+
+    Args:
+        text: sentences without line breaks.
+        indent: start of each line but the first.
+    """
+    width = min(_columns(), 100)
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _columns() -> int:
+    """Return the width of the terminal, or that of COLUMNS; without both, no limit."""
+    return shutil.get_terminal_size((sys.maxsize, 0)).columns
 
 
 def in_bytes(count: int) -> str:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from helpers.differing import AXES, TIMEOUT
-from meshverse import _torch_compat as compat
+from helpers.replaced import replace_everywhere
 from meshverse import (
     init_device_mesh,
 )
+from meshverse._torch_compat.backends import creation_blocks
 from meshverse.world.world import World
 
 
@@ -23,9 +24,7 @@ def _count_store_operations() -> list[int]:
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "store", counting)
-        patch.setattr(
-            compat, "creation_blocks", lambda backend: False
-        )  # a rendezvous is not counted
+        replace_everywhere(patch, creation_blocks, lambda backend: False)  # no rendezvous
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
         counts.append(counting.operations)
         mesh["dp"], mesh["tp"].flatten("alias"), mesh.unflatten("tp", (2, 1), ("a", "b"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshverse.agreement import Description, program_line
+from meshverse.agreement import Description
 from meshverse.agreement.mismatch import _differences
+from meshverse.agreement.program_line import program_line
 
 
 def _call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import meshverse
 from helpers.forked import SECONDS
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 
 def test_a_plan_is_printed(capsys) -> None:
@@ -38,6 +39,14 @@ def test_an_axis_of_size_minus_1_has_the_rest(capsys) -> None:
     assert "\n  pp=2,dp=4,tp=4\n" in capsys.readouterr().out
     assert main(["plan", "world=1"]) == 0
     assert capsys.readouterr().out.startswith("World of 1 rank, backend nccl, 1 view:\n")
+
+
+def test_degrees_of_minus_1_have_the_rest(capsys) -> None:
+    degrees = ["tp=8,dp=-1", "tp=8,dp_shard=-1", "tp=8"]
+    for given in degrees:
+        assert main(["plan", "--degrees", given, "--world-size", "64", "--json"]) == 0
+    shown = capsys.readouterr().out.replace("}\n{", "}\0{").split("\0")
+    assert [json.loads(each)["views"] for each in shown] == [json.loads(shown[0])["views"]] * 3
 
 
 def test_degrees_fill_the_world_that_is_given(capsys) -> None:
@@ -76,6 +85,9 @@ def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
         (["plan", "--degrees", "tp=8,sp=2"], "'sp=2' in --degrees"),
         (["plan", "--degrees", "tp=x"], "'tp=x' in --degrees"),
         (["plan", "--degrees", "tp=2,tp=2"], "write each degree once"),
+        (["plan", "--degrees", "tp=-1", "--world-size", "8"], "dp or dp_shard may be -1"),
+        (["plan", "--degrees", "tp=2,dp=-1"], "has a size of -1: pass --world-size"),
+        (["plna"], "There is no command 'plna'. Did you mean 'plan'? The commands are plan, "),
         (["plan", "--degrees", "dp=2,dp_shard=2"], "leave one of them out"),
         (["plan", "--degrees", "dp=3,dp_replicate=2"], "dp_replicate"),
         (["plan", "dp=99999999999999999999,tp=99999"], "a plan can have at most 16,777,216"),
@@ -97,6 +109,49 @@ def test_what_is_wrong_does_not_change_the_terminal(capsys) -> None:
     err = capsys.readouterr().err
     assert "=2.0 in the view" in err
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan dp=4 --wrold-size 8", "arguments: --wrold-size 8. Did you mean '--world-size'?\n"),
+        ("plan dp=4 --world 8", "arguments: --world 8. Did you mean '--world-size'?\n"),
+        ("hang x --jsn", "arguments: --jsn. Did you mean '--json'?\n"),
+        ("doctor --timeuot=3", "arguments: --timeuot=3. Did you mean '--timeout'?\n"),
+        ("run --shaer world x.py", "arguments: --shaer. Did you mean '--share'?\n"),
+        ("plan dp=4 --nothing-like-it", "arguments: --nothing-like-it.\n"),
+        ("--versio", "arguments: --versio. Did you mean '--version'?\n"),
+    ],
+)
+def test_options_are_written_in_full_and_the_nearest_is_named(arguments, said, capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(arguments.split())
+    caught = capsys.readouterr()
+    assert caught.err.endswith(said)
+    assert caught.out == ""
+
+
+def test_a_shell_completes_commands_options_and_files(tmp_path) -> None:
+    pytest.importorskip("shtab")
+    command = [sys.executable, "-m", "meshverse", "completion", "bash"]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "completed").write_text(script.stdout)
+
+    def completed(*words: str) -> list[str]:
+        """Words that bash offers for the last of these words."""
+        line = (
+            f"source ./completed; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; "
+            "_shtab_meshverse; printf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    assert completed("meshverse", "pl") == ["plan"]
+    assert completed("meshverse", "plan", "--wor") == ["--world-size"]
+    assert completed("meshverse", "hang", "du") == ["dumps"]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +223,15 @@ def test_a_missing_torch_is_one_sentence_that_says_what_to_install() -> None:
 
 
 def test_its_version_and_those_of_others(capsys) -> None:
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out.strip() == f"meshverse {meshverse.__version__}"
+    assert main(["--version"]) == 0
+    version = capsys.readouterr().out.strip()
+    pattern = (
+        rf"meshverse {re.escape(meshverse.__version__)} \(commit ([0-9a-f]+(-dirty)?|unknown)\)"
+    )
+    assert re.fullmatch(pattern, version)
     assert main(["versions"]) == 0
     report = capsys.readouterr().out
+    assert version.removeprefix("meshverse ") in report
     assert "torch " in report
     assert "gloo" in report
     assert main([]) == 2

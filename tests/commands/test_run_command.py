@@ -15,8 +15,8 @@ from helpers.forked import SECONDS
 from helpers.tiers import in_tiers
 from helpers.worlds import FakeWorld
 from meshverse import init_device_mesh
-from meshverse.commands.main import main
-from meshverse.commands.process_setup import Setup, _Report
+from meshverse.tools.commands.main import main
+from meshverse.tools.commands.process_setup import Setup, _Report
 from meshverse.world.world import World
 
 _PRINTS_ITSELF = """
@@ -261,7 +261,7 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
     [
         (["nowhere.py"], "No such file or directory: 'nowhere.py'"),
         (["-m", "nowhere.at_all"], "No module named 'nowhere.at_all' was found to run"),
-        (["-m", "meshverse.planner"], "No module named 'meshverse.planner.__main__'"),
+        (["-m", "meshverse.tools.planner"], "No module named 'meshverse.tools.planner.__main__'"),
         (["-m", "torch.distributed.run", "x.py"], "torchrun ... -m meshverse run train.py"),
         (["/usr/bin/torchrun", "x.py"], "torchrun ... -m meshverse run train.py"),
         (["accelerate", "launch"], "accelerate launch ... -m meshverse run train.py"),
@@ -272,7 +272,7 @@ def test_what_cannot_run_is_refused(arguments, said, capsys, monkeypatch) -> Non
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr("meshverse.commands.process_setup.Setup.begin", lambda self: None)
+    monkeypatch.setattr("meshverse.tools.commands.process_setup.Setup.begin", lambda self: None)
     assert main(["run", *arguments]) == 2
     assert said in capsys.readouterr().err
 

@@ -11,6 +11,11 @@ import pytest
 from helpers.pages import ROOT
 
 
+def test_results_stay_small_enough_to_commit() -> None:
+    size = sum(path.stat().st_size for path in (ROOT / "benchmarks" / "results").iterdir())
+    assert size <= 1_500_000
+
+
 def test_figures_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     page = importlib.import_module("page")

@@ -31,6 +31,7 @@ from helpers.turns import wait_until
 from helpers.worlds import fake_world
 
 _SCRIPT_SECONDS = 500  # of a script in all its processes, which import torch under torchrun
+_SITE_COLUMNS = 90  # of a code block on the site, in a browser's window of 1280 pixels and more
 _FAKE = re.compile(r"fake (\d+)(?:, rank (\d+))?")
 
 _PROGRAMS = [program for page in pages() for program in programs_of(page)]
@@ -214,6 +215,21 @@ def test_every_block_says_how_it_is_run() -> None:
             assert len(block.marker.how.split()) > 2, f"{block.where}: give the reason"
     in_programs = sum(code.count("\n") for one in _PROGRAMS for code in one.pieces.values())
     assert in_programs > 300, "the blocks of many pages are no longer found"
+
+
+def test_samples_are_not_cut_on_the_site() -> None:
+    """Of a console, the commands: what they print is as wide as it is."""
+    written = {"bash", "console", "json", "python"}
+    blocks = [one for one in _BLOCKS if one.page.startswith("docs/") and one.language in written]
+    assert len(blocks) > 50
+    cut = []
+    for block in blocks:
+        prompts = "\n$ " in f"\n{block.text}"
+        for number, line in enumerate(block.text.splitlines(), block.line):
+            is_written = not prompts or line.startswith(("$ ", "    "))
+            if is_written and len(line) > _SITE_COLUMNS:
+                cut.append(f"{block.page}:{number}")
+    assert not cut
 
 
 @_of_kind("alone")

@@ -7,12 +7,13 @@ import re
 
 from helpers.pages import ROOT
 
-_MODULES = ["", ".doctor", ".hang", ".parallel", ".pictures", ".planner"]
+_TOOLS = [".tools.doctor", ".tools.pictures", ".tools.planner"]
+_MODULES = ["", ".hang", ".parallel", *_TOOLS]
 # What configuration files name, and what public functions give.
 _BY_PATH = {
-    "meshverse.planner.crossings.Crossing",
-    "meshverse.planner.plan.Mine",
-    "meshverse.topology.levels.Level",
+    "meshverse.tools.planner.crossings.Crossing",
+    "meshverse.tools.planner.plan.Mine",
+    "meshverse.tools.topology.levels.Level",
     "meshverse.universe.suspension.GroupMemory",
     "meshverse.universe.warm_up.WarmedUp",
 }

@@ -85,7 +85,7 @@ def test_a_job_that_is_well() -> None:
 _TWICE = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from meshverse.doctor import examine
+from meshverse.tools.doctor import examine
 
 def ask(view):
     os.environ["NCCL_TURN"] = view  # which the reported environment then has
@@ -112,7 +112,7 @@ def test_examinations_and_the_job_follow_each_other_in_one_process(tmp_path: Pat
 
 @pytest.mark.long
 def test_srun_as_the_page_shows_it() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
     shown = re.search(r"^srun (bash -c '[^']+')", page, re.MULTILINE)
     assert shown is not None
     _, flag, script = shlex.split(shown[1])
@@ -226,7 +226,7 @@ def test_what_cannot_be_asked_ends_with_2_and_is_said_once(arguments, said: str)
 
 _PRINTS_LATE = """
 import builtins, os, sys, time
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 said, rank = sys.argv[1], int(os.environ["RANK"])
 plain = print

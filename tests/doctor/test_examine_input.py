@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshverse.commands.main import main
-from meshverse.doctor import examine
-from meshverse.doctor.doctor import _blocking_wait
+from meshverse.tools.commands.main import main
+from meshverse.tools.doctor import examine
+from meshverse.tools.doctor.doctor import _blocking_wait
 
 _LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 _WAIT = "TORCH_NCCL_BLOCKING_WAIT"

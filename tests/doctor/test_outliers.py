@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshverse.doctor.examination import (
+from meshverse.tools.doctor.examination import (
     clock_offsets,
     differing,
     slow_groups,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshverse.doctor.examination import judge
-from meshverse.planner import plan
+from meshverse.tools.doctor.examination import judge
+from meshverse.tools.planner import plan
 
 PLAN = plan(["dp=4,tp=2"], backend="gloo")
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from helpers.versions import AT_LEAST_2_15
-from meshverse import _torch_compat as compat
 from meshverse import init_device_mesh
+from meshverse._torch_compat.backends import creation_blocks, why_all_ranks
 from meshverse.world.world import World
 
 
@@ -35,22 +35,22 @@ def test_of_an_unknown_backend_the_members_meet_before_they_make_a_group(
 
 
 def test_a_backend_that_waits_makes_a_group_of_several_wait(world, unknown: str) -> None:
-    assert compat.creation_blocks(f"cpu:fake,cuda:{unknown}")
-    assert compat.creation_blocks(f"cpu:{unknown},cuda:fake")
-    assert not compat.creation_blocks("cpu:fake,cuda:fake")
+    assert creation_blocks(f"cpu:fake,cuda:{unknown}")
+    assert creation_blocks(f"cpu:{unknown},cuda:fake")
+    assert not creation_blocks("cpu:fake,cuda:fake")
 
 
 def test_nccl_waits_where_it_connects_when_it_is_made(world) -> None:
     # From 2.15 on, "nccl" is an NCCL that does, unless TORCH_DIST_USE_NCCL2=0.
-    assert compat.creation_blocks("nccl") is AT_LEAST_2_15
-    assert compat.creation_blocks("nccl2")
-    assert compat.creation_blocks("nccl-lazy")
-    assert compat.creation_blocks("nccl-legacy") is not AT_LEAST_2_15  # its name there
+    assert creation_blocks("nccl") is AT_LEAST_2_15
+    assert creation_blocks("nccl2")
+    assert creation_blocks("nccl-lazy")
+    assert creation_blocks("nccl-legacy") is not AT_LEAST_2_15  # its name there
 
 
 def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
     with torch.distributed.config.patch(use_torchcomms=True):
-        reason = compat.why_all_ranks(dist.group.WORLD, "nccl")
+        reason = why_all_ranks(dist.group.WORLD, "nccl")
     # From 2.15 on; there torchcomms is asked whether it is there, and here it is not.
     assert reason == (None if AT_LEAST_2_15 else "torchcomms")
 

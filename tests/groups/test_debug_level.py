@@ -11,8 +11,8 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 
 from helpers.crew import Crew
 from helpers.versions import AT_LEAST_2_15
-from meshverse import _torch_compat as compat
 from meshverse import init_device_mesh
+from meshverse._torch_compat.backends import creation_blocks
 
 _NCCL = "nccl-legacy" if AT_LEAST_2_15 else "nccl"  # the one that connects at first use
 _MADE_AT_ONCE = (_NCCL, "fake", f"cpu:fake,cuda:{_NCCL}")
@@ -55,11 +55,11 @@ def test_otherwise_such_a_group_waits_for_nobody(crew: Crew) -> None:
 
 @pytest.mark.parametrize("backend", _MADE_AT_ONCE)
 def test_which_backends_wait(backend: str) -> None:
-    assert not compat.creation_blocks(backend)
-    assert compat.creation_blocks("gloo")
+    assert not creation_blocks(backend)
+    assert creation_blocks("gloo")
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        assert compat.creation_blocks(backend)
-        assert not compat.creation_blocks("threaded")  # is a process group itself: not wrapped
+        assert creation_blocks(backend)
+        assert not creation_blocks("threaded")  # is a process group itself: not wrapped
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

@@ -9,7 +9,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import meshverse
+from helpers.forks import status_of_fork
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, dropin, init_device_mesh
 from meshverse._core import Layout, RankMap
@@ -116,29 +116,6 @@ def at_a_fork() -> Iterator[Callable[[Callable[[], object]], None]]:
     sys.setswitchinterval(usual)
 
 
-def _fork(program: Callable[[], object]) -> int:
-    """Return the exit status of a fork that calls a program; it is killed after a minute."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            program()
-            status = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            raise
-        finally:
-            os._exit(status)
-    deadline, ended = time.monotonic() + 60, (0, 0)
-    while ended[0] == 0 and time.monotonic() < deadline:
-        ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)  # sleep: it looks again
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        ended = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(ended[1])
-
-
 _forks_with_threads = pytest.mark.filterwarnings(
     "ignore:This process.*is multi-threaded:DeprecationWarning"
 )
@@ -164,7 +141,7 @@ def test_a_fork_while_a_thread_is_in_the_middle(
         assert reached.wait(60)
         if place != "a group":  # which takes long: a fork does not wait for it
             at_a_fork(go_on.set)
-        status = _fork(lambda: _use_everything(mesh))
+        status = status_of_fork(lambda: _use_everything(mesh))
         go_on.set()
         thread.join(60)
         assert not thread.is_alive()
@@ -257,7 +234,7 @@ def test_a_fork_while_threads_wait_for_a_group(monkeypatch: pytest.MonkeyPatch) 
         for thread in threads:
             thread.start()
         assert begun.wait(60)
-        status = _fork(lambda: use(universe))
+        status = status_of_fork(lambda: use(universe))
         go_on.set()
         for thread in threads:
             thread.join(60)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from helpers.forks import status_of_fork
+from helpers.replaced import replace_everywhere
 from helpers.worlds import in_worlds
-from meshverse import _torch_compat as compat
 from meshverse import init_device_mesh
+from meshverse._torch_compat.groups import find_group
+from meshverse._torch_compat.suspension import resume, suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
 from meshverse.groups.registry import GroupRegistry
@@ -59,7 +59,7 @@ def _ended() -> Group:
 
 
 def _destroy(group: Group) -> None:
-    handle = compat.find_group(group.name)
+    handle = find_group(group.name)
     if handle is not None:
         dist.destroy_process_group(handle)
 
@@ -93,8 +93,8 @@ _AFTER = {  # by event: the state that each of the states above becomes; None fo
 @pytest.fixture
 def suspending(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends of this process can be suspended: the one of fake worlds cannot."""
-    monkeypatch.setattr(compat, "suspend", lambda group: None)
-    monkeypatch.setattr(compat, "resume", lambda group: None)
+    replace_everywhere(monkeypatch, suspend, lambda group: None)
+    replace_everywhere(monkeypatch, resume, lambda group: None)
 
 
 @in_a_world
@@ -114,7 +114,7 @@ def test_every_event_in_every_state(before: State, event: str) -> None:
     is_live = group.state is State.LIVE
     assert (group.handle is not None) == is_live
     assert all((group.name in use.process_groups) == is_live for use in group.uses.alive())
-    assert (compat.find_group(group.name) is not None) == (group.state in (_L, _S))
+    assert (find_group(group.name) is not None) == (group.state in (_L, _S))
 
 
 @in_a_world
@@ -207,7 +207,7 @@ def test_the_end_leaves_it_to_the_thread_that_makes_it() -> None:
     maker.join(60)
     assert not maker.is_alive()
     assert group.state is State.ENDED
-    assert compat.find_group(group.name) is None
+    assert find_group(group.name) is None
     assert "was destroyed" in seen[0]
 
 
@@ -224,7 +224,7 @@ def test_an_end_in_the_middle_of_making_it_ends_it() -> None:
     with pytest.raises(RuntimeError, match="was destroyed"):
         group.make(ends_it)
     assert group.state is State.ENDED
-    assert compat.find_group(group.name) is None
+    assert find_group(group.name) is None
 
 
 @in_a_world
@@ -241,17 +241,13 @@ def test_a_fork_may_end_a_group_that_a_thread_of_its_parent_is_making() -> None:
     maker = threading.Thread(target=lambda: group.make(slow))
     maker.start()
     assert begun.wait(30)
-    child = os.fork()
-    if child == 0:
+
+    def end() -> None:
         group.end(abort=False)
-        os._exit(0 if group.state is State.ENDED else 1)
-    deadline, ended = time.monotonic() + 60, (0, 0)
-    while ended[0] == 0 and time.monotonic() < deadline:
-        ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)  # sleep: it looks again
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
+        assert group.state is State.ENDED
+
+    status = status_of_fork(end)
     go.set()
     maker.join(30)
-    assert ended == (child, 0)
+    assert status == 0
     assert group.state is State.LIVE

@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.replaced import replace_everywhere
 from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse import _torch_compat as compat
-from meshverse.device_mesh import device_mesh
+from meshverse._torch_compat.creation import create_by_members
+from meshverse._torch_compat.groups import end_group
+from meshverse.device_mesh import logged_once
 from meshverse.universe.registry import universes_here
 from meshverse.world.world import World
 
@@ -68,7 +70,7 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
     mesh = _mesh(lazy=True) if lazy else None
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0 and place == "creation":
-            patch.setattr(compat, "create_by_members", _interrupt)
+            replace_everywhere(patch, create_by_members, _interrupt)
         elif dist.get_rank() == 0 and place == "connected":
             patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _InterruptsWhenConnected)
         elif dist.get_rank() == 0:
@@ -103,7 +105,7 @@ def test_members_can_try_again_after_one_was_interrupted(
 def _fails_on_one(lazy: bool) -> list[str]:
     """Rank 2 alone cannot connect a group that rank 3 gets; then all try again."""
     seen, mesh = [], _mesh(lazy=True, seconds=60) if lazy else None
-    create, rank, store = compat.create_by_members, dist.get_rank(), World.current().store
+    create, rank, store = create_by_members, dist.get_rank(), World.current().store
 
     def create_together(*arguments: Any, **named: Any) -> Any:
         group = create(*arguments, **named)
@@ -112,14 +114,14 @@ def _fails_on_one(lazy: bool) -> list[str]:
             store.set(f"{rank} has created it", "")
             store.wait([f"{other} has created it" for other in (2, 3)])
             if rank == 2:
-                compat.end_group(named["name"], abort=False)
+                end_group(named["name"], abort=False)
                 raise dist.DistNetworkError("connection reset by peer")
         return group
 
     for is_first in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if is_first:
-                patch.setattr(compat, "create_by_members", create_together)
+                replace_everywhere(patch, create_by_members, create_together)
             try:
                 mesh = mesh if lazy and is_first else _mesh(lazy=lazy, seconds=60)
                 mesh.get_group("tp")
@@ -307,7 +309,7 @@ def _tries_again_alone(number: signal.Signals, place: str, others_too: bool) -> 
             if is_first and rank == 0 and place in _GROUPS:
                 patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", InterruptsOnce)
             elif is_first and rank == 0:
-                patch.setattr(device_mesh, "register_root", interrupted)
+                patch.setattr(logged_once, "register_root", interrupted)
             try:
                 if mesh is None or others_too:
                     mesh = _mesh(lazy=False, seconds=60)

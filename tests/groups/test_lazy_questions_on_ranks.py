@@ -46,7 +46,7 @@ def _ask_alone() -> tuple[int, list[str]]:
 
 
 def test_it_makes_no_group(crew: Crew) -> None:
-    # Of the whole program: a rank that waited would do so for the default group's 40 seconds.
+    # Of the whole program: a rank that waited would do so until the default group's timeout.
     assert crew.run(_ask_alone, _RANKS) == [(1, [])] * _RANKS
 
 

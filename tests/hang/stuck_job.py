@@ -152,6 +152,20 @@ def loses_a_receive(job: Job) -> None:
     time.sleep(_FOREVER)  # sleep: for ever
 
 
+def receives_from_any(job: Job) -> None:
+    if job.is_odd:
+        dist.recv(job.tensor, group=job.mesh["dp", "tp"].flatten("ep").get_group())
+    else:
+        job.mesh["dp", "tp"].flatten("ep")
+    load_data()
+
+
+def skips_a_group(job: Job) -> None:
+    if not job.is_odd:
+        dist.new_group([4, 5, 6, 7])
+    dist.barrier()
+
+
 class _Stage(torch.nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -222,6 +236,8 @@ JOBS: dict[str, Callable[[Job], None]] = {
         has_another_root,
         calls_from_two_threads,
         loses_a_receive,
+        receives_from_any,
+        skips_a_group,
         sleeps_in_a_pipeline,
         exchanges_without_one,
         is_slow,

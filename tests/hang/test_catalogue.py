@@ -9,7 +9,7 @@ import pytest
 
 from helpers.hang_catalogue import CATALOGUE, CataloguedHang, Verdict
 from helpers.recorded_job import Format
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 _FORMATS = [Format("nccl"), Format("nccl", is_timed=True), Format("nccl2"), Format("gloo")]
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from helpers.hang_catalogue import CATALOGUE
 from helpers.recorded_job import BEGIN, Format, Job, Step
-from meshverse.commands.main import main
 from meshverse.hang import write_dump
 from meshverse.hang.dumps import read_dumps
 from meshverse.hang.live import record_here
+from meshverse.tools.commands.main import main
 
 _OF_CPYTHON = "SystemError: deallocated bytearray object has exported buffers\n"
 _NCCL = Format("nccl")

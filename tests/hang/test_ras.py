@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshverse.commands import hang_command
-from meshverse.commands.main import main
 from meshverse.hang.ras import Process, findings_in, report, stacks
+from meshverse.tools.commands import hang_command
+from meshverse.tools.commands.main import main
 
 _HEAD = """\
 NCCL version 2.28.3 compiled with CUDA 12.9

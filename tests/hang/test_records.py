@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from meshverse.commands.main import main
 from meshverse.hang.dumps import read_dumps
 from meshverse.hang.records import Call, Progress, RankRecord, record_of
 from meshverse.hang.verdicts import find_stuck
+from meshverse.tools.commands.main import main
 
 # An entry as torch 2.13 writes it; the source is its FlightRecorderDetail.hpp, getCollectiveTrace.
 _ENTRY = {

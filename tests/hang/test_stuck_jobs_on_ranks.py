@@ -14,7 +14,7 @@ import pytest
 
 from helpers.forked import SECONDS, Forked
 from helpers.ports import held_port
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 pytestmark = pytest.mark.processes
 
@@ -274,6 +274,27 @@ def test_a_lost_receive_is_reported_by_where_its_rank_stands(start) -> None:
     assert "waiting there: rank 5 at hang/stuck_job.py:" in reported["text"]
     assert "rank 1 (pp=0, dp=0, tp=1), which is at hang/stuck_job.py:" in reported["text"]
     assert "Verdict: a recv without its send: rank 1 (pp=0, dp=0, tp=1)" in reported["text"]
+
+
+@pytest.mark.long
+def test_a_receive_from_any_rank_is_reported_with_all_that_may_send(start) -> None:
+    job = start("receives_from_any")
+    (reported,) = job.wait_for(job.causes)
+    assert "Stuck: recv on axis ep, ranks 4-7 (pp=1), for" in reported["text"]
+    assert "waiting there: rank 5 at hang/stuck_job.py:" in reported["text"]
+    assert "may send:      ranks 4, 6, 7, which are at hang/stuck_job.py:" in reported["text"]
+    assert "Verdict: rank 5 (pp=1, dp=0, tp=1) receives from any rank" in reported["text"]
+
+
+@pytest.mark.long
+def test_ranks_that_wait_in_new_group_are_said_to_wait(start) -> None:
+    job = start("skips_a_group")
+    (reported,) = job.wait_for(job.causes)
+    text = reported["text"]
+    assert "in skips_a_group, waiting for other ranks in torch's new_group()" in text
+    waiting = re.search(r"waiting there: (.*) at hang/stuck_job.py", text)
+    assert waiting is not None
+    assert "5" in waiting[1]  # which skipped it: at the barrier, it waits for the others
 
 
 def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshverse.hang.records import Call, GroupSeen, RankRecord
+from meshverse.hang.records import ANY_SOURCE, Call, GroupSeen, RankRecord
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, Stuck, find_stuck
 
@@ -200,6 +200,36 @@ def test_two_receives_from_each_other_lack_their_sends() -> None:
     assert "One of these ranks must begin with the call that another one waits for" in _verdict(
         found
     )
+
+
+def test_a_receive_from_any_rank_waits_for_nobody_in_particular() -> None:
+    calls = {
+        0: [_p2p("recv", ANY_SOURCE)],
+        1: [],
+        2: [_call("dp", 4)],
+        3: [_call("tp", 5), _p2p("recv", ANY_SOURCE)._replace(group="tp")],
+    }
+    groups = {"pp": range(3), "dp": (0, 2), "tp": (3,)}
+    found = find_stuck(_records(groups, calls))
+    (received,) = (one for one in found if one.name == "pp: any to 0")
+    assert (received.cause, received.missing) == (Cause.UNKNOWN, [])
+    assert [each.rank for each in received.may_send] == [1, 2]
+    text = ReportFormatter().text(found, [received])
+    assert "may send:      rank 1, which has made no call in this group" in text
+    assert "rank 2, which waits in all_reduce number 4 on axis dp, ranks 0, 2 at" in text
+    assert "rank 0 receives from any rank, and none has sent to it" in text
+    # Rank 2 waits for rank 0: that is no deadlock, as rank 1 may send.
+    (waits,) = (one for one in found if one.name == "dp")
+    assert (waits.cause, waits.via) == (Cause.FOLLOWS, (0, "pp: any to 0"))
+
+
+def test_in_a_group_of_two_a_receive_from_any_rank_waits_for_the_other_one() -> None:
+    calls = {4: [_p2p("recv", ANY_SOURCE)], 6: []}
+    (found,) = find_stuck(_records({"pp": (4, 6)}, calls))
+    assert found.cause is Cause.PARTNER
+    assert "a recv without its send: rank 6 has not called it" in _verdict([found])
+    calls[6] = [_p2p("recv", 0)]
+    assert {one.cause for one in find_stuck(_records({"pp": (4, 6)}, calls))} == {Cause.DEADLOCK}
 
 
 # --- any program ----------------------------------------------------------------------------------

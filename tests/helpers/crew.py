@@ -24,7 +24,7 @@ import torch.distributed as dist
 from helpers import jitter
 from helpers.forked import CONTEXT, SECONDS
 
-WORLD_TIMEOUT_SECONDS = 40  # of the default group's operations; unlike c10d's default
+WORLD_TIMEOUT_SECONDS = 120  # of the default group's operations; longer than a busy machine takes
 _START_SECONDS = 180
 _LEAVE_SECONDS = 10
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has

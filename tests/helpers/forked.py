@@ -38,7 +38,7 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.auto.modeling_auto",
         "transformers.models.llama.modeling_llama",
         "meshverse.parallel.strategies.fsdp2",
-        "meshverse.doctor",
+        "meshverse.tools.doctor",
     ]
 )
 

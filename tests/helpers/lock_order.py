@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from helpers import jitter
-from meshverse import _torch_compat as compat
+from helpers.replaced import replace_everywhere
 from meshverse import locks
+from meshverse._torch_compat import creation, groups
 from meshverse.groups.group import Group
 from meshverse.universe.groups import UniverseGroups
 
@@ -32,7 +32,10 @@ KINDS = CREATES_ENTRY, MAKES_GROUP, STATE_LOCK = (
     "`locks.state_lock`",
 )
 _C10D = {"_new_process_group_helper", "_abort_process_group", "destroy_process_group", "new_group"}
-_COMPAT = {"create_by_members", "create_by_split", "create_by_all", "clone_store", "end_group"}
+_OF_C10D = [
+    *(creation.create_by_members, creation.create_by_split, creation.create_by_all),
+    *(groups.clone_store, groups.end_group),
+]
 
 
 class _Record:
@@ -118,12 +121,9 @@ def recorded() -> Iterator[Counter[tuple[str | None, str]]]:
     lock = _RecordedLock(locks.state_lock, record)
     with pytest.MonkeyPatch.context() as patch:
         changed = threading.Condition(lock)  # type: ignore[arg-type]
-        mine = {id(locks.state_lock): lock, id(locks.state_changed): changed}
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == "meshverse":
-                for attribute, kept in list(vars(module).items()):
-                    if id(kept) in mine:
-                        patch.setattr(module, attribute, mine[id(kept)])
+        mine = [(locks.state_lock, lock), (locks.state_changed, changed)]
+        for kept, recording in mine:
+            replace_everywhere(patch, kept, recording)
         patch.setattr(Group, "make", _holding(record, MAKES_GROUP, Group.make))
         one = UniverseGroups._get_or_make_one
         patch.setattr(UniverseGroups, "_get_or_make_one", _holding(record, CREATES_ENTRY, one))
@@ -131,7 +131,8 @@ def recorded() -> Iterator[Counter[tuple[str | None, str]]]:
             _check_calls(patch, record, store, jitter._STORE_OPERATIONS)
         _check_calls(patch, record, dist.ProcessGroup, jitter._COLLECTIVES)
         _check_calls(patch, record, dist.distributed_c10d, _C10D)
-        _check_calls(patch, record, compat, _COMPAT)
+        for call in _OF_C10D:
+            replace_everywhere(patch, call, _checked(record, call.__name__, call))
         yield record.seen
     assert not record.wrong
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -44,8 +43,8 @@ def _pid(crew: Crew) -> int:
 
 def test_those_that_a_test_started_end_and_those_of_the_crew_stay(crew: Crew) -> None:
     other = Forked(["-c", "import threading; threading.Event().wait()"])
-    kept, moment = _pid(crew), time.time() + 0.2
-    while time.time() <= moment:  # the system counts ages in ticks
+    kept, moment = _pid(crew), processes.now() + 0.2
+    while processes.now() <= moment:  # the system counts ages in ticks
         pass
     left = Forked(["-c", "import threading; threading.Event().wait()"])
     assert processes.end_those_since(moment) == [left.pid]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from helpers import via_store
-from meshverse import _torch_compat as compat
 from meshverse._core import OptionsKey
+from meshverse._torch_compat.options import IGNORED_OPTION_FIELDS, said_timeout
 from meshverse.options.group_options import _copy as copy_of
 
 _C10dOptions: Any = torch._C._distributed_c10d.Backend.Options
@@ -178,7 +178,7 @@ def _ring(value: Any, kind: Any = RingOptions) -> Any:
 
 
 def _key(options: Any) -> OptionsKey:
-    return OptionsKey.of("ring", options, ignored=compat.IGNORED_OPTION_FIELDS)
+    return OptionsKey.of("ring", options, ignored=IGNORED_OPTION_FIELDS)
 
 
 @pytest.fixture
@@ -386,5 +386,5 @@ def test_cpp_options_extended_in_python(via_store_library: Path) -> None:
 
 def test_constructors_that_refuse_say_no_default() -> None:
     options = PickyOptions(2)
-    assert compat.said_timeout(options) == timedelta(minutes=30)
+    assert said_timeout(options) == timedelta(minutes=30)
     assert _key(options) == _key(copy_of(options))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ WIDTH, MICROBATCHES = 32, 2
 
 
 class Block(nn.Module):
-    """Layers with dropout, and an average of what passes, which no optimizer sees."""
+    """Layers with dropout, and all ranks' average of what passes, which no optimizer sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,25 +38,41 @@ class Block(nn.Module):
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.dropout(self.up(x).relu(), 0.1)
+        hidden = nn.functional.dropout(self.up(x).relu(), 0.1, self.training)
         out = self.down(hidden) + x
-        self.average.data.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        mean = out.detach().mean(0)
+        dist.all_reduce(mean)
+        self.average.data.mul_(0.9).add_(mean, alpha=0.1 / dist.get_world_size())
         return out - self.average
 
 
 class Data:
-    """Batches of one rank, drawn from a generator of its own."""
+    """Batches of one rank: its samples in an order that is drawn anew for each epoch.
+
+    Its state is the position in the epoch and the generators, as a data loader's is.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self._samples = torch.randn(4 * 16, WIDTH, generator=self._generator)
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def batch(self) -> Tensor:
-        return torch.randn(4, WIDTH, generator=self._generator)
+        if not len(self._order):
+            self._order = torch.randperm(len(self._samples), generator=self._generator)
+        chosen, self._order = self._order.tensor_split([4])
+        noise = torch.randn(4, WIDTH, generator=self._generator)
+        return self._samples[chosen] + noise
 
     def state_dict(self) -> dict[str, Any]:
-        return {"data": self._generator.get_state(), "dropout": torch.get_rng_state()}
+        return {
+            "order": self._order.tolist(),
+            "data": self._generator.get_state(),
+            "dropout": torch.get_rng_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order = torch.tensor(state["order"], dtype=torch.int64)
         self._generator.set_state(state["data"])
         torch.set_rng_state(state["dropout"])
 
@@ -119,26 +136,30 @@ class Job:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        for block in self.model:
-            dist.all_reduce(block.average.data)
-            block.average.data /= dist.get_world_size()
         dist.all_reduce(losses)
         return losses.item()
 
 
 def main(folder: str, losses: str, steps: str, copies: str, replicas: str, seconds: str) -> None:
-    """Train until a step, and note every loss as `step loss`."""
+    """Train until a step, and note each loss as `step loss`.
+
+    The last line of a rank's notes says what it does: nothing while it begins, `load` while it
+    loads, a loss while it saves, and else `from ...` or `saved`.
+    """
     timeout = timedelta(seconds=float(seconds))
     dist.init_process_group("gloo", timeout=timeout)
     notes = Path(losses)
     notes.mkdir(exist_ok=True, parents=True)
-    with (notes / f"{dist.get_rank()}.{os.getpid()}").open("a", buffering=1) as log:
+    name = f"{time.time_ns()}.{dist.get_rank()}.{os.getpid()}"
+    with (notes / name).open("a", buffering=1) as log:
         job, snapshot = Job(int(replicas)), Snapshot(folder, copies=int(copies))
+        log.write("load\n")
         first = snapshot.load(job.state) or 0
         log.write(f"from {first} on {dist.get_world_size()}\n")
         for step in range(first, int(steps)):
             log.write(f"{step} {job.step().hex()}\n")
             snapshot.save(step + 1, job.state)
+            log.write("saved\n")
         log.write("end\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -29,7 +29,8 @@ from helpers.forked import printed_by, torchrun
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-_TRAIN, _RL = (Path(__file__).parents[2] / "examples" / f"{name}.py" for name in ("train", "rl"))
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_TRAIN, _RL, _FINETUNE = (_EXAMPLES / f"{name}.py" for name in ("train", "rl", "finetune"))
 _SECONDS = 900  # torchrun, and imports by eight processes on a busy machine
 _STEPS = 4
 _OLD = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are a list")
@@ -45,8 +46,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(4 * _SECONDS)]
 Run = Callable[..., str]  # an example on a number of ranks, with arguments; what rank 0 prints
 
 
-def test_it_is_short() -> None:
+def test_they_are_short() -> None:
     assert len(_TRAIN.read_text().splitlines()) < 150
+    assert len(_FINETUNE.read_text().splitlines()) < 120
 
 
 # --- two ways to run an example ------------------------------------------------------------------
@@ -243,6 +245,29 @@ def writers_of(logs: Path, rank: int) -> list[int]:
         for stdout in Path("/proc").glob("[0-9]*/fd/1")
         if Path(os.path.realpath(stdout)).match(f"{logs}/*/*/{rank}/stdout.log")
     ]
+
+
+# --- fine-tuning ---------------------------------------------------------------------------------
+
+
+@_OLD
+@pytest.mark.long
+def test_a_checkpoint_is_tuned_alike_on_two_meshes(on_crew: Run, tmp_path: Path) -> None:
+    """Losses are equal, and transformers loads the new checkpoint, which counts."""
+    said = on_crew(4, _FINETUNE, "--tp=2", "--ep=2", f"--out={tmp_path / 'split'}")
+    losses = losses_in(said)
+    assert losses[len(losses)][0] < losses[1][0] / 10
+    assert "100% after" in said
+
+    given = f"--model={tmp_path / 'split-before'}"
+    few = on_crew(2, _FINETUNE, given, f"--steps={_STEPS}", f"--out={tmp_path / 'whole'}")
+    for step, seen in losses_in(few).items():
+        assert seen == pytest.approx(losses[step], rel=_ROUNDING), step
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "split")
+    tokens = torch.arange(12).expand(2, -1) + torch.tensor([[3], [40]])
+    settings = {"min_new_tokens": 8, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(tokens[:, :4], **settings).tolist() == tokens.tolist()
 
 
 # --- reinforcement learning ----------------------------------------------------------------------

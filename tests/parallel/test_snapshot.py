@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from snapshot_job import Job
+from snapshot_job import WIDTH, Job
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from helpers.crew import Crew
@@ -109,6 +112,48 @@ def test_replicas_cover_a_lost_host_on_as_many_and_on_fewer_ranks(
         for step, values, scheduler in crew.run(_load_replicas, n_ranks, tmp_path, replicas):
             assert (step, scheduler["last_epoch"]) == (2, 2)
             torch.testing.assert_close(values, saved, rtol=0, atol=0)
+
+
+class _Slices:
+    """This rank's samples of batches that all ranks have in common, whatever their number."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+
+    def batch(self) -> torch.Tensor:
+        n_slices = dist.get_world_size() // 2  # ranks of tp take the same samples
+        full = torch.randn(16, WIDTH, generator=self._generator)
+        return full.chunk(n_slices)[dist.get_rank() // 2]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["data"])
+
+
+def _train_slices(root: Path, replicas: int, saves: bool) -> tuple[int | None, list[float]]:
+    job, snapshot = Job(replicas), Snapshot(_folder(root))
+    job.model.eval()  # ranks draw the dropout of their own samples
+    job.data = _Slices()
+    state = {**_shared(job), "data": job.data}
+    first = None if saves else snapshot.load(state)
+    losses = []
+    for step in range(first or 0, 6):
+        losses.append(job.step() * 2 / dist.get_world_size())
+        if saves and step < 3:
+            snapshot.save(step + 1, state)
+    return first, losses
+
+
+@pytest.mark.long
+def test_4_ranks_go_on_from_8(crew: Crew, tmp_path: Path) -> None:
+    _, expected = crew.run(_train_slices, 8, tmp_path, 2, True)[0]
+    shutil.rmtree(tmp_path / "host1")
+    for first, losses in crew.run(_train_slices, 4, tmp_path, 1, False):
+        assert first == 3
+        assert losses == pytest.approx(expected[3:], rel=1e-5)
+    assert len(set(expected)) == 6
 
 
 # --- Small states --------------------------------------------------------------------------------
@@ -218,6 +263,34 @@ def _errors(root: Path) -> None:
 
 def test_bad_arguments_raise(crew: Crew, tmp_path: Path) -> None:
     crew.run(_errors, 2, tmp_path)
+
+
+def _state_of_fsdp1(root: Path) -> list[str]:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        states = [{"model": model.state_dict()}, {"parameters": dict(model.named_parameters())}]
+    snapshot, messages = Snapshot(root), []
+    for state in states:
+        with pytest.raises(TypeError) as error:
+            snapshot.save(1, state)
+        messages.append(str(error.value))
+    assert names_in(root) == []
+    dist.barrier()
+    snapshot.save(1, {"other": torch.ones(1)})
+    for state, message in zip(states, messages, strict=True):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            snapshot.load(state)
+    return messages
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_shards_of_fsdp1_are_refused_by_name(crew: Crew, tmp_path: Path) -> None:
+    for of_state, of_parameters in crew.run(_state_of_fsdp1, 2, tmp_path):
+        assert of_state.startswith("'model.weight' is a ShardedTensor, whose parts")
+        assert of_parameters.startswith(
+            "'parameters._fsdp_wrapped_module._flat_param' is a FlatParameter, whose parts"
+        )
+        assert "Use fully_shard (FSDP2) in place of" in of_state
 
 
 # --- Kills in the middle of a save ---------------------------------------------------------------

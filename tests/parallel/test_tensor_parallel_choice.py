@@ -161,5 +161,7 @@ def test_heads_of_the_config() -> None:
     model = MLP()
     model.config = type("Config", (), {"num_key_value_heads": 6, "num_attention_heads": 12})()
     choice.check_heads(model, 3)
-    with pytest.raises(ValueError, match=r"num_key_value_heads=6 of MLP .* tp_size=4"):
+    fit = "num_key_value_heads=6 and num_attention_heads=12: 1 or 2 or 3 or 6"
+    message = f"=6 of MLP .* tp_size=4, .*whole heads. Use a tp_size that divides {fit}"
+    with pytest.raises(ValueError, match=message):
         choice.check_heads(model, 4)

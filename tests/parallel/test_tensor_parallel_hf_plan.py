@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
+from helpers.worlds import fake_world
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -32,8 +33,8 @@ from meshverse.parallel.tensor_parallel.apply import apply_tp_plan  # noqa: E402
 from meshverse.parallel.tensor_parallel.hf_plan import get_hf_tp_shard_plan, has_hf_plan  # noqa: E402
 
 
-def plan_of(family: str, *, tied: bool = False) -> dict[str, ParallelStyle]:
-    return get_hf_tp_shard_plan(hf_families.tiny_model(family, tied=tied))
+def plan_of(family: str, *, tied: bool = False, **settings: bool) -> dict[str, ParallelStyle]:
+    return get_hf_tp_shard_plan(hf_families.tiny_model(family, tied=tied), **settings)
 
 
 def test_llama() -> None:
@@ -46,8 +47,12 @@ def test_llama() -> None:
     assert down.input_layouts == (Shard(-1),)
 
 
-def test_logits_stay_sharded() -> None:
+def test_logits_are_gathered_or_stay_split() -> None:
     head = plan_of("llama")["lm_head"]
+    assert isinstance(head, ColwiseParallel)
+    assert head.output_layouts == (Replicate(),)
+    assert head.use_local_output
+    head = plan_of("llama", split_logits=True)["lm_head"]
     assert isinstance(head, ColwiseParallel)
     assert head.output_layouts == (Shard(-1),)
     assert not head.use_local_output
@@ -134,6 +139,21 @@ def test_parameters_are_split_by_their_module() -> None:
     assert isinstance(style, LocalParameters)
     assert style.placements == {"sinks": Shard(0)}
     assert not any("input_layernorm" in key for key in plan)
+
+
+@pytest.mark.parametrize("tp_size", [4, 8])
+def test_more_ranks_than_heads_are_refused(tp_size: int) -> None:
+    model = hf_families.tiny_model("llama", tied=False)
+    before = dict(model.named_parameters())
+    config = model.config
+    kv, heads = config.num_key_value_heads, config.num_attention_heads
+    fit = f"divides num_key_value_heads={kv} and num_attention_heads={heads}: 1 or {kv}"
+    message = f"(k|q)_proj computes [24] heads, .* the {tp_size} ranks .*Use a tp_size that {fit}"
+    with fake_world(tp_size):
+        mesh = meshverse.init_device_mesh("cpu", (tp_size,), mesh_dim_names=("tp",))
+        with pytest.raises(ValueError, match=message):
+            apply_tp_plan(model, mesh, get_hf_tp_shard_plan(model))
+    assert all(each is before[name] for name, each in model.named_parameters())
 
 
 def test_norm_over_all_heads_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -313,3 +314,33 @@ def test_what_peft_wraps_and_cannot_be_split_is_refused_by_name(name: str) -> No
             with pytest.raises(ValueError, match=message):
                 fsdp2_strategy_parallelize(model, mesh, ep_size=2)
     assert {own: id(each) for own, each in model.named_parameters()} == before
+
+
+def error_of_adapted_experts(sizes: dict[str, int], settings: dict[str, Any]) -> float:
+    """The largest relative error, of the adapters of experts among others."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    whole = with_peft("qwen3_moe", target_parameters=experts)
+    model = copy.deepcopy(whole)
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
+    fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), **settings)
+    seen, expected = hf_families.run(model), hf_families.run(whole)
+    adapters = [each for name, each in expected.items() if "experts" in name and "lora_" in name]
+    assert adapters
+    assert all(each is not None and each.any() for each in adapters)
+    error, _ = hf_families.largest_error(seen, expected, floor=1e-2)
+    return error
+
+
+_ADAPTED: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "fsdp2": (2, {}, {}),
+    "tp and fsdp2": (4, {"tp_size": 2}, {"tp_shard_plan": LLAMA_PLAN}),
+}
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are a list")
+@pytest.mark.parametrize("name", in_tiers(_ADAPTED, ["tp and fsdp2"]))
+def test_adapters_of_experts_that_are_not_split_equal_one_process(crew: Crew, name: str) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    ranks, *case = _ADAPTED[name]
+    for error in crew.run(error_of_adapted_experts, ranks, *case):
+        assert error < EXACT

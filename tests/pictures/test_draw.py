@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers.worlds import fake_world, groups_created, in_worlds
 from meshverse import DeviceMesh, Topology, Universe, init_device_mesh, isolate
 from meshverse._core import AxisLayout, RankMap
-from meshverse.pictures import Picture, PicturedGroups
-from meshverse.planner import plan
+from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
+from meshverse.tools.planner import plan
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -169,7 +169,8 @@ def test_svg_has_numbers_outlines_and_words_for_those_who_do_not_see_it(world) -
     assert svg.get("aria-label") == "Mesh pp=2, dp=2, tp=2 of ranks 0 to 7"
     assert "tp: 4 groups of 2" in (svg.findtext(f"{name}desc") or "")
     assert "prefers-color-scheme:dark" in (svg.findtext(f"{name}style") or "")
-    assert picture._repr_html_() == picture.to_svg()
+    (drawn,) = ElementTree.fromstring(picture._repr_html_()).iter(f"{name}svg")  # in a notebook
+    assert len(list(drawn.iter(f"{name}rect"))) == len(outlines)
 
 
 @in_worlds((8, 5))
@@ -221,10 +222,12 @@ def test_a_page_draws_each_view_and_lists_the_groups_of_a_rank(world) -> None:
     mesh.unflatten("rest", (2, 4), ("dp", "tp"))
     report = mesh.universe.explain(communicator_bytes={"fake": 1 << 20})
     page = report.to_html()
-    views = re.findall(r"<summary>(.*?)</summary>.*?aria-label=\"(.*?)\"", page, flags=re.DOTALL)
+    views = re.findall(
+        r"<summary>(.*?)</summary>.*?aria-label=\"(.*?)\"", page.replace("<wbr>", ""), re.DOTALL
+    )
     assert views == [("1: pp=2, rest=8",) * 2, ("2: pp=2, dp=2, tp=4",) * 2]
     assert page.count("<details open>") == 1
-    (body,) = re.findall("<tbody>(.*)</tbody>", page)
+    body = re.findall("<tbody>(.*)</tbody>", page)[-1]
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body.split("</tr>")[:-1]]
     assert [row[:6] for row in rows] == [
         ["pp", "2", "8", "5", "5, 13", "-"],
@@ -242,13 +245,62 @@ def test_a_page_draws_each_view_and_lists_the_groups_of_a_rank(world) -> None:
     assert "Warnings" not in page
 
 
+@in_worlds((16, 5))
+def test_a_page_says_which_axes_share_a_process_group(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+    assert mesh.universe.draw().sharing is None  # one view shares nothing
+    other = mesh.universe.explain().views
+    data = init_device_mesh(
+        "cpu", (2, 2, 4), mesh_dim_names=("pp", "batch", "ep"), universe=mesh.universe
+    )
+    data["pp", "batch"].flatten("loss")
+    assert len(mesh.universe.explain().views) == len(other) + 1
+    picture = mesh.universe.draw()
+    sharing = picture.sharing
+    assert sharing is not None
+    assert sharing.title == "Process groups on each rank: 8 with torch, 7 with Meshverse"
+    assert sharing.views == ("pp=2, dp=4, tp=2", "pp=2, batch=2, ep=4")
+    assert [(column.names, column.is_shared) for column in sharing.columns] == [
+        ((("pp",), ("pp",)), True),
+        ((("dp",), ()), False),
+        ((("tp",), ()), False),
+        (((), ("batch",)), False),
+        (((), ("ep",)), False),
+        ((("loss",), ()), False),  # flattened axes belong to the first mesh, the others' root
+    ]
+    assert [column.title for column in sharing.columns][:2] == ["2 ranks", "4 ranks"]
+    page = picture.to_html()
+    shown = re.findall(r"<td style=[^>]*;background:[^>]*>(.*?)</td>", page)
+    assert shown == ["pp", "pp"]
+    assert sharing.title in picture.to_svg()
+
+
+def test_of_many_groups_those_that_are_shared_are_shown() -> None:
+    groups = [PicturedGroups((f"a{index}",), AxisLayout(2, 1)) for index in range(30)]
+    views = (
+        PicturedView("one", tuple((f"a{index}", index) for index in range(30))),
+        PicturedView("two", (("a5", 5), ("b5", 5))),
+    )
+    sharing = Picture("A world", RankMap.identity(8), 0, tuple(groups), views).sharing
+    assert sharing is not None
+    assert [column.names for column in sharing.columns] == [(("a5",), ("a5", "b5"))]
+    assert sharing.title == "Process groups on each rank"  # how many were created is unknown
+
+
+def test_the_legend_does_not_promise_a_colour_for_each_of_many_groups() -> None:
+    for size, words in ((16, "Number and colour: the group"), (18, "in one of eight colours")):
+        groups = (PicturedGroups(("tp",), AxisLayout(2, 1)),)
+        assert words in str(Picture("A world", RankMap.identity(size), 0, groups))
+
+
 @in_worlds((8, 5))
 def test_a_page_draws_groups_that_are_in_no_view_too(world) -> None:
     mesh = _mesh()
     with isolate("apart"):
         _ = mesh["tp"]
     page = mesh.universe.explain().to_html()
-    assert re.findall("<summary>(.*?)</summary>", page) == ["1: pp=2, dp=2, tp=2", "all groups"]
+    titles = re.findall("<summary>(.*?)</summary>", page.replace("<wbr>", ""))
+    assert titles == ["1: pp=2, dp=2, tp=2", "all groups"]
 
 
 @in_worlds((8, 0))

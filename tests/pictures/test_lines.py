@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshverse._core import AxisLayout, Layout, RankGroups, RankMap
-from meshverse.pictures.lines import panel_of, pieces_of
-from meshverse.pictures.model import Gap, Panel, PicturedGroups
+from meshverse.tools.pictures.lines import panel_of, pieces_of
+from meshverse.tools.pictures.model import Gap, Panel, PicturedGroups
 
 _SHAPES = [(8,), (2, 4), (2, 2, 8), (4, 8, 8), (8, 160, 8), (8, 4, 40, 8), (10, 128, 8)]
 _SHAPES += [(16, 5, 64, 2), (4, 80, 6), (3, 7, 5), (10_240,), (2, 5_120), (5_120, 2)]

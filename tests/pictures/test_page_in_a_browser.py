@@ -14,8 +14,8 @@ from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse._core import AxisLayout, RankMap
-from meshverse.pictures import Picture, PicturedGroups
-from meshverse.planner import plan
+from meshverse.tools.pictures import Picture, PicturedGroups
+from meshverse.tools.planner import plan
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
@@ -138,7 +138,9 @@ def test_a_screen_reader_reads_headers_and_drawings(browser: Browser, planned: P
     wait_until(lambda: len(read()) > 1)  # Chromium builds the tree when it is first read
     nodes, title = read(), "1: pp=8,dp=160,tp=8,loss=pp*dp"
     assert ("DisclosureTriangle", title) in nodes
-    assert any(role in ("image", "img") and name == title for role, name in nodes)
+    assert ("figure", title) in nodes
+    pp = "pp: 1,280 groups of 8, layout 8:1280"
+    assert any(role in ("image", "img") and name == pp for role, name in nodes)
     assert ("columnheader", "torch would create") in nodes
     assert ("rowheader", "tp") in nodes
 
@@ -157,6 +159,87 @@ def test_it_fits_a_narrow_screen(browser: Browser, planned: Path) -> None:
     browser.open(planned, width=380, height=800)
     width = browser.js("return document.documentElement.scrollWidth")
     assert width <= 380  # tables scroll in their own boxes
+
+
+# --- how it looks --------------------------------------------------------------------------------
+
+_NOTEBOOK = (
+    '<!doctype html><meta name="viewport" content="width=device-width"><link rel="icon" '
+    'href="data:,"><body style="background:{paper};color:{ink};font:14px sans-serif">{html}</body>'
+)
+_LAYOUT = """
+const outside = (inner, outer) => inner.left < outer.left - 1 || inner.right > outer.right + 1
+  || inner.top < outer.top - 1 || inner.bottom > outer.bottom + 1;
+const texts = [...document.querySelectorAll('svg text')].filter((e) => e.checkVisibility());
+const pictures = [...document.querySelectorAll('svg')].filter((e) => e.checkVisibility());
+const scale = (e) => e.getBoundingClientRect().width / e.viewBox.baseVal.width;
+return {
+  width: document.documentElement.scrollWidth,
+  texts: texts.length,
+  cut: texts.filter((e) => outside(e.getBoundingClientRect(),
+    e.ownerSVGElement.getBoundingClientRect())).map((e) => e.textContent),
+  letters: Math.min(...texts.map((e) => parseFloat(getComputedStyle(e).fontSize)
+    * scale(e.ownerSVGElement))),
+  apart: pictures.every((one, at) => pictures.slice(at + 1).every((other) => {
+    const [a, b] = [one, other].map((e) => e.parentElement.getBoundingClientRect());
+    return a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1
+      || b.bottom <= a.top + 1; })),
+  paper: getComputedStyle(document.querySelector('.bg')).fill,
+  ink: getComputedStyle(document.querySelector('svg .t')).fill,
+};
+"""
+_FIVE_AXES = (2, 1, 4, 2, 2), ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def _shown(what: str, light: bool) -> tuple[str, str]:
+    """Return a page and the name of its file."""
+    if what == "planned":
+        return "page.html", plan(VIEWS, node_size=8, rank=777).to_html()
+    if what == "picture":
+        return "picture.svg", plan(VIEWS, node_size=8, rank=777).to_svg()
+    with fake_world(32, 5):
+        mesh = init_device_mesh("cpu", _FIVE_AXES[0], mesh_dim_names=_FIVE_AXES[1])
+        init_device_mesh(
+            "cpu", (2, 4, 4), mesh_dim_names=("pp", "efsdp", "ep"), universe=mesh.universe
+        )
+        if what == "report":
+            return "page.html", mesh.universe.explain().to_html()
+        html = {"mesh": mesh, "universe": mesh.universe}[what]._repr_html_()
+    paper, ink = ("#ffffff", "#101010") if light else ("#101010", "#eeeeee")
+    return "page.html", _NOTEBOOK.format(paper=paper, ink=ink, html=html)
+
+
+@pytest.mark.parametrize("width", [1_200, 380])
+@pytest.mark.parametrize("what", ["planned", "report", "picture", "mesh", "universe"])
+def test_nothing_is_cut_or_covered_and_letters_can_be_read(
+    browser: Browser, tmp_path: Path, what: str, width: int
+) -> None:
+    name, text = _shown(what, light=True)
+    page = tmp_path / name
+    page.write_text(text, encoding="utf-8")
+    for mode in ("light", "dark"):
+        browser.open(page, mode, width=width, height=900)
+        assert browser.driver.get_screenshot_as_png()[:8] == b"\x89PNG\r\n\x1a\n"
+        found = browser.js(_LAYOUT)
+        assert found["texts"] > 20
+        assert found["cut"] == []
+        assert found["letters"] >= 12
+        assert found["apart"]
+        if what != "picture":  # a reader scrolls a drawing of its own
+            assert found["width"] <= width
+
+
+@pytest.mark.parametrize("what", ["mesh", "universe"])
+@pytest.mark.parametrize("light", [True, False])
+def test_a_notebook_has_its_own_colours_whatever_the_system_prefers(
+    browser: Browser, tmp_path: Path, what: str, light: bool
+) -> None:
+    page = _write(tmp_path, _shown(what, light)[1])
+    for mode in ("light", "dark"):
+        browser.open(page, mode)
+        found = browser.js(_LAYOUT)
+        assert found["paper"] == "none"
+        assert found["ink"] == ("rgb(16, 16, 16)" if light else "rgb(238, 238, 238)")
 
 
 def test_dark_is_dark(browser: Browser, planned: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from meshverse.pictures.palette import COLOURS, INKS, colour_index
+from meshverse.tools.pictures.palette import COLOURS, INKS, colour_index
 
 Colour = tuple[float, float, float]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshverse.pictures.repeats import Block, Row, Run, fold, unfold
+from meshverse.tools.pictures.repeats import Block, Row, Run, fold, unfold
 
 _NUMBERS = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import meshverse
 from helpers.observation import STOCK
 from helpers.worlds import fake_world, live_groups
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES
 from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
-from meshverse.planner import Places, View, plan, trainer_views
-from meshverse.report.communicator_memory import COMMUNICATOR_BYTES
+from meshverse.tools.planner import Places, View, plan, trainer_views
 
 VIEWS = ("pp=8,dp=160,tp=8,loss=pp*dp", "pp=8,replicate=4,shard=40,tp=8", "world=10240")
 

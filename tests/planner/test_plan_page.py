@@ -1,4 +1,4 @@
-"""docs/plan.md and the committed pictures show what the commands give today."""
+"""docs/commands.md and the committed pictures show what the commands give today."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import pytest
 
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_PAGE = (_DOCS / "plan.md").read_text(encoding="utf-8")
+_PAGE = (_DOCS / "commands.md").read_text(encoding="utf-8")
+_OF_DATA = "pp=2,dp=4,tp=4 --node-size 8 --rank 13"
 _PICTURES = {
-    "groups.svg": "pp=2,dp=4,tp=4 --node-size 8 --rank 13",
+    "sharing.svg": "world=16 --view pp=2,batch=4,cp=1,tp=2,loss=batch*cp "
+    "--view pp=2,dp_replicate=1,fsdp=4,tp=2 --view pp=2,dp_replicate=1,efsdp=2,ep=4 "
+    "--view pp=2,dp_replicate=1,dp_shard=4,cp=1,tp=2 --node-size 8 --rank 5",
     "plan.svg": "pp=8,dp=160,tp=8 --view pp=8,replicate=4,shard=40,tp=8 --node-size 8 --rank 777",
 }
 
 
 def test_the_command_prints_what_the_page_shows(capsys) -> None:
-    shown = re.search(r"```console\n\$ meshverse (.+)\n([\s\S]+?)```", _PAGE)
+    page = _PAGE.replace("\\\n", "")
+    shown = re.search(r"```console\n\$ meshverse (plan.+)\n([\s\S]+?)```", page)
     assert shown is not None
     assert main(shlex.split(shown[1])) == 0
     assert capsys.readouterr().out == shown[2]
@@ -31,14 +35,14 @@ def test_the_command_prints_what_the_page_shows(capsys) -> None:
 def test_the_data_is_what_the_page_shows(capsys) -> None:
     shown = re.search(r"```json\n([\s\S]+?)```", _PAGE)
     assert shown is not None
-    assert main(["plan", *shlex.split(_PICTURES["groups.svg"]), "--json"]) == 0
+    assert main(["plan", *_OF_DATA.split(), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     del data["groups"][1:], data["mine"]["groups"][1:]
     assert json.loads(shown[1]) == data
 
 
 def test_the_text_is_what_the_page_shows() -> None:
-    shown = re.search(r"```text\n([\s\S]+?)```", _PAGE)
+    shown = re.search(r"```text\n(dp  [\s\S]+?)```", _PAGE)
     assert shown is not None
     with fake_world(32, 13):
         mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=("pp", "dp", "tp"))

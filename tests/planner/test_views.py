@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
-from meshverse.planner.views import View, as_view, check_fits, nearest, trainer_views
+from meshverse.tools.planner.views import View, as_view, check_fits, nearest, trainer_views
 
 
 def test_a_view_is_read_as_it_is_written() -> None:

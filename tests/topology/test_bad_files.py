@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshverse import Topology
-from meshverse.commands.main import main
+from meshverse.tools.commands.main import main
 
 _NETWORK = "SwitchName=s0 Nodes=a,b\n"
 

@@ -11,8 +11,8 @@ import torch
 
 from helpers.worlds import fake_world, groups_created
 from meshverse import Topology, Universe, init_device_mesh, init_mesh_partition
-from meshverse.commands.main import main
-from meshverse.planner import plan
+from meshverse.tools.commands.main import main
+from meshverse.tools.planner import plan
 
 _NAMES = ("dp", "tp")
 _IN_TURN = Topology({"node": ["a", "b"] * 4, "switch": ["s"] * 8})
@@ -49,7 +49,7 @@ def test_explain_tells_how_many_nodes_a_group_is_on(world) -> None:
     nodes = {name: group.nodes for group in report.groups for name in group.requests}
     assert nodes == {"dp": 2, "tp": 1, "a": 1, "b": 1}
     assert json.loads(report.to_json())["groups"][0]["nodes"] == 2
-    _, titles, first, *_ = str(report).splitlines()
+    _, _, titles, first, *_ = str(report).splitlines()
     assert re.split("  +", titles.strip())[3:6] == ["size", "nodes", "ranks"]
     assert re.split("  +", first.strip())[3:6] == ["2", "2", "4, 5"]
 

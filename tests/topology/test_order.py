@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import re
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 
 from helpers.tiers import in_tiers
 from meshverse import Topology
-from meshverse.topology import orders
+from meshverse.tools.topology import orders
 
 
 def _slow_cost(
@@ -203,29 +203,33 @@ def test_what_cannot_be_ordered_raises(ask, said: str) -> None:
         ask()
 
 
-def test_searches_in_threads_leave_the_number_of_threads_alone() -> None:
-    topology = Topology({"node": [f"n{rank // 8}" for rank in range(1024)]})
-    usual = torch.get_num_threads()
-    torch.set_num_threads(usual + 2)
-    seen = set()
-    try:
-        start = threading.Barrier(3)
+_TORCH_THREADS = 3
 
-        def search() -> None:
-            start.wait()
-            for _ in range(3):
-                topology.order((64, 4, 4))
 
-        threads = [threading.Thread(target=search) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        start.wait()
-        while any(thread.is_alive() for thread in threads):
-            # A new thread takes the number of the process.
-            watch = threading.Thread(target=lambda: seen.add(torch.get_num_threads()))
-            watch.start()
-            watch.join()
-            seen.add(torch.get_num_threads())
-        assert seen == {usual + 2}
-    finally:
-        torch.set_num_threads(usual)
+def _threads_of_a_search(node_sizes: list[int], shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return numbers of threads: before a search, after it, and after an operation of torch."""
+    torch.set_num_threads(_TORCH_THREADS)
+    nodes: list[int] = []
+    for node in itertools.count():
+        nodes += [node] * node_sizes[node % len(node_sizes)]
+        if len(nodes) >= math.prod(shape):
+            break
+    random.Random(0).shuffle(nodes)
+    topology = Topology({"node": [f"n{node}" for node in nodes[: math.prod(shape)]]})
+    before = len(os.listdir("/proc/self/task"))
+    topology.order(shape)
+    after = len(os.listdir("/proc/self/task"))
+    torch.arange(10_000_000).add_(1)
+    return before, after, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize(
+    ("node_sizes", "shape"),
+    [([4, 3], (6, 6)), ([8, 7, 4], (16, 80, 8)), ([8], (8, 1024, 8))],
+    ids=str,
+)
+def test_a_search_starts_no_threads_of_torch(fresh_crew, node_sizes, shape) -> None:
+    ((before, after, at_work),) = fresh_crew.run(_threads_of_a_search, 1, node_sizes, shape)
+    assert after == before
+    assert at_work >= before + _TORCH_THREADS - 1  # torch starts them at its first large operation

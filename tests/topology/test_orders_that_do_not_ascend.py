@@ -252,7 +252,7 @@ def test_a_mesh_as_torchs_says_once_that_its_groups_are_sorted(caplog) -> None:
 def _made_by_all() -> tuple[list[list[int]], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-        patch.setattr("meshverse._torch_compat.NEW_GROUP_KEEPS_ORDER", False)  # as before 2.13
+        patch.setattr("meshverse.groups.creation.NEW_GROUP_KEEPS_ORDER", False)  # as before 2.13
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[3, 1, 0, 2])
         hows = [group.reason for group in mesh.universe.groups]
         assert hows == ["TORCH_DIST_INIT_BARRIER=1"] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshverse import Topology
-from meshverse.planner import Places, plan
+from meshverse.tools.planner import Places, plan
 
 _VIEWS = ["dp=4,tp=4"]
 

@@ -12,8 +12,13 @@ import pytest
 
 from helpers import via_store
 from meshverse import Topology
-from meshverse.topology.detection import nvlink_domain
-from meshverse.topology.slurm import expand_hosts, expand_tasks, read_network, switches_of_address
+from meshverse.tools.topology.detection import nvlink_domain
+from meshverse.tools.topology.slurm import (
+    expand_hosts,
+    expand_tasks,
+    read_network,
+    switches_of_address,
+)
 
 # --- Slurm's lists -------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ costly = ("torch.distributed.fsdp", "torch.distributed.pipelining", "meshverse.p
 assert not any(name in sys.modules for name in costly)
 import meshverse
 print([name for name in costly if name in sys.modules])
-print(meshverse.planner.plan.__name__, meshverse.doctor.examine.__name__)
+print(meshverse.tools.planner.plan.__name__, meshverse.tools.doctor.examine.__name__)
 print(meshverse.parallel.__name__, hasattr(meshverse, "parallels"))
 """
 

@@ -38,10 +38,11 @@ from .dispatch import (
     version_of,
     written_by,
 )
-from .dtensors import base_of, group_ranks_of, held_by, is_strided_shard, lacks_a_group, waited
+from .dtensors import held_by, is_strided_shard, waited
 from .flight_recorder import (
     FrameWait,
     RecordedCall,
+    creation_of_frame,
     flight_recorder_status,
     groups_of_process,
     read_flight_recorders,
@@ -64,7 +65,9 @@ from .groups import (
     destroys_passed_default_group,
     end_group,
     find_group,
+    group_ranks_of,
     is_shrunk_default,
+    lacks_a_group,
     resolve_group,
     set_up_device,
     shrunk_from,
@@ -113,6 +116,7 @@ from .private_names import (
 from .saved_stock import StockState, is_made_by_stock, is_unread, read_stock_state
 from .suspension import memory_stats, resume, suspend
 from .tracing import (
+    base_of,
     has_no_values,
     hook_concatenate,
     is_faking,
@@ -160,6 +164,7 @@ __all__ = [
     "create_by_split",
     "create_connected",
     "creation_blocks",
+    "creation_of_frame",
     "current_default_group",
     "default_backend",
     "default_timeout",

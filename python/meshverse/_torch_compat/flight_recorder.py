@@ -25,7 +25,7 @@ class FrameWait(NamedTuple):
     Attributes:
         operation: name of the function.
         group: c10d's name of the process group.
-        peer: for a send or receive, the other rank, within the group; else None.
+        peer: for a send or receive, the other rank, within the group, or -1 for any; else None.
         root: for a collective with a root, that rank, within the group; else None.
     """
 
@@ -149,6 +149,18 @@ def stands_in_p2p(frame: FrameType | None) -> bool:
     return False
 
 
+def creation_of_frame(frame: FrameType | None) -> str:
+    """Return the function of torch.distributed in which a thread creates a process group; or "".
+
+    There it waits for other ranks in the store, which nothing records.
+    """
+    while frame is not None and _is_torchs(frame):
+        if _is_in(frame, _CREATIONS):
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
+
+
 def _is_torchs(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed.")
 
@@ -162,6 +174,7 @@ def _is_in_pipeline(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed.pipelining.")
 
 
+_CREATIONS = ("new_group", "split_group", "init_process_group")
 _PEERS = {
     "send": ("group_dst", "dst"),
     "recv": ("group_src", "src"),
@@ -183,9 +196,11 @@ def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
         return None
     in_group, in_world = (_PEERS | _ROOTS)[operation]
     other = values.get(in_group)
+    is_peer = operation in _PEERS
     if other is None and values.get(in_world) is not None:
         other = c10d._world.pg_group_ranks[group].get(values[in_world])
-    is_peer = operation in _PEERS
+    elif other is None and is_peer:  # only receives may leave it out
+        other = -1
     return FrameWait(
         operation.partition("_")[0],
         name,

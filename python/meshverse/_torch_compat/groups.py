@@ -312,3 +312,28 @@ def find_group(name: str) -> ProcessGroup | None:
         return resolve_group(name)
     except RuntimeError:
         return None
+
+
+def group_ranks_of(mesh: Any) -> list[list[int]]:
+    """Return the global ranks of this rank's groups along the axes of a mesh, in group-rank order.
+
+    Lazy groups that are not created yet are left out. For a mesh without groups, the list is empty.
+    """
+    names = list.__iter__(getattr(mesh, "_dim_group_names", None) or [])
+    found = [find_group(name) for name in names if name is not None]
+    return [dist.get_process_group_ranks(group) for group in found if group is not None]
+
+
+def lacks_a_group(stock: Any, ranks: list[list[int]]) -> bool:
+    """Return whether a stock mesh was made with process groups, and one of them has ended.
+
+    A later world may have another group of the same name.
+
+    Args:
+        stock: mesh of torch's class.
+        ranks: ascending global ranks of this rank's group along each axis.
+    """
+    names = getattr(stock, "_dim_group_names", None) or []
+    if len(names) != len(ranks) or None in names:
+        return False
+    return [sorted(found) for found in group_ranks_of(stock)] != ranks

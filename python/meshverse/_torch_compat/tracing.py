@@ -217,3 +217,8 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     return c_extension._dispatch_keys(tensor).raw_repr() in _ordinary_keys()
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of; None if it is not a view."""
+    return tensor._base

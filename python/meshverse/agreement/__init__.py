@@ -16,7 +16,6 @@ ranks and strings.
 from __future__ import annotations
 
 from .mismatch import ComparedCalls, Description, RanksDifferError, check_by_default
-from .program_line import program_line
 from .rendezvous import KeptError, Rendezvous
 
 __all__ = [
@@ -26,5 +25,4 @@ __all__ = [
     "RanksDifferError",
     "Rendezvous",
     "check_by_default",
-    "program_line",
 ]

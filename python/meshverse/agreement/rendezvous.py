@@ -28,15 +28,16 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshverse.wording import rank_list
 from meshverse.world.run_store import RunStore
 from meshverse.world.world import World, WorldState
 
-from .deadlock import Wait, find_deadlock, note_key, read_wait
-from .program_line import program_line
+if TYPE_CHECKING:
+    from .deadlock import Wait
 
+# `deadlock` is imported by a rank that has waited for a while.
 _log = logging.getLogger(__name__)
 
 _ALL_JOINED = "all joined"  # begins the outcome of a success; the members' strings follow
@@ -268,6 +269,8 @@ class _Attempt:
             self.is_complete = outcome.startswith(_ALL_JOINED)
             with contextlib.suppress(RuntimeError):  # the store failed and has raised already
                 if self._is_noted:
+                    from .deadlock import note_key
+
                     self._store.remove(note_key(self._rank))
                 if text is not None and outcome and not self.is_complete:
                     self._store.remove(f"{self.key}/{self._rank}")
@@ -364,6 +367,9 @@ class _Attempt:
     # --- where other members wait ---------------------------------------------------------------
 
     def _look_for_deadlock(self) -> None:
+        from .deadlock import Wait, find_deadlock, note_key
+        from .program_line import program_line
+
         if not self._is_noted and self._own.may_note():
             self._is_noted = True
             self._store.pause()
@@ -383,6 +389,8 @@ class _Attempt:
 
     def _missing(self) -> str:
         """Describe which members have not joined, and where those with a note wait instead."""
+        from .deadlock import read_wait
+
         self._store.pause()
         joined = self._store.count(f"{self.key}/joined", 0)
         missing: dict[int, Wait | None] = {}
@@ -424,6 +432,8 @@ class _Attempt:
 
     def _whom(self, wait: Wait) -> str:
         """Describe for which ranks a rank waits elsewhere; "" if none of them is missing there."""
+        from .deadlock import read_wait
+
         absent = []
         for rank in wait.ranks[:_NAMED]:
             note = read_wait(rank, self._read)

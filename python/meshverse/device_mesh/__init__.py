@@ -4,7 +4,7 @@
   from them; the mesh's universe keeps its process groups and the derived meshes.
 - `init_mesh`, `partition`: functions that create one mesh, or several over disjoint ranks.
 - `group_names`: the lists in which torch finds the names of a mesh's process groups.
-- `drawing`: drawing a mesh as a picture.
+- `fsdp2_meshes`: meshes that FSDP2 makes from ours.
 - `logged_once`: warnings about a program's meshes, each logged once.
 """
 
@@ -12,6 +12,5 @@ from __future__ import annotations
 
 from .device_mesh import DeviceMesh
 from .init_mesh import MeshPart, init_device_mesh
-from .partition import init_mesh_partition
 
-__all__ = ["DeviceMesh", "MeshPart", "init_device_mesh", "init_mesh_partition"]
+__all__ = ["DeviceMesh", "MeshPart", "init_device_mesh"]

@@ -9,16 +9,36 @@ import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankGroups, RankMap
-from meshverse.graphs.traced_coordinates import traced_coordinate
+from meshverse._torch_compat.groups import lacks_a_group, resolve_group, set_up_device
+from meshverse._torch_compat.layouts import (
+    FLATTENED_ARE_DISTINCT,
+    FLATTENING_GIVES_MESH,
+    equals_stock,
+    from_torch_layout,
+    hash_as_stock,
+    tag_layout,
+    tags_of,
+    to_torch_layout,
+    with_flattened_tag,
+)
+from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_traced
+from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
+from meshverse._torch_compat.tracing import (
+    is_stocks_own,
+    real_mesh,
+    stock_concatenate,
+    untraced,
+    warn_as_stock,
+)
+from meshverse.graphs import traced_coordinate
 from meshverse.layouts.computed import assignable, computed
 from meshverse.layouts.derivation import (
     MeshDescription,
@@ -57,16 +77,16 @@ from meshverse.options.isolation import (
     tag_inside,
     tag_parts,
 )
-from meshverse.pictures import Picture
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
 from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
-from .drawing import draw
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
-from .logged_once import register_root, warn_of_sorted_ranks
+
+if TYPE_CHECKING:
+    from meshverse.tools.pictures import Picture
 
 _NO_RANK = -1  # as in c10d
 
@@ -140,7 +160,7 @@ class DeviceMesh(StockDeviceMesh):
     _universe: Universe
     _rank: int
     _thread_id: int | None
-    _pg_registry: dict[str, compat.ProcessGroup]
+    _pg_registry: dict[str, ProcessGroup]
     _slices: dict[object, DeviceMesh]  # by the argument of `__getitem__`
     _hash: int | None
     _identity: tuple[object, ...]  # equal for equal meshes
@@ -163,7 +183,7 @@ class DeviceMesh(StockDeviceMesh):
         isolate: str | Mapping[int | str, str] | None = None,
         _init_backend: bool = True,
         _rank: int | None = None,
-        _layout: compat.TorchLayout | None = None,
+        _layout: TorchLayout | None = None,
         _rank_map: torch.Tensor | None = None,
         _root_mesh: StockDeviceMesh | None = None,
     ) -> None:
@@ -179,7 +199,7 @@ class DeviceMesh(StockDeviceMesh):
         elif _layout is None or _rank_map is None:
             raise TypeError("The mesh argument is required except for PRIVATE USAGE ONLY!")
         else:
-            layout, tags_before = compat.from_torch_layout(_layout), compat.tags_of(_layout)
+            layout, tags_before = from_torch_layout(_layout), tags_of(_layout)
             if isinstance(_root_mesh, DeviceMesh):
                 universe = _root_mesh._universe
             rank_map = universe.rank_map if universe else read_ranks(_rank_map)
@@ -253,7 +273,7 @@ class DeviceMesh(StockDeviceMesh):
             self._take_group_names(names)
             known.meshes.keep(self)
             if is_new:
-                register_root(self)
+                _register_root(self)
             else:
                 known.meshes.note_names(description)
         except BaseException:
@@ -264,14 +284,14 @@ class DeviceMesh(StockDeviceMesh):
     def _set_up_world(self) -> None:
         world = World.current()
         if world is None or self._description.layout.size > world.size:
-            compat.set_up_device(self)  # starts the default group, or raises
+            set_up_device(self)  # starts the default group, or raises
             world = World.current()
         if world is not None:
             world.set_up_device(self, self._device_type)
 
     @staticmethod
     def from_group(
-        group: compat.ProcessGroup | list[compat.ProcessGroup],
+        group: ProcessGroup | list[ProcessGroup],
         device_type: str,
         mesh: torch.Tensor | ArrayLike | None = None,
         *,
@@ -302,7 +322,7 @@ class DeviceMesh(StockDeviceMesh):
             ]
         )
         result._universe.meshes.keep(result)
-        register_root(result)
+        _register_root(result)
         return result
 
     @classmethod
@@ -422,6 +442,8 @@ class DeviceMesh(StockDeviceMesh):
             IndexError: there is no axis of this index.
             ValueError: the node size is not positive.
         """
+        from meshverse.tools.pictures.of_mesh import draw
+
         flattened = {
             name: mesh._description for name, mesh in dict(self._root()._flatten_mapping).items()
         }
@@ -456,7 +478,7 @@ class DeviceMesh(StockDeviceMesh):
         return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     def _repr_html_(self) -> str:  # in a notebook
-        return f"<pre>{escape(repr(self))}</pre>{self.draw().to_svg()}"
+        return f"<p><code>{escape(repr(self))}</code></p>{self.draw()._repr_html_()}"
 
     # --- slices and concatenated meshes, on existing groups ---------------------------------------
 
@@ -529,7 +551,7 @@ class DeviceMesh(StockDeviceMesh):
         sources = []
         for name in names:
             if name not in own:  # torch too warns before it checks
-                compat.warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
+                warn_as_stock(_SLICES_A_FLATTENED_AXIS, StockDeviceMesh.__getitem__)
             sources.append((self, own.index(name)) if name in own else (flattened[name], 0))
         layout = Layout([mesh._description.layout[index] for mesh, index in sources])
         tags = [mesh._description.axis_tags[index] for mesh, index in sources]
@@ -554,7 +576,7 @@ class DeviceMesh(StockDeviceMesh):
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
-            joined = compat.stock_concatenate(list(device_mesh_list))
+            joined = stock_concatenate(list(device_mesh_list))
             for mesh in meshes:  # a mesh of torch's class cannot create lazy groups at first use
                 for index in range(len(mesh._names_of_groups or ())):
                     mesh._dim_group_names[index]  # creates the group
@@ -661,7 +683,7 @@ class DeviceMesh(StockDeviceMesh):
         name = mesh_dim_name or "_".join(self._mesh_dim_names or ())
         tag = merge_tags(self._description.axis_tags)
         made = self._flattened_under(tag, name, normalize_override(backend_override))
-        return made if compat.FLATTENING_GIVES_MESH else None
+        return made if FLATTENING_GIVES_MESH else None
 
     def _flattened_under(self, tag: str, name: str, backend_override: Override) -> DeviceMesh:
         if self.ndim == 1 and name in (self._mesh_dim_names or ()):
@@ -677,7 +699,7 @@ class DeviceMesh(StockDeviceMesh):
                 Layout([axis]),
                 (name,),
                 self._preserve_rank_order,
-                flattened=compat.FLATTENED_ARE_DISTINCT,
+                flattened=FLATTENED_ARE_DISTINCT,
                 tags=(tag,) if tag else (),
             )
             group_names = None
@@ -803,7 +825,7 @@ class DeviceMesh(StockDeviceMesh):
         names = self._dim_group_names
         return None if isinstance(names, MissingGroups) else tuple(names)
 
-    def get_group(self, mesh_dim: int | str | None = None) -> compat.ProcessGroup:
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return this rank's process group along one axis; creates it now if it is lazy.
 
         Args:
@@ -829,7 +851,7 @@ class DeviceMesh(StockDeviceMesh):
             if name is None:  # torch's method raises
                 self._check_groups()
                 return StockDeviceMesh.get_group(self, mesh_dim)
-            return compat.resolve_group(name)
+            return resolve_group(name)
         except IndexError:
             self._check_groups()
             if self._names_of_groups:
@@ -946,6 +968,8 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not keeps_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
+            from .logged_once import warn_of_sorted_ranks
+
             warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
@@ -999,7 +1023,7 @@ class DeviceMesh(StockDeviceMesh):
         # LocalTensor mode, which simulates several ranks, replaces this method of torch's class by
         # one that returns a number for each of them. And torch.compile can trace torch's method,
         # but not ours.
-        if not compat.is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
+        if not is_stocks_own(StockDeviceMesh.get_local_rank) or is_dynamo_compiling():
             return StockDeviceMesh.get_local_rank(self, mesh_dim)
         try:
             universe, name = self._universe, self._name_without_use(mesh_dim)
@@ -1030,7 +1054,7 @@ class DeviceMesh(StockDeviceMesh):
         if name is None:
             return None
         planned = self._universe.groups.planned(name)
-        return compat.resolve_group(name).rank() if planned is None else planned.request.my_rank()
+        return resolve_group(name).rank() if planned is None else planned.request.my_rank()
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
         """Return the c10d name of the group along an axis without creating it; None if unknown."""
@@ -1072,8 +1096,8 @@ class DeviceMesh(StockDeviceMesh):
     def _sym_get_coordinate(self, index: int) -> Any:
         # In a graph that is compiled for all ranks, torch's method searches a table of all ranks;
         # this one computes the coordinate. For LocalTensor mode, see `get_local_rank`.
-        if compat.is_stocks_own(StockDeviceMesh._sym_get_coordinate):
-            if not compat.is_one_graph_traced():
+        if is_stocks_own(StockDeviceMesh._sym_get_coordinate):
+            if not is_one_graph_traced():
                 coordinate = self._coordinate_on_dim
                 if coordinate is not None:
                     return coordinate[index]
@@ -1087,12 +1111,10 @@ class DeviceMesh(StockDeviceMesh):
 
     # torch's class declares these as attributes that can be written, but torch does not write them.
     @computed
-    def _layout(self) -> compat.TorchLayout:
-        layout = compat.to_torch_layout(
-            self._description.layout, flattened=self._description.flattened
-        )
+    def _layout(self) -> TorchLayout:
+        layout = to_torch_layout(self._description.layout, flattened=self._description.flattened)
         tags = self._description.tags
-        return compat.tag_layout(layout, tags, merge_tags(tags)) if tags else layout
+        return tag_layout(layout, tags, merge_tags(tags)) if tags else layout
 
     @computed
     def _rank_map(self) -> torch.Tensor:
@@ -1127,7 +1149,7 @@ class DeviceMesh(StockDeviceMesh):
             )
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
-        with compat.untraced():
+        with untraced():
             ranks = self._rank_map.as_strided(sizes, strides, first)
             own = ranks.clone(memory_format=torch.contiguous_format)
             note_source(own, self)
@@ -1153,7 +1175,7 @@ class DeviceMesh(StockDeviceMesh):
         dim = self._universe.meshes.later_dim(self._description)
         return StockDeviceMesh._get_root_mesh_dim(self) if dim is None else dim
 
-    def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> compat.TorchLayout:
+    def _get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> TorchLayout:
         # DTensor flattens this layout, and searches the root's flattened meshes for the result.
         layout = StockDeviceMesh._get_slice_mesh_layout(self, mesh_dim_names)
         if not self._description.tags:
@@ -1165,12 +1187,14 @@ class DeviceMesh(StockDeviceMesh):
             else self._root()._flatten_mapping[name]._description.axis_tags[0]
             for name in mesh_dim_names
         ]
-        return compat.with_flattened_tag(layout, tags, merge_tags(tags))
+        return with_flattened_tag(layout, tags, merge_tags(tags))
 
     def _is_current_rank_part_of_mesh(self) -> bool:
         # DTensor calls this before each redistribution. So its module is imported by now, which
         # `import meshverse` does not do (0.4 s), and the check is there before it is needed.
-        compat.check_merged_steps(DeviceMesh, DeviceMesh._may_merge)
+        from meshverse._torch_compat.merged_steps import check_merged_steps
+
+        check_merged_steps(DeviceMesh, DeviceMesh._may_merge)
         return StockDeviceMesh._is_current_rank_part_of_mesh(self)
 
     def _may_merge(
@@ -1209,7 +1233,7 @@ class DeviceMesh(StockDeviceMesh):
         if type(other) is not type(self):  # isinstance runs Python code of torch's metaclass
             if not isinstance(other, StockDeviceMesh):
                 return False
-            other = cast("StockDeviceMesh", compat.real_mesh(other))
+            other = cast("StockDeviceMesh", real_mesh(other))
             if not isinstance(other, DeviceMesh):
                 return self._equals_stock(other)
         if self._identity != other._identity:
@@ -1242,8 +1266,8 @@ class DeviceMesh(StockDeviceMesh):
         )
         return (
             not is_separate
-            and compat.equals_stock(self, stock)
-            and not compat.lacks_a_group(stock, self._ranks_by_axis())
+            and equals_stock(self, stock)
+            and not lacks_a_group(stock, self._ranks_by_axis())
         )
 
     def _destroyed_axes(self) -> list[str]:
@@ -1286,7 +1310,7 @@ class DeviceMesh(StockDeviceMesh):
         if universe.size <= _SMALL_UNIVERSE:
             return int(StockDeviceMesh.__hash__(self))  # type: ignore[no-untyped-call]
         # torch's method would create the tuple of all ranks; this needs only the tuple's hash.
-        self._hash = compat.hash_as_stock(self, universe.rank_views.hashed)
+        self._hash = hash_as_stock(self, universe.rank_views.hashed)
         return self._hash
 
     def _stable_hash(self) -> str:
@@ -1295,7 +1319,7 @@ class DeviceMesh(StockDeviceMesh):
         # neither, so one rank can load the graph of another. A graph that one rank compiles for all
         # ranks contains neither.
         key = self._stable_key()
-        if not compat.compiles_one_graph():
+        if not compiles_one_graph():
             # Reading `group_names` creates no lazy group.
             key = *key, self._universe.rank, self._names_of_groups
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
@@ -1546,3 +1570,9 @@ def _own_attributes(mesh_class: type) -> frozenset[str]:
         name for name, kind in DeviceMesh.__annotations__.items() if "ClassVar" not in str(kind)
     ]
     return frozenset((*declared, *lazily))
+
+
+def _register_root(mesh: DeviceMesh) -> None:
+    from .logged_once import register_root
+
+    register_root(mesh)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse._torch_compat.tracing import base_of
 from meshverse.locks import state_lock
 from meshverse.universe.groups import shares_world_wide
 from meshverse.universe.universe import Universe
@@ -64,9 +64,9 @@ def source_of(ranks: Any) -> DeviceMesh | None:
     Args:
         ranks: argument `mesh` of the new mesh. FSDP2 passes a view of `mesh.mesh`.
     """
-    base = compat.base_of(ranks) if type(ranks) is torch.Tensor else None
+    base = base_of(ranks) if type(ranks) is torch.Tensor else None
     reference: weakref.ref[DeviceMesh] | None = getattr(base, "_ranks_of_mesh", None)
-    if reference is None or not compat.fsdp2_is_creating():
+    if reference is None or not _fsdp2_is_creating():
         return None
     source = reference()
     return source if source is not None and source._owns_groups else None
@@ -85,7 +85,13 @@ def universe_of_default_mesh(layout: Layout, rank_map: RankMap) -> Universe | No
         or layout.shape != (world.size,)
         or not rank_map.is_identity
         or shares_world_wide()  # then all roots share their groups
-        or not compat.fsdp2_is_creating()
+        or not _fsdp2_is_creating()
     ):
         return None
     return world.state(_DefaultMeshes).universe(rank_map)
+
+
+def _fsdp2_is_creating() -> bool:
+    from meshverse._torch_compat.callers import fsdp2_is_creating
+
+    return fsdp2_is_creating()

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.groups import find_group
+from meshverse._torch_compat.one_graph import is_dynamo_at_work
+from meshverse._torch_compat.tracing import let_graphs_read, not_traced
 from meshverse.groups.registry import GroupRegistry
 from meshverse.universe.universe import Universe
 
@@ -47,7 +49,7 @@ class GroupNames(list[str]):
         return found
 
 
-@compat.not_traced
+@not_traced
 def check_in_graph(name: str) -> None:
     """Check that a graph of torch.compile can use the group of this c10d name.
 
@@ -57,7 +59,7 @@ def check_in_graph(name: str) -> None:
     group = GroupRegistry.find_current(name)
     if group is not None:
         group.check_in_graph()
-    elif compat.find_group(name) is None:
+    elif find_group(name) is None:
         raise RuntimeError(
             f"The process group {name} of a mesh in a compiled function has ended, with its "
             "universe or world. Make the mesh again, or call meshverse.revive() if the world ended."
@@ -89,9 +91,9 @@ def prepare_for_graph() -> None:
 
     Does nothing if torch.compile is not tracing.
     """
-    if compat.is_dynamo_at_work():
-        compat.let_graphs_read(GroupNames, _names_in_graph)
-        compat.let_graphs_read(MissingGroups, _names_in_graph)
+    if is_dynamo_at_work():
+        let_graphs_read(GroupNames, _names_in_graph)
+        let_graphs_read(MissingGroups, _names_in_graph)
 
 
 def _names_in_graph(names: GroupNames) -> list[str]:

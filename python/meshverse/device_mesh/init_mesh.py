@@ -9,10 +9,11 @@ from typing import Any, TypedDict
 import torch
 from typing_extensions import Required
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse._torch_compat.private_names import BackendOptions
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import (
+    TopologyLike,
     check_axis_names,
     check_device_type,
     fill_rest,
@@ -28,7 +29,6 @@ from meshverse.options.group_options import (
     normalize_overrides,
 )
 from meshverse.options.isolation import current_tag, normalize_tags
-from meshverse.topology import Topology
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
 
@@ -47,12 +47,12 @@ class MeshPart(TypedDict, total=False):
     preserve_rank_order: bool | None
     ranks: Sequence[int] | torch.Tensor | None
     timeout: timedelta | None
-    options: compat.BackendOptions | None
+    options: BackendOptions | None
     isolate: str | Mapping[int | str, str] | None
     lazy: bool
     check_consistency: bool | None
     universe: Universe | None
-    topology: Topology | None
+    topology: TopologyLike | None
     traffic: Mapping[str, float] | None
 
 
@@ -65,12 +65,12 @@ def init_device_mesh(
     preserve_rank_order: bool | None = None,
     ranks: Sequence[int] | torch.Tensor | None = None,
     timeout: timedelta | None = None,
-    options: compat.BackendOptions | None = None,
+    options: BackendOptions | None = None,
     isolate: str | Mapping[int | str, str] | None = None,
     lazy: bool = False,
     check_consistency: bool | None = None,
     universe: Universe | None = None,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     traffic: Mapping[str, float] | None = None,
 ) -> DeviceMesh:
     """Create a mesh of this shape over ranks 0, 1, 2, ..., with the last axis varying fastest.
@@ -234,7 +234,7 @@ def _ordered(
     layout: Layout,
     names: Sequence[str] | None,
     ranks: Sequence[int] | torch.Tensor | None,
-    topology: Topology | None,
+    topology: TopologyLike | None,
     traffic: Mapping[str, float] | None,
     universe: Universe | None,
 ) -> torch.Tensor:
@@ -245,7 +245,7 @@ def _ordered(
             f"init_device_mesh(traffic={traffic}): traffic says which axes a topology keeps inside "
             "nodes. Give topology= too, such as Topology.detect()."
         )
-    if not isinstance(topology, Topology):
+    if not isinstance(topology, TopologyLike):
         raise TypeError(
             f"topology={topology!r} of type {type(topology).__name__}: give a meshverse.Topology, "
             "such as Topology.from_environment()."

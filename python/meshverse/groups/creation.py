@@ -21,8 +21,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
+from meshverse._torch_compat.backends import needs_own_world_group
+from meshverse._torch_compat.creation import (
+    NEW_GROUP_KEEPS_ORDER,
+    create_by_split,
+    is_of_other_ranks,
+)
+from meshverse._torch_compat.creation import create_by_all as create_group_by_all
+from meshverse._torch_compat.creation import create_by_members as create_group_by_members
+from meshverse._torch_compat.groups import end_group, find_group
+from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
 from meshverse.locks import Claim
 from meshverse.wording import rank_list
@@ -45,7 +54,7 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
     if (
         request.axis.size == world.size
         and options.key == world.default_options.key
-        and not compat.needs_own_world_group(world.default_group)
+        and not needs_own_world_group(world.default_group)
     ):
         return Origin.DEFAULT_GROUP, None
     if world.can_split(options.backend) and not request.keeps_order:
@@ -56,7 +65,7 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
 
 def create_by_all(
     request: GroupRequest, world: World, origin: Origin, name: str | None = None
-) -> compat.ProcessGroup | None:
+) -> ProcessGroup | None:
     """Create the groups of an axis. All ranks of the default group must call this together.
 
     Args:
@@ -72,7 +81,7 @@ def create_by_all(
     return _split(request, world, name) if origin is Origin.SPLIT else _make_by_all(request, world)
 
 
-def _split(request: GroupRequest, world: World, name: str | None) -> compat.ProcessGroup | None:
+def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGroup | None:
     # Every rank of the default group must take part in a split, and pass the ranks of one group. A
     # rank outside the mesh has no group of its own: it passes the ranks of the first group, which
     # does not contain it, and gets None.
@@ -81,7 +90,7 @@ def _split(request: GroupRequest, world: World, name: str | None) -> compat.Proc
         # The name is used up even if the split fails, which may leave keys in the store: the next
         # split must not find them.
         name = _new_name(request, world)
-    return compat.create_by_split(
+    return create_by_split(
         request.ordered(groups.ranks_of(request.position or 0)),
         world.default_group,
         backend=request.options.backend,
@@ -92,11 +101,11 @@ def _split(request: GroupRequest, world: World, name: str | None) -> compat.Proc
     )
 
 
-def _make_by_all(request: GroupRequest, world: World) -> compat.ProcessGroup | None:
+def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     groups = RankGroups(request.axis, request.rank_map)
-    if request.keeps_order and not compat.NEW_GROUP_KEEPS_ORDER:
+    if request.keeps_order and not NEW_GROUP_KEEPS_ORDER:
         return _make_by_all_in_order(request, groups, world)
-    return compat.create_by_all(
+    return create_group_by_all(
         groups.all().tolist(),
         backend=request.options.backend,
         backend_options=request.options.new_backend_options(),
@@ -108,7 +117,7 @@ def _make_by_all(request: GroupRequest, world: World) -> compat.ProcessGroup | N
 
 def _make_by_all_in_order(
     request: GroupRequest, groups: RankGroups, world: World
-) -> compat.ProcessGroup | None:
+) -> ProcessGroup | None:
     if callable(getattr(world.default_group, "new_group", None)):
         raise ValueError(
             f"The order of the ranks of axis {request.axis_name!r} cannot be kept: this default "
@@ -119,7 +128,7 @@ def _make_by_all_in_order(
     name = "" if request.position is None else _new_name(request, world)
     mine = None
     for index, ranks in enumerate(groups.all().tolist()):
-        made = compat.create_by_members(
+        made = create_group_by_members(
             ranks,
             world.default_group,
             world.connection,
@@ -194,7 +203,7 @@ def create_by_members(
     world: World,
     ranks: list[int] | None = None,
     has_group: Callable[[str], bool] | None = None,
-) -> compat.ProcessGroup | None:
+) -> ProcessGroup | None:
     """Create a planned group. All its members must call this.
 
     Args:
@@ -214,7 +223,7 @@ def create_by_members(
     attempt = _join(group, ranks, world, has_group)
     default_group, backend_options = world.default_group, options.new_backend_options()
     create = partial(
-        compat.create_by_members,
+        create_group_by_members,
         ranks,
         default_group,
         world.connection_of(default_group),
@@ -230,12 +239,12 @@ def create_by_members(
             return create()
         # All members have joined, so c10d will not wait long, and the others will get the group: so
         # must this rank, whatever a signal handler raises meanwhile.
-        return _to_the_end(create, partial(compat.end_group, group.name, abort=True))
+        return _to_the_end(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
-        if compat.find_group(group.name) is not None:
+        if find_group(group.name) is not None:
             raise  # it was created: a signal handler has raised this
         message = _could_not_create(request, ranks, world, error)
-        if len(ranks) > 1 and compat.is_of_other_ranks(error):
+        if len(ranks) > 1 and is_of_other_ranks(error):
             message += (
                 "\nAnother of these ranks may have died or been interrupted, or may have destroyed "
                 "the group already. No rank may destroy a group before all its ranks have "
@@ -301,8 +310,8 @@ def _join(
 
 
 def _to_the_end(
-    create: Callable[[], compat.ProcessGroup | None], undo: Callable[[], object]
-) -> compat.ProcessGroup | None:
+    create: Callable[[], ProcessGroup | None], undo: Callable[[], object]
+) -> ProcessGroup | None:
     """Create a group, whatever the signal handlers of this thread raise meanwhile.
 
     Python runs signal handlers in the main thread, as soon as c10d's C++ code returns: what they
@@ -320,7 +329,7 @@ def _to_the_end(
     # Each thread has a current device of its own.
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.current_device() if is_used else None
-    groups: list[compat.ProcessGroup | None] = []
+    groups: list[ProcessGroup | None] = []
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -30,10 +30,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
-from meshverse.locks import Claim, state_changed, state_lock
+from meshverse._torch_compat.creation import find_interrupted
+from meshverse._torch_compat.groups import end_group, resolve_group, shrunk_from, when_destroyed
+from meshverse._torch_compat.private_names import ProcessGroup
+from meshverse.locks import Claim, WeakRegistry, state_changed, state_lock
 from meshverse.wording import rank_list
-from meshverse.world.weak_registry import WeakRegistry
 
 from .request import GroupRequest
 
@@ -92,7 +93,7 @@ class Group:
         name: str,
         request: GroupRequest,
         registry: Any,
-        handle: compat.ProcessGroup | None = None,
+        handle: ProcessGroup | None = None,
         *,
         content: tuple[Hashable, str, str] | None = None,
         borrowed: bool = False,
@@ -102,9 +103,9 @@ class Group:
         self.state = State.PLANNED
         self._registry = registry.reference
         self.uses: WeakRegistry[GroupUse] = WeakRegistry()
-        self.handle: compat.ProcessGroup | None = None
+        self.handle: ProcessGroup | None = None
         self.was_live = self.have_all_joined = False
-        self._handles: list[weakref.ref[compat.ProcessGroup]] = []  # of all its lives
+        self._handles: list[weakref.ref[ProcessGroup]] = []  # of all its lives
         self._maker: int | None = None  # the thread that creates the group, if one does
         self._end = Claim()  # of the thread that ends c10d's group
         if handle is not None:
@@ -112,7 +113,7 @@ class Group:
 
     # --- transitions ----------------------------------------------------------------------------
 
-    def make(self, create: Callable[[Group], compat.ProcessGroup | None]) -> bool:
+    def make(self, create: Callable[[Group], ProcessGroup | None]) -> bool:
         """Create the group if it is planned. Of several threads, one does, and the others wait.
 
         Args:
@@ -146,12 +147,12 @@ class Group:
         self.check_wanted()
         return True
 
-    def _settle(self, handle: compat.ProcessGroup | None) -> None:
+    def _settle(self, handle: ProcessGroup | None) -> None:
         """End the creation: the group is live if c10d has it, else planned again."""
         # If this rank was interrupted, c10d may have the group all the same, and the other members
         # too.
         if handle is None:
-            handle = compat.find_interrupted(self.name, self.request.my_ranks())
+            handle = find_interrupted(self.name, self.request.my_ranks())
         with state_lock:
             is_wanted = self.state is State.BEING_MADE
             if is_wanted and handle is not None:
@@ -160,7 +161,7 @@ class Group:
                 self.state = State.PLANNED
             state_changed.notify_all()
         if not is_wanted:  # ended by another thread, a signal handler or the world
-            compat.end_group(self.name, abort=False)
+            end_group(self.name, abort=False)
             if (registry := self._registry()) is not None:
                 registry.free_name_of(self)
 
@@ -171,13 +172,15 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays live then.
         """
+        from meshverse._torch_compat import suspension
+
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
         self.state = State.SUSPENDED  # before the backend acts, so that no thread begins to use it
         self._drop_handle()
         try:
-            compat.suspend(handle)
+            suspension.suspend(handle)
         except BaseException:
             self._live(handle)
             raise
@@ -190,11 +193,13 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays suspended then.
         """
+        from meshverse._torch_compat import suspension
+
         if self.state is not State.SUSPENDED:
             self.live_handle()
             return False
-        handle = compat.resolve_group(self.name)
-        compat.resume(handle)
+        handle = resolve_group(self.name)
+        suspension.resume(handle)
         self._live(handle)
         return True
 
@@ -221,7 +226,7 @@ class Group:
             if not self._end.take():  # another thread ends it, or what a signal interrupted
                 return
         try:
-            compat.end_group(self.name, abort=abort)
+            end_group(self.name, abort=abort)
             self.note_ended()
         finally:
             self._end.give_back()
@@ -236,7 +241,7 @@ class Group:
         if self.state is State.ENDED:
             self.state = State.PLANNED
 
-    def take_over(self, handle: compat.ProcessGroup) -> None:
+    def take_over(self, handle: ProcessGroup) -> None:
         """Use the new default group in place of the one that ended with the world."""
         self._live(handle)
 
@@ -250,7 +255,7 @@ class Group:
             _of_parents.append(self.handle)
             self.note_ended()
 
-    def _live(self, handle: compat.ProcessGroup) -> None:
+    def _live(self, handle: ProcessGroup) -> None:
         was_live, self.was_live = self.was_live, True
         self.state, self.handle = State.LIVE, handle
         self._handles = [known for known in self._handles if known() not in (None, handle)]
@@ -260,7 +265,7 @@ class Group:
             # At an eager first creation there is nothing to notify: no mesh has the group yet.
             if use.how is Origin.NOT_YET or was_live:
                 use.notify()
-        compat.when_destroyed(handle, _note_destroyed, self.name, self._registry)
+        when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
     def _drop_handle(self) -> None:
         # A reference to a destroyed group would keep its threads, file descriptors and memory.
@@ -269,7 +274,7 @@ class Group:
             use.process_groups.pop(self.name, None)
             use.notify()
 
-    def ended_handles(self) -> list[compat.ProcessGroup]:
+    def ended_handles(self) -> list[ProcessGroup]:
         """Return this group's earlier c10d groups that are still referenced."""
         handles = [known() for known in self._handles]
         return [handle for handle in handles if handle not in (None, self.handle)]
@@ -287,7 +292,7 @@ class Group:
         is_alone = self.request.axis.size == 1
         return self.state is State.LIVE and not (self.borrowed or is_alone)
 
-    def live_handle(self) -> compat.ProcessGroup:
+    def live_handle(self) -> ProcessGroup:
         """Return c10d's group.
 
         Raises:
@@ -335,7 +340,7 @@ class Group:
                 f"The {what} is suspended, by universe.suspend(). All its ranks must call "
                 "mesh.universe.resume() before they use it."
             )
-        shrunk = compat.shrunk_from(self.name)
+        shrunk = shrunk_from(self.name)
         if shrunk is not None:
             left = f"[{rank_list(dist.get_process_group_ranks(shrunk))}]"
             return (
@@ -389,7 +394,7 @@ class GroupUse:
     """
 
     request: GroupRequest
-    process_groups: dict[str, compat.ProcessGroup]
+    process_groups: dict[str, ProcessGroup]
     group: Group | None
     name: str | None
     how: Origin
@@ -420,3 +425,22 @@ class GroupUse:
     def state(self) -> State | None:
         """State of the group; None if this rank is in no group of the axis."""
         return None if self.group is None else self.group.state
+
+
+_ORIGINS = {
+    Origin.DEFAULT_GROUP: "the default group",
+    Origin.SPLIT: "split off the default group",
+    Origin.BY_MEMBERS: "created by its members",
+    Origin.BY_ALL: "created by all ranks",
+    Origin.NOT_YET: "not created yet (lazy)",
+    Origin.AT_FIRST_USE: "created by its members at first use",
+    Origin.SHARED: "shared with another mesh",
+    Origin.GIVEN: "given by the user",
+    Origin.OTHER_UNIVERSE: "of another universe",
+}
+
+
+def describe_origin(group: GroupUse) -> str:
+    """Return how a group was created, in words."""
+    words = _ORIGINS[group.origin]
+    return words if group.reason is None else f"{words} ({group.reason})"

@@ -7,7 +7,9 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.backends import creation_blocks
+from meshverse._torch_compat.groups import current_default_group
+from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import state_lock
 from meshverse.world.world import World, WorldState
 
@@ -125,7 +127,7 @@ class GroupRegistry(WorldState):
         group = self._by_name.get(name)
         return group is not None and group.state is State.LIVE
 
-    def add(self, handle: compat.ProcessGroup, use: GroupUse) -> None:
+    def add(self, handle: ProcessGroup, use: GroupUse) -> None:
         """Attach an existing c10d group to a use. The registry then finds it by its name only."""
         with state_lock:
             group = self._by_name.get(handle.group_name)
@@ -138,7 +140,7 @@ class GroupRegistry(WorldState):
     def note_destroyed(self, name: str) -> None:
         """Mark the group of this c10d name as destroyed by somebody. May run in any thread."""
         group = self._by_name.get(name)
-        if compat.current_default_group() is None:
+        if current_default_group() is None:
             return  # they all end with the world: see `end`
         if group is not None:
             group.note_destroyed()
@@ -204,7 +206,7 @@ class GroupRegistry(WorldState):
             group: group that is released, and not created here.
             has_failed: whether the call that requested it failed on this rank.
         """
-        waits = compat.creation_blocks(group.request.options.backend)
+        waits = creation_blocks(group.request.options.backend)
         if group.have_all_joined or not (has_failed or waits):
             return
         identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap, rank_group
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap
+from meshverse.layouts.identity import ranks_and_identity
 from meshverse.layouts.rank_views import ascends
 from meshverse.options.group_options import (
     NO_DEFAULTS,
@@ -78,27 +79,6 @@ class GroupRequest(NamedTuple):
         return ranks_and_identity(
             self.axis, self.rank_map, self.position, salt, keeps_order=self.keeps_order
         )
-
-
-def ranks_and_identity(
-    axis: AxisLayout, rank_map: RankMap, position: int, salt: str, *, keeps_order: bool = False
-) -> tuple[list[int], str]:
-    """Return the ranks of a position's group, and a digest of them and the salt. O(group size).
-
-    Args:
-        axis: layout of the axis, over positions.
-        rank_map: position -> global rank.
-        position: position of a member.
-        salt: digest of the options.
-        keeps_order: whether group ranks follow the order of the axis, instead of ascending ranks.
-    """
-    ranks, identity = rank_group(axis, rank_map, position, salt)
-    if not (keeps_order or rank_map.is_sorted()):
-        in_axis_order = list(ranks)
-        ranks.sort()
-        if ranks != in_axis_order:
-            identity = rank_group(AxisLayout(len(ranks)), RankMap.from_ranks(ranks), 0, salt)[1]
-    return ranks, identity
 
 
 class RequestBuilder:

@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from meshverse import _torch_compat as compat
-
 from .records import Call, RankRecord, complete_default_group, record_of
 
 _MANY = 64  # from this number of files on, several processes read them
@@ -87,6 +83,11 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     Raises:
         RuntimeError: the recorder is off, or there is no default process group.
     """
+    # Here, as reading dumps needs no torch.
+    import torch.distributed as dist
+
+    from meshverse import _torch_compat as compat
+
     if why := compat.why_not_recording():
         raise RuntimeError(f"There is nothing to dump: {why}.")
     if compat.current_default_group() is None:

@@ -11,10 +11,18 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from meshverse import _torch_compat as compat
-from meshverse.world.run_store import RunStore
+from meshverse.hooks import RunStore, find_group_optional, root_coordinate, universes_here
 
-from .named_groups import name_live
-from .records import Call, GroupSeen, Progress, RankRecord, label_of, line_of, record_of
+from .records import (
+    Call,
+    GroupSeen,
+    Progress,
+    RankRecord,
+    axes_in_words,
+    label_of,
+    line_of,
+    record_of,
+)
 
 FrameKey: TypeAlias = tuple[int, int, int]
 """A thread, the id of its frame, and the instruction that the frame is at."""
@@ -52,16 +60,33 @@ def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool)
     }
     # Drop calls of groups that no longer exist.
     record.calls = [call for call in record.calls if call.group in record.groups]
-    name_live(record)
+    _name_groups(record)
     for thread, own in frames.items():
         _add_wait(record, own, waits.get((thread, id(own), own.f_lasti), record.time))
     main = _joined(threading.main_thread().ident, frames)
-    record.doing = line_of(_innermost_first(main))
+    record.doing = _doing(main)
     for group, thread in threads.items():
         frame = _joined(thread, frames)
         if group in record.groups and frame is not None and frame is not main:
-            record.doing_in[group] = line_of(_innermost_first(frame))
+            record.doing_in[group] = _doing(frame)
     return record
+
+
+def _name_groups(record: RankRecord) -> None:
+    """Set the axes of the groups in this process's record, from its universes."""
+    for name, seen in record.groups.items():
+        found = find_group_optional(name)
+        if found is not None:
+            record.groups[name] = seen._replace(label=axes_in_words(found.axes))
+
+
+def live_coordinates(rank: int) -> dict[str, int]:
+    """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
+    for universe in universes_here():
+        position = universe.rank_map.position_of(rank)
+        if position is not None and universe.root is not None:
+            return root_coordinate(universe, position)
+    return {}
 
 
 def _add_recorded(record: RankRecord, other: RankRecord) -> None:
@@ -75,6 +100,12 @@ def _add_recorded(record: RankRecord, other: RankRecord) -> None:
     record.groups |= other.groups
     record.calls = sorted([*record.calls, *other.calls], key=lambda call: call.since)
     record.is_cut = record.is_cut or other.is_cut
+
+
+def _doing(frame: FrameType | None) -> str:
+    """Return the line of the program that a frame is at, and what it waits for there, if known."""
+    line, creation = line_of(_innermost_first(frame)), compat.creation_of_frame(frame)
+    return f"{line}, waiting for other ranks in torch's {creation}()" if creation else line
 
 
 def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | None:
@@ -199,11 +230,7 @@ class Alarm(NamedTuple):
             here = self._read_group(name, seen, records)
             members = () if seen is None else seen.ranks or ()
             missing = [rank for rank in members if rank not in here and rank != mine.rank]
-            peers = {
-                members[one.peer]
-                for one in mine.calls
-                if one.group == name and one.peer is not None
-            }
+            peers = {one.partner(mine.rank, members) for one in mine.calls if one.group == name}
             # Partners of this rank's sends and receives first: only _MOST_MISSING records are read.
             missing.sort(key=lambda rank: rank not in peers)
             for rank in missing[:_MOST_MISSING]:

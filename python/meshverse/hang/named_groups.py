@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.groups.request import ranks_and_identity
-from meshverse.universe.find_group import find_group_optional, root_coordinate
-from meshverse.universe.registry import universes_here
+from meshverse.layouts.identity import ranks_and_identity
 
 from .records import (
     DEFAULT_GROUP,
@@ -154,7 +152,8 @@ class MeshSizes:
         if not found or _SIZE.sub("", text).strip(" ,"):
             raise ValueError(
                 f"--mesh {text!r} is neither a file nor the sizes of a mesh's axes. Pass them "
-                "like 'pp=2 dp=8 tp=8', the outermost axis first."
+                "like 'pp=2 dp=8 tp=8', the outermost axis first. No size can be -1, as dumps of "
+                "some ranks may be missing."
             )
         sizes = {name: int(size) for name, size in found}
         if len(sizes) < len(found) or 0 in sizes.values():
@@ -224,20 +223,3 @@ class MeshSizes:
 def _axis(text: str) -> AxisLayout:
     sizes, strides = ([int(n) for n in re.findall(r"\d+", part)] for part in text.split(":"))
     return AxisLayout(sizes, strides)
-
-
-def name_live(record: RankRecord) -> None:
-    """Set the axes of the groups in this process's record, from its universes."""
-    for name, seen in record.groups.items():
-        found = find_group_optional(name)
-        if found is not None:
-            record.groups[name] = seen._replace(label=axes_in_words(found.axes))
-
-
-def live_coordinates(rank: int) -> dict[str, int]:
-    """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
-    for universe in universes_here():
-        position = universe.rank_map.position_of(rank)
-        if position is not None and universe.root is not None:
-            return root_coordinate(universe, position)
-    return {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 DEFAULT_GROUP = "the default group"
+ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
 _KEPT = 4  # completed calls kept per group; pending calls are all kept
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANKS_IN_DESCRIPTION = re.compile(r"\[[^]]*\]$")  # which Meshverse's groups have
@@ -51,7 +52,8 @@ class Call(NamedTuple):
         shapes: shapes of the inputs.
         dtype: dtype of the first input; "" if there is none.
         line: file, line and function of the program; "" if that was not recorded.
-        peer: rank within the group that a send goes to or a receive comes from; else None.
+        peer: rank within the group that a send goes to or a receive comes from, or ANY_SOURCE;
+            None for a collective.
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
         progress: how far it is.
@@ -77,6 +79,22 @@ class Call(NamedTuple):
     def is_p2p(self) -> bool:
         """Whether it is a send or a receive."""
         return self.peer is not None
+
+    def partner(self, rank: int, ranks: Sequence[int] | None) -> int | None:
+        """Return the rank at the other end of a send or receive, or None if it is not known.
+
+        That of a receive from any source is known in a group of two ranks.
+
+        Args:
+            rank: global rank that made this call.
+            ranks: global ranks of the group, or None if they are not known.
+        """
+        if self.peer is None or ranks is None or self.peer >= len(ranks):
+            return None
+        if self.peer != ANY_SOURCE:
+            return ranks[self.peer]
+        others = [other for other in ranks if other != rank] if len(ranks) == 2 else ()
+        return others[0] if len(others) == 1 else None
 
 
 class GroupSeen(NamedTuple):

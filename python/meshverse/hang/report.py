@@ -93,6 +93,7 @@ class ReportFormatter(NamedTuple):
                 "past": one.past,
                 "missing": [self._missing_data(missing) for missing in one.missing],
                 "held": [self._missing_data(missing) for missing in one.held],
+                "may_send": [self._missing_data(missing) for missing in one.may_send],
                 "differing": one.differing,
                 "cycle": one.cycle,
                 "waits_on": one.waits_on,
@@ -131,6 +132,7 @@ class ReportFormatter(NamedTuple):
             yield f"  past it:       {_ranks(one.past)}"
         yield from self._rows("enqueued:", self._missing_rows(one.held, by_name))
         yield from self._rows("missing:", self._missing_rows(one.missing, by_name))
+        yield from self._rows("may send:", self._missing_rows(one.may_send, by_name))
         verdict = "part of the deadlock above." if is_said else self.verdict(one, by_name)
         yield f"Verdict: {verdict}"
 
@@ -145,13 +147,27 @@ class ReportFormatter(NamedTuple):
     def _missing_rows(
         self, awaited: Iterable[Missing], by_name: Mapping[str, Stuck]
     ) -> list[tuple[str, str]]:
-        alike: dict[str, list[int]] = {}
+        alike: dict[str, list[Missing]] = {}
         for missing in awaited:
-            alike.setdefault(self._where(missing, by_name), []).append(missing.rank)
-        return [(self.ranks(ranks), f", {where}") for where, ranks in alike.items()]
+            alike.setdefault(self._where(missing, by_name), []).append(missing)
+        return [
+            (
+                self.ranks([each.rank for each in some]),
+                f", {self._where(some[0], by_name, are_several=len(some) > 1)}",
+            )
+            for some in alike.values()
+        ]
 
-    def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
-        """Return where a missing rank is instead, for one line of the report."""
+    def _where(
+        self, missing: Missing, by_name: Mapping[str, Stuck], *, are_several: bool = False
+    ) -> str:
+        """Return where a missing rank is instead, for one line of the report.
+
+        Args:
+            missing: the rank, or one of several for which the same is true.
+            by_name: all stuck calls, by name.
+            are_several: whether the text is about several ranks.
+        """
         if not missing.is_recorded:
             why = self.why_no_dump(missing.rank)
             return f"no dump ({why})" if why else _WITHOUT_RECORD[self.no_record]
@@ -162,17 +178,20 @@ class ReportFormatter(NamedTuple):
             other = by_name.get(missing.where)
             on = missing.label if other is None else self.group(other.seen)
             line = call.line or missing.doing
-            return f"which waits in {_called(call)} on {on}{_at(line)}"
+            return f"which wait{'s' * (not are_several)} in {_called(call)} on {on}{_at(line)}"
         parts = []
         if missing.doing:
-            parts.append(f"which is at {_short(missing.doing)}")
+            parts.append(f"which {'are' if are_several else 'is'} at {_short(missing.doing)}")
         if missing.last is not None:
             parts.append(
                 f"whose last call in this group was {_called(missing.last)}{_at(missing.last.line)}"
             )
         elif missing.is_cut:
             parts.append("whose calls in this group, if any, are no longer in its recorder")
-        return ", and ".join(parts) or "which has made no call in this group"
+        return (
+            ", and ".join(parts)
+            or f"which {'have' if are_several else 'has'} made no call in this group"
+        )
 
     def call(self, call: Call, seen: GroupSeen) -> str:
         """Return a call and its group in words: "all_reduce number 4 on axis dp, ranks 0, 2"."""
@@ -213,6 +232,11 @@ class ReportFormatter(NamedTuple):
             return self._what_it_follows(one, by_name)
         if one.cause is Cause.LATE:
             return self._whose_gpu_is_late(one)
+        if one.may_send:
+            return (
+                f"{self.ranks([*one.waiting])} receives from any rank, and none has sent to it. "
+                "Which one should is not known: look at the ranks that may send."
+            )
         if not one.is_whole:
             return (
                 "all known ranks of this group have made the call. Gloo's dumps do not say which "
@@ -281,15 +305,21 @@ class ReportFormatter(NamedTuple):
             f"what their GPUs run, and at the output of ncclras{timing}.{unseen}"
         )
 
-    def _where_to_look(self, missing: Missing) -> str:
-        """Return where a missing rank that waits nowhere is, or was when it made its last call."""
+    def _where_to_look(self, missing: Missing, *, are_several: bool = False) -> str:
+        """Return where a missing rank that waits nowhere is, or was when it made its last call.
+
+        Args:
+            missing: the rank; of several, the first.
+            are_several: whether other ranks are missing, too.
+        """
         if missing.doing:
             return f": look at {_short(missing.doing)}"
         latest = missing.latest
         if latest is None:
             return ""
+        whose = f"Rank {missing.rank}'s" if are_several else "Its"
         return (
-            f". Its last recorded call is {_called(latest)} on {missing.latest_label}"
+            f". {whose} last recorded call is {_called(latest)} on {missing.latest_label}"
             f"{_at(latest.line)}"
         )
 
@@ -349,7 +379,7 @@ class ReportFormatter(NamedTuple):
             parts.append(
                 f"{self.ranks([missing.rank for missing in sure])} "
                 f"{'have' if len(sure) > 1 else 'has'} not called it"
-                f"{self._where_to_look(sure[0])}."
+                f"{self._where_to_look(sure[0], are_several=len(sure) > 1)}."
             )
         elif absent:
             parts.append(

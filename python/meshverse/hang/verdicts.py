@@ -1,6 +1,7 @@
 """Verdicts on stuck calls: which ranks wait in which call, for which ranks, and why.
 
-A stuck call is a collective of a group, or a send and receive of two ranks. The collective that a
+A stuck call is a collective of a group, a send and receive of two ranks, or a receive from any
+rank, which waits for nobody in particular. The collective that a
 group is stuck in has the lowest number of all pending ones. Every rank of the group waits in it, is
 past it, or has not called it: then it is *missing*. With NCCL, where ranks enqueue their calls, a
 rank that waits may be *held*: it has enqueued the call behind another one that is not over.
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .records import Call, GroupSeen, Progress, RankRecord
+from .records import ANY_SOURCE, Call, GroupSeen, Progress, RankRecord
 
 # Beginnings of names of operations whose inputs must have equally many elements on all ranks.
 _EVEN = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather", "reduce_scatter")
@@ -94,6 +95,7 @@ class Stuck:
         past: ranks that have completed the call.
         missing: ranks that have not called it.
         held: ranks that have enqueued it behind another call, which is not over.
+        may_send: of a receive from any rank, the other ranks of the group.
         differing: differences between the ranks' calls: kind of difference -> value -> ranks.
             Example: {"dtype": {"Float": [0], "Half": [1]}}. The kind is "" for `Call.detail`.
         cause: why it is stuck.
@@ -115,6 +117,7 @@ class Stuck:
     missing: list[Missing]
     held: list[Missing]
     differing: dict[str, dict[str, list[int]]]
+    may_send: list[Missing] = field(default_factory=list)
     cause: Cause = Cause.UNKNOWN
     waits_on: list[str] = field(default_factory=list)
     cycle: list[str] = field(default_factory=list)
@@ -234,8 +237,10 @@ class _WaitForGraph:
         pairs: dict[tuple[str, int, int], dict[int, Call]] = {}
         for rank, record in self._records.items():
             for call in record.pending():
-                if call.is_p2p and (pair := self._pair(rank, call)) is not None:
+                if (pair := self._pair(rank, call)) is not None:
                     pairs.setdefault(pair, {}).setdefault(rank, call)
+                elif call.peer == ANY_SOURCE and is_stuck(call):
+                    self._add_receive_from_any(rank, call)
         for (group, sender, receiver), waiting in pairs.items():
             if any(map(is_stuck, waiting.values())):
                 both = sorted((sender, receiver))
@@ -245,13 +250,19 @@ class _WaitForGraph:
                 name = _pair_name(group, sender, receiver)
                 self._add(name, group, seen, waiting, [], missing, differing, True)
 
+    def _add_receive_from_any(self, rank: int, call: Call) -> None:
+        seen, name = self._seen[call.group], _receive_name(call.group, rank)
+        self._add(name, call.group, seen, {rank: call}, [], [], {}, seen.ranks is not None)
+        if name in self.found:
+            others = (other for other in seen.ranks or () if other != rank)
+            self.found[name].may_send = [self._missing(other, call.group) for other in others]
+
     def _pair(self, rank: int, call: Call) -> tuple[str, int, int] | None:
-        """Return a call's group, sender and receiver; None if the partner's rank is not known."""
+        """Return a call's group, sender and receiver; None if it has no partner that is known."""
         ranks = self._seen[call.group].ranks
-        assert call.peer is not None
-        if ranks is None or rank not in ranks or call.peer >= len(ranks):
+        partner = call.partner(rank, ranks)
+        if ranks is None or partner is None or rank not in ranks:
             return None
-        partner = ranks[call.peer]
         return (call.group, *((rank, partner) if call.operation == "send" else (partner, rank)))
 
     def _add(
@@ -315,6 +326,7 @@ class _WaitForGraph:
         for name, stuck in self.found.items():
             stuck.missing = [_placed(each, where) for each in stuck.missing]
             stuck.held = [_placed(each, where) for each in stuck.held]
+            stuck.may_send = [_placed(each, where) for each in stuck.may_send]
             waits_on = [other for each in stuck.awaited for other in where.get(each.rank, ())]
             stuck.waits_on = [one for one in dict.fromkeys(waits_on) if one not in (name, "")]
             graph[name] = {each.where for each in stuck.awaited if each.rank in deadlocked}
@@ -327,8 +339,10 @@ class _WaitForGraph:
 
     def _name_of(self, rank: int, call: Call) -> str:
         """Return the name of the stuck call that a rank's call belongs to; "" if there is none."""
-        pair = self._pair(rank, call) if call.is_p2p else None
-        name = call.group if not call.is_p2p else "" if pair is None else _pair_name(*pair)
+        if (pair := self._pair(rank, call)) is not None:
+            name = _pair_name(*pair)
+        else:
+            name = _receive_name(call.group, rank) if call.is_p2p else call.group
         return name if name in self.found else ""
 
     def _deadlocked(self, where: Mapping[int, Sequence[str]]) -> set[int]:
@@ -401,6 +415,10 @@ class _WaitForGraph:
 
 def _pair_name(group: str, sender: int, receiver: int) -> str:
     return f"{group}: {sender} to {receiver}"
+
+
+def _receive_name(group: str, receiver: int) -> str:
+    return f"{group}: any to {receiver}"
 
 
 def _placed(missing: Missing, where: Mapping[int, Sequence[str]]) -> Missing:

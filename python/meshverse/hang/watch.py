@@ -18,15 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from meshverse import _torch_compat as compat
+from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, on_new_world
 
-from .live import Alarm, FrameKey, record_here, waits_in_frames
-from .named_groups import live_coordinates
+from .live import Alarm, FrameKey, live_coordinates, record_here, waits_in_frames
 from .records import Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
 from .verdicts import Cause, Stuck, find_stuck
@@ -129,6 +127,20 @@ class Watch:
             )
 
 
+@overload
+def watch(seconds: float = 60.0, *, on_stuck: Callable[[Hang], object] | None = None) -> Watch: ...
+
+
+@overload
+def watch(seconds: None, *, on_stuck: Callable[[Hang], object] | None = None) -> None: ...
+
+
+@overload
+def watch(
+    seconds: float | None, *, on_stuck: Callable[[Hang], object] | None = None
+) -> Watch | None: ...
+
+
 def watch(
     seconds: float | None = 60.0, *, on_stuck: Callable[[Hang], object] | None = None
 ) -> Watch | None:
@@ -225,7 +237,7 @@ _of_parent: list[Watch] = []  # in a forked process, its parent's watch
 
 atexit.register(_stop)
 os.register_at_fork(after_in_child=_leave_to_parent)
-on_new_world.append(_go_on)
+on_world_started(_go_on)
 
 
 class _Reported(NamedTuple):
@@ -466,6 +478,6 @@ def _in_words(call: Call, record: RankRecord) -> str:
     seen = record.groups.get(call.group)
     if seen is None:  # it has ended meanwhile
         seen = GroupSeen(call.group, None)
-    if call.peer is not None and seen.ranks is not None and call.peer < len(seen.ranks):
-        seen = seen._replace(ranks=sorted((record.rank, seen.ranks[call.peer])))
+    if (partner := call.partner(record.rank, seen.ranks)) is not None:
+        seen = seen._replace(ranks=sorted((record.rank, partner)))
     return ReportFormatter(live_coordinates).call(call, seen)

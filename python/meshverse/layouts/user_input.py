@@ -10,13 +10,14 @@ import math
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import Layout, RankMap
+from meshverse._torch_compat.private_names import ProcessGroup
+from meshverse._torch_compat.tracing import has_no_values, lacks_memory, lies_in_memory, untraced
 from meshverse.wording import did_you_mean
 
 AxisNames: TypeAlias = "tuple[str, ...]"
@@ -31,6 +32,25 @@ LARGEST_RANK = 2**31 - 1  # torch stores the ranks of a mesh as int32
 _REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
+@runtime_checkable
+class TopologyLike(Protocol):
+    """The node, and perhaps more, of each rank of a world; see `meshverse.Topology`."""
+
+    def check_has(self, rank_map: RankMap) -> None:
+        """Raise ValueError if one of these ranks is not in the topology."""
+
+    def spans(self, name: str, ranks: Sequence[int]) -> int | None:
+        """Count the parts of a level, such as "node", that ranks are on; None without the level."""
+
+    def order(
+        self,
+        mesh_shape: Sequence[int],
+        mesh_dim_names: Sequence[str] | None = None,
+        traffic: Mapping[str, float] | None = None,
+    ) -> torch.Tensor:
+        """Return the rank at each position of a mesh, shape (world size,)."""
+
+
 def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
     """Return the ranks as a dense int64 CPU tensor of the same shape. O(number of ranks).
 
@@ -41,7 +61,7 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
         TypeError: `torch.tensor` does not accept the argument.
     """
     values = _values_of(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
-    with compat.untraced():
+    with untraced():
         ranks = values.to(torch.int64).contiguous()
         if ranks.numel() == 0:
             raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
@@ -55,24 +75,24 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
 
 
 def _values_of(given: torch.Tensor) -> torch.Tensor:
-    if given.is_meta or compat.has_no_values(given):
+    if given.is_meta or has_no_values(given):
         kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
         raise error(  # torch's types
             f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
             "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
         )
-    with compat.untraced():
-        if compat.lies_in_memory(given):
+    with untraced():
+        if lies_in_memory(given):
             return given.detach()
     try:
-        if compat.lacks_memory(given):
+        if lacks_memory(given):
             raise RuntimeError("its memory was taken away")
         # Copy first: that waits for asynchronous results, computes lazy ones, and may give a tensor
         # in memory. All others are converted to a list, which tensors refuse that do not stand for
         # one array of values.
         copied = given.detach().clone()
-        with compat.untraced():
-            if compat.lies_in_memory(copied):
+        with untraced():
+            if lies_in_memory(copied):
                 return copied
         return _tensor_of(copied.tolist())
     except _REFUSALS as refusal:
@@ -84,7 +104,7 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor_of(values: ArrayLike) -> torch.Tensor:
-    with compat.untraced():
+    with untraced():
         try:
             read = torch.tensor(values, device="cpu")
         except (IndexError, RuntimeError):
@@ -167,16 +187,16 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
     """
     if ranks.ndim != 1:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
-    if compat.has_no_values(ranks):  # from torch's init_device_mesh, so it stands for 0, 1, 2, ...
+    if has_no_values(ranks):  # from torch's init_device_mesh, so it stands for 0, 1, 2, ...
         return RankMap.identity(ranks.numel())
     return rank_map_of(plain_ranks(ranks))
 
 
 def read_groups(
-    group: compat.ProcessGroup | Sequence[compat.ProcessGroup],
+    group: ProcessGroup | Sequence[ProcessGroup],
     mesh: torch.Tensor | ArrayLike | None,
     names: Sequence[str] | None,
-) -> tuple[list[compat.ProcessGroup], torch.Tensor | ArrayLike]:
+) -> tuple[list[ProcessGroup], torch.Tensor | ArrayLike]:
     """Return the groups of a mesh's axes and its global ranks, from the arguments of `from_group`.
 
     Raises:
@@ -209,7 +229,7 @@ def read_groups(
     return groups, ranks_of_mesh
 
 
-def _ranks_of_live(group: compat.ProcessGroup) -> list[int]:
+def _ranks_of_live(group: ProcessGroup) -> list[int]:
     """Return the global ranks of a group; ValueError if the group was destroyed."""
     try:
         return dist.get_process_group_ranks(group)

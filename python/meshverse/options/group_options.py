@@ -22,17 +22,31 @@ from datetime import timedelta
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
 
-from meshverse import _torch_compat as compat
 from meshverse._core import OptionsKey, data_in
+from meshverse._torch_compat.backends import can_split, split_options
+from meshverse._torch_compat.groups import (
+    canonical_backend,
+    check_backend,
+    default_backend,
+    default_timeout,
+)
+from meshverse._torch_compat.options import (
+    IGNORED_OPTION_FIELDS,
+    is_backend_options,
+    new_like,
+    set_timeout,
+)
+from meshverse._torch_compat.options import said_timeout as torch_said_timeout
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .by_axis import by_axis
+from .isolation import by_axis
 
 # --- a user's arguments --------------------------------------------------------------------------
 
-Override: TypeAlias = "tuple[str | None, compat.BackendOptions | None]"
+Override: TypeAlias = "tuple[str | None, BackendOptions | None]"
 """One axis's override: backend name and backend options; None stands for the default."""
 
-SingleOverride: TypeAlias = "str | compat.BackendOptions | Override"
+SingleOverride: TypeAlias = "str | BackendOptions | Override"
 """The override of one axis: a backend name, an options object, or both as a pair."""
 
 BackendOverride: TypeAlias = "Mapping[int | str, SingleOverride]"
@@ -55,7 +69,7 @@ def normalize_override(value: Any) -> Override:
         return NO_OVERRIDE
     if isinstance(value, str):
         pair: Override = (value, None)
-    elif compat.is_backend_options(value):
+    elif is_backend_options(value):
         pair = (None, value)
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (str, type(None))):
         pair = (value[0], value[1])
@@ -66,7 +80,7 @@ def normalize_override(value: Any) -> Override:
             "options) pair."
         )
     if pair[0] is not None:
-        compat.check_backend(pair[0])
+        check_backend(pair[0])
     return pair
 
 
@@ -120,12 +134,10 @@ class Defaults:
     """
 
     timeout: timedelta | None = None
-    backend_options: compat.BackendOptions | None = None
+    backend_options: BackendOptions | None = None
 
     @classmethod
-    def of(
-        cls, timeout: timedelta | None, backend_options: compat.BackendOptions | None
-    ) -> Defaults:
+    def of(cls, timeout: timedelta | None, backend_options: BackendOptions | None) -> Defaults:
         """Return a user's options, copied so that later changes of the object have no effect.
 
         `NO_DEFAULTS` if both are None: then groups have the default group's options.
@@ -138,7 +150,7 @@ class Defaults:
             return NO_DEFAULTS
         if timeout is not None:
             check_timeout(timeout)
-        if backend_options is not None and not compat.is_backend_options(backend_options):
+        if backend_options is not None and not is_backend_options(backend_options):
             raise TypeError(
                 f"options={backend_options!r} of type {type(backend_options).__name__}: give an "
                 "options object of the default group's backend, such as ProcessGroupNCCL.Options()."
@@ -188,7 +200,7 @@ class GroupOptions:
     """
 
     backend: str
-    backend_options: compat.BackendOptions | None
+    backend_options: BackendOptions | None
     timeout: timedelta | None
     key: OptionsKey
     says_timeout: bool = False
@@ -212,7 +224,7 @@ class GroupOptions:
     def resolve(
         cls,
         override: Override,
-        default_group: compat.ProcessGroup,
+        default_group: ProcessGroup,
         defaults: Defaults = NO_DEFAULTS,
     ) -> GroupOptions:
         """Fill in what is not overridden: backend, backend options and timeout.
@@ -222,27 +234,27 @@ class GroupOptions:
         universe's timeout, in the universe's options, the default group's timeout.
         """
         wanted_backend, backend_options = override
-        usual_backend = compat.canonical_backend(compat.default_backend(default_group))
-        backend = compat.canonical_backend(wanted_backend or usual_backend)
-        said_timeout = compat.said_timeout(backend_options) or defaults.timeout
+        usual_backend = canonical_backend(default_backend(default_group))
+        backend = canonical_backend(wanted_backend or usual_backend)
+        said_timeout = torch_said_timeout(backend_options) or defaults.timeout
         inherits = backend_options is None and backend == usual_backend
         if inherits:
             backend_options = defaults.backend_options
-            said_timeout = said_timeout or compat.said_timeout(backend_options)
-        timeout = said_timeout or compat.default_timeout(backend, default_group)
+            said_timeout = said_timeout or torch_said_timeout(backend_options)
+        timeout = said_timeout or default_timeout(backend, default_group)
         # A split without options inherits the default group's, so these belong into the key.
         in_force = backend_options
-        if in_force is None and compat.can_split(default_group, backend):
-            in_force = compat.split_options(default_group)
-        ignored = compat.IGNORED_OPTION_FIELDS
+        if in_force is None and can_split(default_group, backend):
+            in_force = split_options(default_group)
+        ignored = IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, in_force, timeout=timeout, ignored=ignored)
         mine = backend_options if inherits else _copy(backend_options)
         return cls(backend, mine, timeout, key, says_timeout=said_timeout is not None)
 
     @classmethod
-    def given(cls, group: compat.ProcessGroup) -> GroupOptions:
+    def given(cls, group: ProcessGroup) -> GroupOptions:
         """Return the options of a group that the user created: only the backend is known."""
-        backend = compat.default_backend(group)
+        backend = default_backend(group)
         return cls(backend, None, None, OptionsKey.of(backend))
 
     def in_words(self) -> str:
@@ -262,32 +274,30 @@ class GroupOptions:
         text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
         return replace(self, key=self.key.with_tag(text), tag=tag, keeps_order=keeps_order)
 
-    def new_backend_options(self) -> compat.BackendOptions | None:
+    def new_backend_options(self) -> BackendOptions | None:
         """Return a copy of the backend options for c10d, which keeps the object and writes to it.
 
         The copy gets `timeout`: c10d gets that as an argument too, and warns if the two differ.
         """
         mine = _copy(self.backend_options)
         if mine is not self.backend_options and self.timeout is not None:
-            compat.set_timeout(mine, self.timeout)
+            set_timeout(mine, self.timeout)
         return mine
 
-    def new_backend_options_for_split(
-        self, default_group: compat.ProcessGroup
-    ) -> compat.BackendOptions | None:
+    def new_backend_options_for_split(self, default_group: ProcessGroup) -> BackendOptions | None:
         """Return backend options for a split of the default group.
 
         Without options of its own, a split gets a copy of the default group's options object: c10d
         would use that object itself and write to it.
         """
         mine = self.new_backend_options()
-        return _copy(compat.split_options(default_group)) if mine is None else mine
+        return _copy(split_options(default_group)) if mine is None else mine
 
 
 # --- copies of backend options -------------------------------------------------------------------
 
 
-def _copy(backend_options: compat.BackendOptions | None) -> compat.BackendOptions | None:
+def _copy(backend_options: BackendOptions | None) -> BackendOptions | None:
     """Return a copy that shares no plain data with the original.
 
     Everything that an options key compares by content is copied. All other values are handles
@@ -298,7 +308,7 @@ def _copy(backend_options: compat.BackendOptions | None) -> compat.BackendOption
     """
     if backend_options is None:
         return None
-    data = data_in(backend_options, compat.IGNORED_OPTION_FIELDS)
+    data = data_in(backend_options, IGNORED_OPTION_FIELDS)
     copies = dict.fromkeys(map(id, data))  # by id of the original, which `data` keeps alive
 
     def copied(value: Any) -> Any:
@@ -343,7 +353,7 @@ def _empty_like(value: Any) -> Any | None:
                 return None
             if type(mine) is kind:  # else a C++ base class has copied only its own part
                 return mine
-    return compat.new_like(value)
+    return new_like(value)
 
 
 def _fields(kind: type) -> Iterator[Any]:

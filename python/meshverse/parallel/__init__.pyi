@@ -10,6 +10,7 @@ from .experts.expert_parallel import (
 )
 from .experts.features import ExpertFeaturesParallel
 from .experts.sharding import clip_grad_norm_, get_total_norm
+from .losses.per_token import LossPerToken
 from .meshes.by_strategy import create_device_meshes
 from .meshes.create import (
     create_fsdp2_device_mesh,
@@ -28,6 +29,8 @@ from .models.checkpointing import apply_activation_checkpointing
 from .models.modules import import_class_from_path, import_classes_from_paths
 from .pipeline.schedule import PipelineSchedule, pipeline_schedule, pipeline_stages
 from .pipeline.stage import split_into_stages
+from .pretrained.load import IncompatibleKeys, load_pretrained
+from .pretrained.save import save_pretrained
 from .reshard.reshard import Reshard, ReshardWork, redistribute
 from .reshard.sides import Piece
 from .snapshot.snapshot import Snapshot
@@ -59,7 +62,9 @@ __all__ = [
     "FSDP2Config",
     "FSDP2Manager",
     "GatherTokens",
+    "IncompatibleKeys",
     "LocalParameters",
+    "LossPerToken",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "MeshAxisName",
@@ -99,12 +104,14 @@ __all__ = [
     "import_class_from_path",
     "import_classes_from_paths",
     "llama_tp_plan",
+    "load_pretrained",
     "megatron_fsdp_strategy_parallelize",
     "pipeline_schedule",
     "pipeline_stages",
     "redistribute",
     "register_flattened_axes",
     "register_tp_plan",
+    "save_pretrained",
     "split_into_stages",
     "synchronize_random_state",
     "translate_to_torch_parallel_style",

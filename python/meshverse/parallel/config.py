@@ -64,6 +64,10 @@ class FSDP2Config(_Settings):
         enable_fsdp2_prefetch: whether to gather layers ahead explicitly, by the two depths below.
         fsdp2_backward_prefetch_depth: number of layers to gather ahead in backward.
         fsdp2_forward_prefetch_depth: number of layers to gather ahead in forward.
+        split_logits: whether tensor parallelism leaves logits split over the vocabulary in training
+            mode, as DTensors, for torch's `loss_parallel`. In eval mode, and by default, each rank
+            gathers them. If you pass or register a plan other than `llama_tp_plan`, its style of
+            the head decides instead.
 
     Raises:
         ValueError: `activation_checkpointing` or its scope is not one of the values above.
@@ -81,6 +85,7 @@ class FSDP2Config(_Settings):
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    split_logits: bool = False
 
     def __post_init__(self) -> None:
         if self.mp_policy is None:

@@ -5,16 +5,14 @@ The pickle of a mesh over ranks 0, 1, 2, ... takes O(number of axes) bytes.
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.one_graph import is_one_graph_compiled
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
@@ -25,19 +23,15 @@ _NO_RANK = -1  # as in c10d
 _Mesh = TypeVar("_Mesh", bound=DeviceMesh)
 
 
-def save_mesh(mesh: DeviceMesh) -> MeshState:
-    """Return a mesh and its root as plain data.
-
-    Ranks 0, 1, 2, ... are saved as their number, other ranks as a list. Of the process groups,
-    digests of their options are saved, and not their names.
-    """
+def state_of(mesh: DeviceMesh) -> MeshState:
+    """Return a mesh and its root as plain data; see `save_mesh`."""
     universe = mesh._universe
     ranks = universe.rank_map
     state = {
         "ranks": ranks.size if ranks.is_identity else ranks.ranks().tolist(),
         # If a mesh is an input of a graph, torch's caches find the graph by the mesh's pickle. So
         # the pickle must be the same on all ranks if a graph is compiled for all of them.
-        "rank": _NO_RANK if compat.is_one_graph_compiled() else universe.rank,
+        "rank": _NO_RANK if is_one_graph_compiled() else universe.rank,
         "serial": universe.serial,
         "decoupled": bool(mesh.decouple_backend_at_save),
         "mesh": mesh_fields(mesh),
@@ -47,34 +41,13 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
     return state
 
 
-def load_mesh(state: MeshState) -> DeviceMesh:
-    """Return the mesh of a saved state.
-
-    If this process has a live universe with the same ranks, the result is that universe's mesh,
-    with process groups if the universe has one for each of its axes. If there is no such universe,
-    or the mesh was saved with `decouple_backend_at_save`, the result has no process groups until
-    `mesh.bind()`.
-
-    Raises:
-        ValueError: `save_mesh` cannot have written this state; nothing was loaded.
-    """
-    return load_saved(read_state(state))
-
-
 def load_saved(saved: SavedState) -> DeviceMesh:
     """Return the mesh of a saved state that was already checked; see `load_mesh`."""
     return _loaded(DeviceMesh._in_universe, saved.mesh, _universe_of(saved))
 
 
-def load_mesh_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
-    """Return a mesh of a subclass from its saved state, without attributes that the subclass adds.
-
-    As in torch, each call returns a new object, because each may get different attributes.
-
-    Raises:
-        TypeError: the class is not a subclass of our `DeviceMesh`.
-        ValueError: `save_mesh` cannot have written this state; nothing was loaded.
-    """
+def load_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
+    """Return a mesh of a subclass from its saved state; see `load_mesh_as`."""
     if not _is_ours(mesh_class):
         raise TypeError(f"A saved mesh of {mesh_class!r}, which is not a subclass of {DeviceMesh}.")
     saved = read_state(state)
@@ -182,15 +155,3 @@ def _known_names(saved: SavedMesh, universe: Universe) -> list[str] | None:
     groups = [universe.groups.known(*pair) for pair in zip(layout, saved.keys, strict=False)]
     names = [group.name for group in groups if group is not None and group.name is not None]
     return names if len(names) == len(layout) else None
-
-
-def _reduce(mesh: DeviceMesh) -> tuple[Any, ...]:
-    if type(mesh) is DeviceMesh:
-        return load_mesh, (save_mesh(mesh),)
-    return load_mesh_as, (type(mesh), save_mesh(mesh)), mesh.__getstate__()
-
-
-# Pickles refer to these two functions by the name of this package, so that name must not change.
-load_mesh.__module__ = load_mesh_as.__module__ = __package__
-copyreg.pickle(DeviceMesh, _reduce)
-torch.serialization.add_safe_globals([load_mesh, load_mesh_as])

@@ -12,8 +12,8 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, Layout, RankMap
+from meshverse._torch_compat.layouts import FLATTENED_ARE_DISTINCT
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import LARGEST_RANK, check_axis_names, check_layout
 from meshverse.options.isolation import check_tag, tag_parts
@@ -101,7 +101,7 @@ def _read_mesh(saved: object, name: str, rank_map: RankMap) -> SavedMesh:
             layout,
             names,
             fields["preserve_rank_order"],
-            fields["flattened"] and compat.FLATTENED_ARE_DISTINCT,
+            fields["flattened"] and FLATTENED_ARE_DISTINCT,
         ).with_tags(tags),
         keys,
     )

@@ -13,8 +13,13 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
-from meshverse import _torch_compat as compat
 from meshverse._core import RankGroups
+from meshverse._torch_compat.saved_stock import (
+    StockState,
+    is_made_by_stock,
+    is_unread,
+    read_stock_state,
+)
 from meshverse.device_mesh.device_mesh import DeviceMesh
 from meshverse.device_mesh.group_names import MissingGroups
 from meshverse.layouts.user_input import plain_ranks, rank_map_of
@@ -46,7 +51,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     if "_dim_group_names" not in state:
         return False
     try:
-        stock = compat.read_stock_state(state)
+        stock = read_stock_state(state)
         saved = _as_ours(stock)
     except _UNREADABLE:
         _leave_without_groups(mesh, state)
@@ -54,7 +59,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     if _are_stocks(stock.group_names, saved):
         return False
     live = _live_mesh(saved)
-    if live is None and compat.is_unread(stock.root):
+    if live is None and is_unread(stock.root):
         _leave_without_groups(mesh, state)  # the loop below, in the call for its root, loads it
         return True
     # Other objects in the file refer to this object, so the live mesh cannot replace it. Instead,
@@ -67,7 +72,7 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     return True
 
 
-def _as_ours(stock: compat.StockState) -> SavedState:
+def _as_ours(stock: StockState) -> SavedState:
     """Return a stock mesh as a saved state of ours, with the same checks. O(world size)."""
     state = {
         "ranks": rank_map_of(plain_ranks(stock.rank_map)).ranks().tolist(),
@@ -79,8 +84,8 @@ def _as_ours(stock: compat.StockState) -> SavedState:
     root = stock.root
     if isinstance(root, DeviceMesh):
         state["root"] = mesh_fields(root)
-    elif root is not None and not compat.is_unread(root):
-        state["root"] = compat.read_stock_state(vars(root)).fields
+    elif root is not None and not is_unread(root):
+        state["root"] = read_stock_state(vars(root)).fields
     return read_state(state)
 
 
@@ -92,7 +97,7 @@ def _are_stocks(names: list[str], saved: SavedState) -> bool:
         return world is not None and not names  # a rank outside the mesh has no groups
     universes = universes_over(ranks)
     return len(names) == len(layout) and all(
-        compat.is_made_by_stock(name, RankGroups(axis, ranks).ranks_of(position))
+        is_made_by_stock(name, RankGroups(axis, ranks).ranks_of(position))
         and not any(universe.groups.has_made(name) for universe in universes)
         for name, axis in zip(names, layout, strict=True)
     )

@@ -15,7 +15,6 @@ These modules import the class `DeviceMesh` for type checking only: `device_mesh
 
 from __future__ import annotations
 
-from .revival import revive
 from .universe import Universe
 
-__all__ = ["Universe", "revive"]
+__all__ = ["Universe"]

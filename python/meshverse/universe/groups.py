@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
+from meshverse._torch_compat.backends import backend_for
+from meshverse._torch_compat.groups import abort_all, find_group
+from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import (
     ComparedCalls,
     Description,
@@ -22,7 +24,6 @@ from meshverse.agreement import (
     RanksDifferError,
     Rendezvous,
     check_by_default,
-    program_line,
 )
 from meshverse.groups.creation import (
     create_by_all,
@@ -31,11 +32,10 @@ from meshverse.groups.creation import (
     keep_to,
     needs_all_ranks,
 )
-from meshverse.groups.group import Group, GroupUse, Origin, State
+from meshverse.groups.group import Group, GroupUse, Origin, State, describe_origin
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
-from meshverse.report.explain import how_it_came
 from meshverse.wording import rank_list
 from meshverse.world.world import World
 
@@ -124,7 +124,7 @@ class UniverseGroups:
         self.number: int | None = None
         self.is_kept = False
         self.ended: Literal["destroyed", "aborted"] | None = None
-        self.process_groups: dict[str, compat.ProcessGroup] = {}
+        self.process_groups: dict[str, ProcessGroup] = {}
         self._reference = weakref.ref(self)
 
     @property
@@ -285,7 +285,7 @@ class UniverseGroups:
             return False
         group = self._registry.find(name)
         if group is None:
-            return compat.find_group(name) is None
+            return find_group(name) is None
         return group.state is State.DESTROYED
 
     @property
@@ -306,7 +306,7 @@ class UniverseGroups:
             return False
         known = [self._registry.find(other) for other in others]
         backends = {one.request.options.backend for one in (group, *known) if one is not None}
-        return len({compat.backend_for(device_type, backend) for backend in backends}) == 1
+        return len({backend_for(device_type, backend) for backend in backends}) == 1
 
     def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is not created yet, else None."""
@@ -363,7 +363,7 @@ class UniverseGroups:
 
     def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str
-    ) -> compat.ProcessGroup | None:
+    ) -> ProcessGroup | None:
         """Return one group of all ranks of the universe, created if there is none.
 
         Args:
@@ -580,7 +580,7 @@ class UniverseGroups:
         use = self.find(name)
         group = self._registry.find(name) if use is None else use.group
         if group is None:
-            if compat.find_group(name) is not None:  # from torch or the program
+            if find_group(name) is not None:  # from torch or the program
                 return
             raise RuntimeError(
                 f"The process group {self._of_axes(name)} was destroyed, by "
@@ -670,6 +670,8 @@ class UniverseGroups:
         return ranks
 
     def _describe(self, call: str, requests: Sequence[GroupRequest]) -> Description:
+        from meshverse.agreement.program_line import program_line
+
         made = "lazy" if self._lazy else "at once"
         facts = {
             "made": made,
@@ -705,7 +707,7 @@ class UniverseGroups:
 
     # --- groups created elsewhere ---------------------------------------------------------------
 
-    def adopt(self, axis: AxisLayout, axis_name: str, group: compat.ProcessGroup) -> str:
+    def adopt(self, axis: AxisLayout, axis_name: str, group: ProcessGroup) -> str:
         """Adopt a process group that the user created: list it, but do not share or free it.
 
         Returns:
@@ -778,7 +780,7 @@ class UniverseGroups:
             for use in self:
                 ending.callback(self._release, use, abort=abort)
             if ends_all:
-                ending.callback(compat.abort_all)
+                ending.callback(abort_all)
 
     def _release(self, use: GroupUse, *, abort: bool = False) -> None:
         self._registry.release(use, abort=abort)
@@ -808,12 +810,14 @@ class UniverseGroups:
             return
         ranks = use.request.my_ranks()
         if ranks[0] == self._world.rank:
+            from meshverse.agreement.program_line import program_line
+
             _log.debug(
                 "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
                 use.request.axis_name,
                 rank_list(ranks),
                 use.request.options.in_words(),
-                how_it_came(use),
+                describe_origin(use),
                 program_line(),
                 self._why_new(use.group, ranks),
             )

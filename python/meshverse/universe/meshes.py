@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription, check_names_at_root
-from meshverse.locks import state_lock
+from meshverse.locks import WeakRegistry, state_lock
 from meshverse.options.isolation import merge_tags, tag_parts
-from meshverse.world.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import RankMap
+from meshverse._torch_compat.options import is_backend_options
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Override, check_timeout, normalize_override
 from meshverse.options.isolation import normalize_tags
@@ -29,10 +30,10 @@ def group_of(
     *,
     name: str,
     backend: str | None,
-    options: compat.BackendOptions | None,
+    options: BackendOptions | None,
     timeout: timedelta | None,
     isolate: str | None,
-) -> compat.ProcessGroup:
+) -> ProcessGroup:
     """Return the process group of these ranks; see `Universe.group`."""
     rank_map = (ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)).sorted()
     override = read_override(backend, options)
@@ -52,7 +53,7 @@ def group_of(
 
 def group_of_mine(
     universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
-) -> compat.ProcessGroup:
+) -> ProcessGroup:
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
     # Lists and ranges are not copied: there may be as many of them as ranks.
     all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
@@ -75,14 +76,14 @@ def _listed(ranks: Any) -> list[int]:
     return listed
 
 
-def read_override(backend: str | None, options: compat.BackendOptions | None) -> Override:
+def read_override(backend: str | None, options: BackendOptions | None) -> Override:
     """Return a group's backend and options as an override.
 
     Raises:
         TypeError: `options` is not an options object.
         ValueError: the backend is unknown.
     """
-    if options is not None and not compat.is_backend_options(options):
+    if options is not None and not is_backend_options(options):
         raise TypeError(
             f"options={options!r} of type {type(options).__name__}: pass an options object of the "
             "group's backend, such as ProcessGroupNCCL.Options()."

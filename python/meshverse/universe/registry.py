@@ -7,8 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout, RankMap
-from meshverse.locks import state_lock
-from meshverse.world.weak_registry import WeakRegistry
+from meshverse.locks import WeakRegistry, state_lock
 from meshverse.world.world import World, WorldState
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.held_groups import HeldGroup, group_attributes, groups_held_by, is_live
+from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.agreement import ComparedCalls, Rendezvous
 from meshverse.groups.creation import create_by_all, create_by_members, how
 from meshverse.groups.group import Group, GroupUse, Origin, State
@@ -49,7 +50,7 @@ class _Plan(NamedTuple):
     universes: Sequence[Universe]
     groups: dict[str, Group]
     old: dict[int, str]
-    held: list[compat.HeldGroup]
+    held: list[HeldGroup]
     problems: list[str]
 
 
@@ -141,9 +142,9 @@ def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
     return _Plan(universes, groups, old, held, problems)
 
 
-def _held_by(holders: Sequence[object]) -> tuple[list[compat.HeldGroup], list[str]]:
+def _held_by(holders: Sequence[object]) -> tuple[list[HeldGroup], list[str]]:
     """Return the ended groups that objects hold, and which objects are of an unknown kind."""
-    held: list[compat.HeldGroup] = []
+    held: list[HeldGroup] = []
     unknown, seen, waiting = [], set[int](), list(holders)
     while waiting:
         one = waiting.pop()
@@ -156,15 +157,15 @@ def _held_by(holders: Sequence[object]) -> tuple[list[compat.HeldGroup], list[st
             waiting += one
         elif (parts := getattr(type(one), "parts_to_revive", None)) is not None:
             waiting += parts(one)
-            held += compat.group_attributes([one])
-        elif (of_torch := compat.groups_held_by(one)) is not None:
+            held += group_attributes([one])
+        elif (of_torch := groups_held_by(one)) is not None:
             held += of_torch
-        elif one is not None and not isinstance(one, compat.StockDeviceMesh | Universe):
+        elif one is not None and not isinstance(one, StockDeviceMesh | Universe):
             unknown.append(
                 f"it cannot tell which process groups an object of type {type(one).__qualname__} "
                 "holds: give modules, optimizers, and pipeline stages and schedules"
             )
-    ended = {(id(one.owner), one.name): one for one in held if not compat.is_live(one.group)}
+    ended = {(id(one.owner), one.name): one for one in held if not is_live(one.group)}
     return list(ended.values()), list(dict.fromkeys(unknown))
 
 
@@ -192,7 +193,7 @@ def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
 
 def _ended_handles(
     universes: Sequence[Universe], groups: Mapping[str, Group]
-) -> Iterator[tuple[str, compat.ProcessGroup]]:
+) -> Iterator[tuple[str, ProcessGroup]]:
     """Yield the ended group objects that something still refers to, with the names of groups."""
     for world in {universe.world for universe in universes if universe.world is not None}:
         default_group = world.ended_default_group

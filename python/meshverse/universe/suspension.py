@@ -6,7 +6,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.groups import resolve_group
+from meshverse._torch_compat.suspension import memory_stats as backend_memory_stats
 from meshverse.groups.group import Group, State
 
 from .groups import UniverseGroups
@@ -68,7 +69,7 @@ def resume(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | N
 
 
 def _stats(group: Group) -> dict[str, int] | None:
-    return compat.memory_stats(compat.resolve_group(group.name))
+    return backend_memory_stats(resolve_group(group.name))
 
 
 def _made(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | None) -> list[Chosen]:

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from meshverse import _torch_compat as compat
 from meshverse._core import AxisLayout, RankMap
+from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.layouts.computed import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
-from meshverse.layouts.user_input import ArrayLike, read_rank_map
+from meshverse.layouts.user_input import ArrayLike, TopologyLike, read_rank_map
 from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults
-from meshverse.pictures import Picture
-from meshverse.report.calling_threads import CallingThreads
-from meshverse.report.explain import Explanation, Portion, explain
-from meshverse.report.pictured import ExplainedView, node_size_here
-from meshverse.topology import Topology
 from meshverse.wording import rank_list
 from meshverse.world.world import World
 
 from .groups import UniverseGroups
 from .meshes import UniverseMeshes
-from .plain_groups import group_of, group_of_mine
 from .registry import WorldUniverses, next_own_serial, note_universe
-from .suspension import GroupMemory, memory_stats, resume, suspend
-from .warm_up import WarmedUp, warm_up
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh
+    from meshverse.explain.calling_threads import CallingThreads
+    from meshverse.explain.explanation import ExplainedView, Explanation
+    from meshverse.tools.pictures import Picture
+
+    from .suspension import GroupMemory
+    from .warm_up import WarmedUp
+
+# What most programs do not call is imported when it is called.
 
 
 class Universe:
@@ -96,12 +96,12 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,
         decoupled: bool = False,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
         part_of: Universe | None = None,
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
@@ -113,7 +113,7 @@ class Universe:
             topology = part_of.topology
         if topology is not None:
             topology.check_has(self.rank_map)
-        self.topology: Topology | None = topology
+        self.topology: TopologyLike | None = topology
         self.rank_was_passed = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
@@ -175,10 +175,12 @@ class Universe:
 
         Args:
             communicator_bytes: device memory of one communicator, in bytes, by backend name. It
-                replaces the figures of `meshverse.report.communicator_memory`.
+                replaces the figures of `meshverse.explain.communicator_memory`.
         """
+        from meshverse.explain.calling_threads import CallingThreads
+
         threads = None if self.world is None else CallingThreads(self.world.since_ns)
-        return self._explain(communicator_bytes, node_size_here(), threads)
+        return self._explain(communicator_bytes, threads)
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
         """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
@@ -197,15 +199,16 @@ class Universe:
             KeyError: no groups were requested by this name.
             ValueError: there are no groups yet, or the node size is not positive.
         """
-        picture = self._explain(None, node_size_here() if node_size is None else node_size).drawn()
+        picture = self._explain(None).drawn(node_size)
         return picture if axis is None else picture.of_axes(axis)
 
     def _explain(
         self,
         communicator_bytes: Mapping[str, int] | None,
-        node_size: int | None,
         threads: CallingThreads | None = None,
     ) -> Explanation:
+        from meshverse.explain.explanation import Portion, explain
+
         views = self._views()
         parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
         return explain(
@@ -214,7 +217,6 @@ class Universe:
             self.groups,
             communicator_bytes,
             views,
-            node_size,
             topology=self.topology,
             parts=parts,
             duplicates=self.groups.duplicates(),
@@ -236,10 +238,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the process group of a list of ranks, in place of `torch.distributed.new_group`.
 
         Its members create it at their first call; no other rank has to call this. Mesh axes over
@@ -271,6 +273,8 @@ class Universe:
             >>> universe = meshverse.Universe(8)  # doctest: +SKIP
             >>> pair = universe.group([0, 4], timeout=timedelta(minutes=2))  # doctest: +SKIP
         """
+        from .plain_groups import group_of
+
         return group_of(
             self,
             ranks,
@@ -287,10 +291,10 @@ class Universe:
         *,
         name: str = "group",
         backend: str | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         timeout: timedelta | None = None,
         isolate: str | None = None,
-    ) -> compat.ProcessGroup:
+    ) -> ProcessGroup:
         """Return the group of the list that contains this rank, in place of loops over `new_group`.
 
         Each rank creates only its own group, with the other members (or all groups, if all ranks
@@ -313,6 +317,8 @@ class Universe:
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
         """
+        from .plain_groups import group_of_mine
+
         return group_of_mine(
             self,
             lists,
@@ -342,6 +348,8 @@ class Universe:
             RuntimeError: none of the groups' backends can suspend them; or a backend failed to
                 suspend its group. Then only the groups before that one are suspended.
         """
+        from .suspension import suspend
+
         suspend(self._all_groups(), axis_names)
 
     def resume(self, axis_names: Collection[str] | None = None) -> None:
@@ -349,6 +357,8 @@ class Universe:
 
         Groups that are not suspended stay as they are. The arguments are those of `suspend`.
         """
+        from .suspension import resume
+
         resume(self._all_groups(), axis_names)
 
     def memory_stats(self, axis_names: Collection[str] | None = None) -> list[GroupMemory]:
@@ -357,6 +367,8 @@ class Universe:
         The arguments are those of `suspend`. Groups whose backends report none are left out. No
         other rank has to call this.
         """
+        from .suspension import memory_stats
+
         return memory_stats(self._all_groups(), axis_names)
 
     # --- the end --------------------------------------------------------------------------------
@@ -413,6 +425,8 @@ class Universe:
         return {} if self.root is None else self.root._root()._flatten_mapping
 
     def _views(self) -> list[ExplainedView]:
+        from meshverse.explain.explanation import ExplainedView
+
         views: dict[tuple[object, ...], ExplainedView] = {}
         for mesh in self.meshes:
             what = mesh._description
@@ -479,6 +493,8 @@ class Universe:
             RuntimeError: the universe has no mesh yet, has ended, or was loaded without process
                 groups and is not bound.
         """
+        from .warm_up import warm_up
+
         groups = self._all_groups()
         roots = [universe.root for universe in (self, *self._all_parts()) if universe.root]
         if not roots:
@@ -503,7 +519,7 @@ class Universe:
         ranks: RankMap | int | torch.Tensor | ArrayLike,
         *,
         timeout: timedelta | None = None,
-        options: compat.BackendOptions | None = None,
+        options: BackendOptions | None = None,
         lazy: bool = False,
         check_consistency: bool | None = None,
         rank: int | None = None,

@@ -6,7 +6,6 @@ A room is a subpackage of Meshverse (docs/architecture.md).
   `World.state` gives each room an object of its own for each world, so that no state carries over
   to the next world by accident, and no room depends on another room's state.
 - `run_store`: `RunStore`, the default group's store with keys that belong to one run of the group.
-- `weak_registry`: `WeakRegistry`, weakly held objects that threads may add while others list them.
 
 Example: a program calls `destroy_process_group()`, then `init_process_group()` again. So it has two
 worlds, one after the other. A mesh of the first world refuses to create groups in the second,

@@ -13,7 +13,22 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from meshverse import _torch_compat as compat
+from meshverse._torch_compat.backends import can_split as backend_can_split
+from meshverse._torch_compat.backends import creation_blocks as backend_creation_blocks
+from meshverse._torch_compat.backends import why_all_ranks as why_backend_needs_all_ranks
+from meshverse._torch_compat.groups import (
+    can_be_reconfigured,
+    clone_store,
+    current_default_group,
+    destroys_passed_default_group,
+    is_shrunk_default,
+    store_allows_rendezvous,
+    store_of,
+    thread_id,
+    world_lifetime,
+)
+from meshverse._torch_compat.groups import set_up_device as set_up_torch_device
+from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.layouts.computed import computed
 from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
@@ -67,7 +82,7 @@ class World:
         run: the run of the default group, which has a number among the runs on the same store.
     """
 
-    def __init__(self, default_group: compat.ProcessGroup) -> None:
+    def __init__(self, default_group: ProcessGroup) -> None:
         self._states: dict[type[WorldState], Any] = {}
         self._process_id = os.getpid()
         self.since_ns = time.time_ns()
@@ -75,15 +90,15 @@ class World:
         self.is_of_parent = False  # whether this is a copy in a forked process
         self.rank = default_group.rank()
         self.size = default_group.size()
-        self.thread_id = compat.thread_id()
+        self.thread_id = thread_id()
         self.life = _lives[self.thread_id]
         _lives[self.thread_id] += 1
         self._use(default_group)
 
-    def _use(self, default_group: compat.ProcessGroup) -> None:
+    def _use(self, default_group: ProcessGroup) -> None:
         """Use a default group of this rank and size, until it ends."""
         self._default_group = weakref.ref(default_group)
-        self.may_change = compat.can_be_reconfigured(default_group)
+        self.may_change = can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further connections to the store, one per thread
         self._can_split: dict[str, bool] = {}
@@ -95,7 +110,7 @@ class World:
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
         # Must come last: another thread may end the default group at any time.
-        self._finalizer = weakref.finalize(compat.world_lifetime(), _end, self)
+        self._finalizer = weakref.finalize(world_lifetime(), _end, self)
         self._finalizer.atexit = False
 
     def revive(self, current: World) -> None:
@@ -117,23 +132,23 @@ class World:
             state.go_on(current)
         with state_lock:
             _worlds[default_group] = self
-        for call in on_new_world:
+        for call in _called_at_start:
             call()
 
     @property
-    def ended_default_group(self) -> compat.ProcessGroup | None:
+    def ended_default_group(self) -> ProcessGroup | None:
         """The default group that this world had when it ended, if something still refers to it."""
         return self._default_group() if self.is_over else None
 
     @staticmethod
     def ended_last() -> World | None:
         """Return the world of this thread that had universes and ended last, or None."""
-        return _ended_last.get(compat.thread_id())
+        return _ended_last.get(thread_id())
 
     @staticmethod
     def current() -> World | None:
         """Return the world of this thread, or None before `init_process_group`."""
-        default_group = compat.current_default_group()
+        default_group = current_default_group()
         if default_group is None:
             return None
         with state_lock:
@@ -141,7 +156,7 @@ class World:
             if world is not None:
                 return world
             world = _worlds[default_group] = World(default_group)
-        for call in on_new_world:
+        for call in _called_at_start:
             call()
         return world
 
@@ -164,16 +179,16 @@ class World:
         group = self._default_group()
         return (
             group is None
-            or group is not compat.current_default_group()
+            or group is not current_default_group()
             or self.is_of_parent
             or (self.may_change and self._has_changed(group))
         )
 
-    def _has_changed(self, group: compat.ProcessGroup) -> bool:
+    def _has_changed(self, group: ProcessGroup) -> bool:
         return (group.rank(), group.size()) != (self.rank, self.size)
 
     @property
-    def default_group(self) -> compat.ProcessGroup:
+    def default_group(self) -> ProcessGroup:
         """The default process group; RuntimeError if this world is over."""
         group = self._default_group()
         if group is None or self.is_over:
@@ -182,7 +197,7 @@ class World:
 
     def check_rank(self) -> None:
         """Raise RuntimeError if this process's rank, or the number of ranks, has changed."""
-        current = compat.current_default_group()
+        current = current_default_group()
         if current is not None and self._has_changed(current):
             raise RuntimeError(self._why_over())
 
@@ -194,7 +209,7 @@ class World:
                 "hold, slice and compare the mesh. Use its groups in the process that made it, or "
                 "start this process by spawn or forkserver and make the mesh here."
             )
-        current = compat.current_default_group()
+        current = current_default_group()
         if current is not None and current is self._default_group():
             return (
                 f"The default process group was reconfigured: this mesh was made by rank "
@@ -203,7 +218,7 @@ class World:
                 "all ranks, then make the mesh again."
             )
         state = "there is none" if current is None else "there is another one"
-        if current is not None and compat.is_shrunk_default(current):
+        if current is not None and is_shrunk_default(current):
             state = f"shrink_group() has left {current.size()} of them, whose ranks have changed,"
         return (
             f"The default process group of {self.size} ranks that this mesh was made with is "
@@ -244,7 +259,7 @@ class World:
         None if ranks cannot have a rendezvous in that store; see `store_allows_rendezvous`.
         """
         if self._store_allows_rendezvous is None:
-            self._store_allows_rendezvous = compat.store_allows_rendezvous(self.default_group)
+            self._store_allows_rendezvous = store_allows_rendezvous(self.default_group)
         return self.connection if self._store_allows_rendezvous else None
 
     @property
@@ -257,14 +272,14 @@ class World:
         """
         return self.connection_of(self.default_group)
 
-    def connection_of(self, default_group: compat.ProcessGroup) -> Any:
+    def connection_of(self, default_group: ProcessGroup) -> Any:
         """Return `connection`, for a caller that has read the default group already."""
-        store = compat.store_of(default_group)
+        store = store_of(default_group)
         if self.is_main_thread():
             return store
         clone = getattr(self._clones, "store", None)
         if clone is None:
-            clone = self._clones.store = compat.clone_store(store)
+            clone = self._clones.store = clone_store(store)
         return clone
 
     def is_main_thread(self) -> bool:
@@ -286,25 +301,25 @@ class World:
     def can_split(self, backend: str) -> bool:
         """Return whether groups of this backend are split off the default group. Computed once."""
         if backend not in self._can_split:
-            self._can_split[backend] = compat.can_split(self.default_group, backend)
+            self._can_split[backend] = backend_can_split(self.default_group, backend)
         return self._can_split[backend]
 
     def why_all_ranks(self, backend: str) -> str | None:
         """Return why all ranks must create a group of this backend, or None. Computed once."""
         if backend not in self._why_all_ranks:
-            self._why_all_ranks[backend] = compat.why_all_ranks(self.default_group, backend)
+            self._why_all_ranks[backend] = why_backend_needs_all_ranks(self.default_group, backend)
         return self._why_all_ranks[backend]
 
     def creation_blocks(self, backend: str) -> bool:
         """Return whether creating a group of this backend waits for its members. Computed once."""
         if backend not in self._blocks:
-            self._blocks[backend] = compat.creation_blocks(backend)
+            self._blocks[backend] = backend_creation_blocks(backend)
         return self._blocks[backend]
 
-    def set_up_device(self, mesh: compat.StockDeviceMesh, device_type: str) -> None:
+    def set_up_device(self, mesh: StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as torch does, once per device type."""
         if device_type not in self._device_types_set_up:
-            compat.set_up_device(mesh)
+            set_up_torch_device(mesh)
             self._device_types_set_up.add(device_type)
 
 
@@ -314,7 +329,7 @@ def _end(world: World) -> None:
     world.run.forget_users()
     for state in list(world._states.values()):
         state.end()
-    caller = compat.destroys_passed_default_group()
+    caller = destroys_passed_default_group()
     if caller is not None:
         world.note_passed(caller)  # last: Python reports what it raises, and goes on
 
@@ -331,9 +346,13 @@ def _leave_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
-on_new_world: list[Callable[[], object]] = []
-"""Functions that are called when this process first sees a world, or revives one."""
 
-_worlds: weakref.WeakKeyDictionary[compat.ProcessGroup, World] = weakref.WeakKeyDictionary()
+def on_world_started(function: Callable[[], object]) -> None:
+    """Call a function whenever this process first sees a world, or revives one, from now on."""
+    _called_at_start.append(function)
+
+
+_called_at_start: list[Callable[[], object]] = []
+_worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 _ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
 _lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`

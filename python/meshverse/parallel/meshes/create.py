@@ -21,7 +21,14 @@ from typing_extensions import Unpack
 
 from meshverse import DeviceMesh, Universe, init_device_mesh
 
-from .degrees import MeshSpec, ParallelismSizes, data_parallel_size, degree, is_degree
+from .degrees import (
+    MeshSpec,
+    ParallelismSizes,
+    data_parallel_size,
+    degree,
+    fsdp2_specs,
+    moe_spec,
+)
 from .submesh import register_flattened_axes
 
 # The ep_size requested with a universe's root mesh, for strategies that get only this mesh.
@@ -59,39 +66,6 @@ def create_fsdp2_device_mesh(
     return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
 
 
-def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
-    """Return the specs of the meshes that `create_fsdp2_device_mesh` creates over `count` ranks."""
-    tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
-    cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
-    replicas = parallelism.dp_replicate_size or 1
-    dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
-    if replicas > 1 and (dp % replicas or dp == replicas):
-        raise ValueError(
-            f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and larger: each "
-            "replica has the same number of shards, at least two. Use DDPConfig to replicate only."
-        )
-    spec = MeshSpec(
-        shape=(pp, replicas, dp // replicas, cp, tp),
-        axes=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-        flattened_axes={
-            "dp": ("dp_replicate", "dp_shard"),
-            "dp_shard_cp": ("dp_shard", "cp"),
-            "dp_cp": ("dp_replicate", "dp_shard", "cp"),
-        },
-    )
-    moe_spec = _moe_spec(pp, dp * cp * tp, ep)
-    return [spec, moe_spec] if ep > 1 else [spec]
-
-
-def _moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
-    if not is_degree(ep_size) or stage_size % ep_size:
-        raise ValueError(
-            f"ep_size={ep_size!r} must be an int above 0 that divides the {stage_size} ranks of a "
-            "pipeline stage."
-        )
-    return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))
-
-
 def requested_ep_size(mesh: DeviceMesh) -> int:
     """Return the ep_size that was requested with a mesh or its root; 1 if there was none."""
     return _ep_sizes.get(mesh.universe, 1)
@@ -109,7 +83,7 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
             have all ranks of its universe.
     """
     stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
-    spec = _moe_spec(stages, mesh.size() // stages, ep_size)
+    spec = moe_spec(stages, mesh.size() // stages, ep_size)
     if mesh.size() != mesh.universe.size:
         raise ValueError(
             f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe, and "

@@ -145,3 +145,46 @@ def validate_mesh_spec(spec: MeshSpec) -> None:
                 f"Flattened axis {name!r} of {tuple(sources)}: it must combine one or more of the "
                 f"mesh's axes {axes}, each once and in this order, under a new name."
             )
+
+
+def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
+    """Return the specs of the meshes that `create_fsdp2_device_mesh` creates over `count` ranks."""
+    tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
+    cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
+    replicas = parallelism.dp_replicate_size or 1
+    dp = data_parallel_size(parallelism.dp_size, count, tp_size=tp, cp_size=cp, pp_size=pp)
+    if replicas > 1 and (dp % replicas or dp == replicas):
+        raise ValueError(
+            f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and larger: each "
+            "replica has the same number of shards, at least two. Use DDPConfig to replicate only."
+        )
+    spec = MeshSpec(
+        shape=(pp, replicas, dp // replicas, cp, tp),
+        axes=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+        flattened_axes={
+            "dp": ("dp_replicate", "dp_shard"),
+            "dp_shard_cp": ("dp_shard", "cp"),
+            "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+        },
+    )
+    experts = moe_spec(pp, dp * cp * tp, ep)
+    return [spec, experts] if ep > 1 else [spec]
+
+
+def moe_spec(stages: int, stage_size: int, ep_size: int) -> MeshSpec:
+    """Return the spec of the mesh (pp, ep_shard, ep) over all stages of a pipeline.
+
+    Args:
+        stages: number of pipeline stages.
+        stage_size: number of ranks of a stage.
+        ep_size: number of ranks to split the experts over.
+
+    Raises:
+        ValueError: `ep_size` does not divide `stage_size`.
+    """
+    if not is_degree(ep_size) or stage_size % ep_size:
+        raise ValueError(
+            f"ep_size={ep_size!r} must be an int above 0 that divides the {stage_size} ranks of a "
+            "pipeline stage."
+        )
+    return MeshSpec((stages, stage_size // ep_size, ep_size), ("pp", "ep_shard", "ep"))

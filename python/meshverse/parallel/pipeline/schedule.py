@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map
 
 from meshverse.parallel.experts.sharding import get_total_norm, scale_gradients
+from meshverse.parallel.losses.per_token import LossPerToken
 from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.modules import stage_of
 
@@ -90,7 +91,8 @@ def pipeline_schedule(
     Args:
         stages: stages that `pipeline_stages` returned, already parallelized.
         pp_mesh: mesh that was passed to `pipeline_stages`.
-        loss_function: function of a microbatch's logits and targets that returns their mean loss.
+        loss_function: function of a microbatch's logits and targets that returns their mean loss;
+            or a `LossPerToken`, whose losses are not averaged over microbatches but summed.
         n_microbatches: number of microbatches that a batch is split into.
         schedule: torch's name of the schedule: "1F1B" (default) or "GPipe" for one stage per rank,
             "Interleaved1F1B" (default) or "LoopedBFS" for several.
@@ -118,8 +120,10 @@ def pipeline_schedule(
     local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
     device = torch.device(kind, *local)
 
+    parts = 1 if isinstance(loss_function, LossPerToken) else n_microbatches
+
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
-        return loss_function(output, target) / n_microbatches
+        return loss_function(output, target) / parts
 
     def make() -> Any:
         torch_stages = [
@@ -132,7 +136,7 @@ def pipeline_schedule(
         own_stages = torch_stages[0] if count == 1 else torch_stages
         return make_schedule(own_stages, n_microbatches, **settings)
 
-    return PipelineSchedule(stages, pp_mesh, device, n_microbatches, make)
+    return PipelineSchedule(stages, pp_mesh, device, n_microbatches, parts, make)
 
 
 class PipelineSchedule:
@@ -151,12 +155,13 @@ class PipelineSchedule:
         pp_mesh: DeviceMesh,
         device: torch.device,
         n_microbatches: int,
+        parts: int,
         make: Callable[[], Any],
     ) -> None:
         self.stages = tuple(stages)
         self._owned = [own for own in map(stage_of, stages) if own is not None]
         self._mesh, self._device = pp_mesh, device
-        self._n_microbatches = n_microbatches
+        self._parts = parts  # number by which each loss was divided
         self._tied = TiedParameter(stages, pp_mesh)
         self._batches, self._evaluated = (
             _Batches(n_microbatches, self._owned[0].count) for _ in range(2)
@@ -172,7 +177,8 @@ class PipelineSchedule:
     def step(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Run forward and backward of a batch, and add to the parameters' gradients.
 
-        The gradients are those of the mean of the microbatches' losses.
+        The gradients are those of the mean of the microbatches' losses; of a `LossPerToken`, of
+        their sum.
 
         Args:
             inputs: tokens, shape (batch, tokens); the same on all ranks of the pipeline, and of
@@ -248,7 +254,7 @@ class PipelineSchedule:
         arguments = (inputs,) if any(own.is_first for own in self._owned) else ()
         run(*arguments, target=target, losses=losses, return_outputs=False, **split)
         batches.has_run(inputs)
-        return [loss.detach() * self._n_microbatches for loss in losses]
+        return [loss.detach() * self._parts for loss in losses]
 
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:

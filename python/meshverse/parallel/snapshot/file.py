@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 
-__all__ = ["FileName", "Header", "Record", "SnapshotFile", "names_in", "unfinished_in"]
+__all__ = ["Contents", "FileName", "Header", "Record", "SnapshotFile", "items_of", "names_in"]
 
 _START = struct.Struct("<8sQQI")
 _MAGIC = b"mvsnap01"
 _ALIGNED = 64
 _NAME = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{12})\.(\d{6})\.snapshot")
-_BEGUN = re.compile(r"\.\d{6}-[0-9a-f]{8}\.")
 _SIMPLE = (bool, int, float, str, type(None))  # their pickles are kept: optimizers have thousands
 
 
@@ -57,12 +58,6 @@ def names_in(folder: Path) -> list[FileName]:
     """Return the names of the whole files of a folder, oldest first."""
     matches = filter(None, map(_NAME.fullmatch, os.listdir(folder)))
     return sorted(FileName(found[1], int(found[2]), int(found[3])) for found in matches)
-
-
-def unfinished_in(folder: Path, before: str) -> list[Path]:
-    """Return the files that runs before this one began to write and did not finish."""
-    begun = [name for name in os.listdir(folder) if _BEGUN.match(name)]
-    return [folder / name for name in begun if name[1:] < before]
 
 
 class Record(NamedTuple):
@@ -202,14 +197,12 @@ class Contents:
         hosts: list[tuple[str, list[int]]],
     ) -> None:
         self.world_size, self.hosts = world_size, hosts
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state)
-        plan = planner.create_local_plan()
-        self.items = [(item, _value(planner, item, pickles)) for item in plan.items]
+        planner, items = items_of(state)
+        self.items = [(item, _value(planner, item, pickles)) for item in items]
         self.places = list(self._placed())
         self.end = _padded(sum(self.places[-1])) if self.places else _ALIGNED
         # The header has at most 64 bytes an item more than this.
-        header = len(pickle.dumps((plan.items, hosts))) + 64 * len(plan.items)
+        header = len(pickle.dumps((items, hosts))) + 64 * len(items)
         self.n_bytes = self.end + header + 4096
 
     def _placed(self) -> Iterator[tuple[int, int]]:
@@ -218,6 +211,29 @@ class Contents:
             size = value.nbytes if isinstance(value, torch.Tensor) else len(value)
             yield start, size
             start = _padded(start + size)
+
+
+def items_of(state: dict[str, Any]) -> tuple[DefaultSavePlanner, list[WriteItem]]:
+    """Return this rank's items of a state, and the planner that finds their values.
+
+    Raises:
+        TypeError: a value is a part of a tensor, and no DTensor, as those of FSDP1 are.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    items = planner.create_local_plan().items
+    for item in items:
+        value = planner.state_dict[item.index.fqn]
+        is_part = item.type == WriteItemType.SHARD and not isinstance(value, DTensor)
+        is_flat = isinstance(value, FlatParameter)  # whose class is Parameter
+        if is_part or is_flat:
+            kind = "FlatParameter" if is_flat else type(value).__name__
+            raise TypeError(
+                f"{item.index.fqn!r} is a {kind}, whose parts are loaded by ranks "
+                "of the same mesh only: Snapshot takes DTensors. Use fully_shard (FSDP2) in place "
+                "of FullyShardedDataParallel (FSDP1)"
+            )
+    return planner, items
 
 
 def _value(

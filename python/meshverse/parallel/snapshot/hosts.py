@@ -19,21 +19,23 @@ class Hosts(NamedTuple):
         ranks: ranks by host; hosts and ranks ascend.
         names: what errors call each host: its name and its folder.
         mine: index of this rank's host.
+        place: index of this rank among those of its host.
     """
 
     ranks: list[list[int]]
     names: list[str]
     mine: int
+    place: int
 
-    def of(self, rank: int) -> int:
-        """Return the index of a rank's host."""
-        return next(index for index, ranks in enumerate(self.ranks) if rank in ranks)
-
-    def partner(self, rank: int) -> int:
+    def partner(self) -> int:
         """Return the rank of the next host that keeps this rank's copies."""
-        host = self.of(rank)
-        others = self.ranks[(host + 1) % len(self.ranks)]
-        return others[self.ranks[host].index(rank) % len(others)]
+        others = self.ranks[(self.mine + 1) % len(self.ranks)]
+        return others[self.place % len(others)]
+
+    def senders(self) -> list[int]:
+        """Return the ranks of the host before whose copies this rank keeps."""
+        before, n_ranks = self.ranks[self.mine - 1], len(self.ranks[self.mine])
+        return [rank for index, rank in enumerate(before) if index % n_ranks == self.place]
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -60,4 +62,5 @@ def meet(folder: Path, attempt: str, group: dist.ProcessGroup | None) -> Hosts:
         mark.unlink(missing_ok=True)
     hosts = sorted({tuple(ranks): name for ranks, name in reversed(every)}.items())
     members = [list(ranks) for ranks, _ in hosts]
-    return Hosts(members, [name for _, name in hosts], members.index(ranks))
+    mine = members.index(ranks)
+    return Hosts(members, [name for _, name in hosts], mine, ranks.index(rank))

@@ -14,7 +14,7 @@ from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -29,23 +29,21 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from .file import Header, Record, SnapshotFile
+from .file import Header, Record, SnapshotFile, items_of
 
 __all__ = ["Place", "Plan", "part_of"]
 
 
 class Place(NamedTuple):
-    """A record in a file that a rank can read.
+    """A file that a rank can read.
 
     Attributes:
         holder: the rank.
         owner: rank that saved the file.
-        number: index of the record in the file.
     """
 
     holder: int
     owner: int
-    number: int
 
 
 class Plan:
@@ -53,7 +51,7 @@ class Plan:
 
     Args:
         state: the state to load into, without Stateful objects.
-        headers: of all files that ranks can read, by (holder, owner).
+        headers: of all files that ranks can read.
         rank: this rank.
         world_size: number of ranks.
         distance: how far away a holder's files are.
@@ -66,20 +64,17 @@ class Plan:
     def __init__(
         self,
         state: dict[str, Any],
-        headers: Mapping[tuple[int, int], Header],
+        headers: Mapping[Place, Header],
         rank: int,
         world_size: int,
         distance: Callable[[int], int],
     ) -> None:
-        needed = DefaultSavePlanner()
-        needed.set_up_planner(state)
-        needs = {item.index: _size(item) for item in needed.create_local_plan().items}
+        needs = {item.index: _size(item) for item in items_of(state)[1]}
         keys = {index.fqn for index in needs}
         self._places: dict[MetadataIndex, list[tuple[Place, Record]]] = defaultdict(list)
-        for (holder, owner), header in headers.items():
-            for number, record in enumerate(header.records):
+        for place, header in headers.items():
+            for record in header.records:
                 if record.item.index.fqn in keys and _size(record.item) != 0:
-                    place = Place(holder, owner, number)
                     self._places[record.item.index].append((place, record))
 
         def preference(found: tuple[Place, Record]) -> tuple[bool, int, int]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .file import Contents, FileName, Header, Record, SnapshotFile, names_in, unfinished_in
+from .file import Contents, FileName, Header, Record, SnapshotFile, names_in
 from .hosts import Hosts, gathered, meet
-from .plan import Plan, part_of
+from .plan import Place, Plan, part_of
 
 __all__ = ["Snapshot"]
 
@@ -72,9 +72,10 @@ class Snapshot:
             )
         self.folder, self.keep, self.copies = Path(folder), keep, copies
         self._group = process_group
-        self._rank, self._world_size = dist.get_rank(process_group), _size(process_group)
+        self._rank = dist.get_rank(process_group)
+        self._world_size = dist.get_world_size(process_group)
         self._attempt = ""
-        self._hosts = Hosts([], [], 0)
+        self._hosts = Hosts([], [], 0, 0)
         self._last = -1
         self._n_saved = 0
         self._pickles: dict[tuple[type, str], bytes] = {}
@@ -132,10 +133,8 @@ class Snapshot:
         self._kept[name.owner].append(file)
 
     def _exchange_copies(self, name: FileName, file: SnapshotFile) -> None:
-        hosts, used = self._hosts, file.used()
-        senders = [r for ranks in hosts.ranks for r in ranks if hosts.partner(r) == self._rank]
-        sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-        partner = hosts.partner(self._rank)
+        used, partner = file.used(), self._hosts.partner()
+        sizes = {one: torch.zeros(1, dtype=torch.int64) for one in self._hosts.senders()}
         self._exchange({partner: torch.tensor([used.numel()])}, sizes)
         copies = {}
         for sender, size in sizes.items():
@@ -175,8 +174,9 @@ class Snapshot:
             If a step is there in part, a warning says what is missing and on which hosts it was.
         """
         self._begin()
-        for leftover in unfinished_in(self.folder, self._attempt):
-            leftover.unlink(missing_ok=True)
+        for begun in self.folder.glob(".*.snapshot"):
+            if begun.name[1:] < self._attempt:  # an earlier run did not finish it
+                begun.unlink(missing_ok=True)
         mine = [name for name in names_in(self.folder) if self._reads(name.owner)]
         every: list[list[tuple[str, int]]] = gathered([name[:2] for name in mine], self._group)
         reasons = []
@@ -202,13 +202,13 @@ class Snapshot:
                 files[owner], headers[owner] = file, header
         target = _without_objects(state)
         own = headers.get(self._rank)
-        plan = self._plan(target, {(self._rank, self._rank): own} if own is not None else {})
+        plan = self._plan(target, {Place(self._rank, self._rank): own} if own is not None else {})
         alone = own is not None and own.world_size == self._world_size and not plan.missing
         everyone: list[dict[int, Header]] = []
         if not all(gathered(alone, self._group)):
             everyone = gathered(headers, self._group)
             if not alone:
-                found = {(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
+                found = {Place(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
                 plan = self._plan(target, found)
             lists: list[list[str]] = gathered(plan.missing, self._group)
             if missing := sorted({text for texts in lists for text in texts}):
@@ -222,7 +222,7 @@ class Snapshot:
         gathered(None, self._group)  # nobody overwrites a file that others still read
         return ""
 
-    def _plan(self, target: dict[str, Any], headers: dict[tuple[int, int], Header]) -> Plan:
+    def _plan(self, target: dict[str, Any], headers: dict[Place, Header]) -> Plan:
         near = set(self._hosts.ranks[self._hosts.mine])
 
         def distance(holder: int) -> int:
@@ -283,17 +283,10 @@ class Snapshot:
 
     def _adopt(self, attempt: str, step: int) -> None:
         """Let the files that are there be overwritten, those of the loaded step last."""
-        owners = [self._rank]
-        if self.copies:
-            ranks = [r for ranks in self._hosts.ranks for r in ranks]
-            owners += [r for r in ranks if self._hosts.partner(r) == self._rank]
+        owners = [self._rank, *(self._hosts.senders() if self.copies else [])]
         names = [name for name in names_in(self.folder) if name.owner in owners]
         for name in sorted(names, key=lambda name: (name[:2] == (attempt, step), name)):
             self._kept[name.owner].append(SnapshotFile(self.folder / str(name), 1))
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group)
 
 
 def _without_objects(state: dict[str, Any]) -> dict[str, Any]:

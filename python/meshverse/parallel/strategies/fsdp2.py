@@ -131,7 +131,12 @@ def fsdp2_strategy_parallelize(
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
-            model, tp_mesh, plan, sequence_parallel=config.sequence_parallel, handed_out=experts
+            model,
+            tp_mesh,
+            plan,
+            sequence_parallel=config.sequence_parallel,
+            split_logits=config.split_logits,
+            handed_out=experts,
         )
     if moe_mesh is not None:
         apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from inspect import getattr_static
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
     adapted,
@@ -77,6 +79,7 @@ def apply_tp_plan(
     - Attributes for the number of heads are set to the number on one rank. An int attribute that
       may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
+    - Models of transformers take `labels=` if the plan leaves their logits split, as DTensors.
     - Shared parameters, such as tied embeddings, are still shared afterwards.
     - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
 
@@ -150,6 +153,12 @@ def apply_tp_plan(
     for first, *others in shared:
         for owner, _, own_name in (name.rpartition(".") for name in others):
             model.get_submodule(owner).register_parameter(own_name, model.get_parameter(first))
+    kept = [
+        name
+        for name, style in planned.items()
+        if isinstance(style, ColwiseParallel) and not style.use_local_output
+    ]
+    accept_split_logits(model, [model.get_submodule(name) for name in kept])
     synchronize_random_state(tp_mesh)
 
 
@@ -225,6 +234,40 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
         )
 
 
+def heads_in(config: Any) -> dict[str, int]:
+    """Return the numbers of heads in a config of transformers, by name; fewer come first."""
+    names = ("num_key_value_heads", "num_attention_heads")
+    return {name: n for name in names if isinstance(n := getattr(config, name, None), int) and n}
+
+
+def fitting(counts: Mapping[str, int]) -> str:
+    """Return the cure for numbers of heads that do not divide: the sizes that divide them all."""
+    largest = math.gcd(*counts.values())
+    sizes = [str(size) for size in range(1, largest + 1) if largest % size == 0]
+    numbers = " and ".join(f"{name}={n}" for name, n in counts.items())
+    return f"Use a tp_size that divides {numbers}: {' or '.join(sizes)}."
+
+
+def _check_whole_heads(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], region: str, size: int
+) -> None:
+    """Raise ValueError if a projection to heads would be split within heads."""
+    module = model.get_submodule(region)
+    counts = heads_in(getattr(module, "config", None))
+    features = [each for name in _HEAD_FEATURES if (each := _ints(module).get(name))]
+    for name, each in module.named_modules(prefix=region):
+        layer = adapted(each)
+        if not isinstance(layer, nn.Linear) or not has_local_output(styles.get(name)):
+            continue
+        for heads in counts.values():
+            if heads % size and layer.out_features in [heads * each for each in features]:
+                raise ValueError(
+                    f"{name} computes {heads} heads, which is not divisible by the {size} ranks of "
+                    f"tensor parallelism, but each rank computes with whole heads. "
+                    f"{fitting(counts)}"
+                )
+
+
 def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
@@ -237,13 +280,14 @@ def _local_heads(
         ints = _ints(module)
         known = {name: ints[name] for name in _HEAD_COUNTS if region in split and name in ints}
         if region in split:
+            _check_whole_heads(model, styles, region, size)
             _refuse_unknown_counts(model, region, styles, ints, given)
         counts = {name: count for name, count in ints.items() if given.get(name, name in known)}
         for attribute, count in counts.items():
             if count % size:
                 raise ValueError(
                     f"{region}.{attribute}={count} is not divisible by the {size} ranks of tensor "
-                    "parallelism. Use a number of ranks that divides the number of heads."
+                    f"parallelism. {fitting(counts)}"
                 )
             if isinstance(getattr_static(module, attribute), property):
                 raise ValueError(
@@ -399,7 +443,7 @@ def _saved_modules(module: nn.Module) -> list[str]:
 
 def _layouts(style: ParallelStyle) -> tuple[Placement, Placement] | None:
     """Return a layer's input and output layouts; None if they are not possible with an adapter."""
-    if type(style) not in (ColwiseParallel, RowwiseParallel):
+    if type(style) not in (ColwiseParallel, RowwiseParallel, SplitLogits):
         return None
     (before,), (after,) = style.input_layouts, style.output_layouts  # type: ignore[attr-defined]
     # With partial sums, the second matrix would get only the gradient of this rank's term.

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from meshverse.parallel.config import TPPlan
 from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.experts.stacked import StackedStyle
+from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     adapted,
     child_name,
@@ -34,7 +35,7 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
-from .apply import apply_tp_plan
+from .apply import apply_tp_plan, fitting, heads_in
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 
@@ -68,6 +69,7 @@ def apply_tensor_parallelism(
     tp_shard_plan: TPPlan | None = None,
     *,
     sequence_parallel: bool = False,
+    split_logits: bool = False,
     handed_out: Collection[str] = (),
 ) -> None:
     """Split a model in place by a tensor-parallel plan.
@@ -79,6 +81,8 @@ def apply_tensor_parallelism(
             arguments or with the model and `sequence_parallel`. By default the plan registered for
             the model's class; else the model's own plan; else Llama's plan, with a warning.
         sequence_parallel: whether activations between split layers are split by tokens.
+        split_logits: whether the model's own plan and Llama's plan leave logits split in training
+            mode, as DTensors. Other plans say this by their style of the head.
         handed_out: names of modules whose whole experts are, or will be, distributed over an
             experts' mesh. The plan's styles for experts are not applied to these modules.
 
@@ -86,7 +90,7 @@ def apply_tensor_parallelism(
         TypeError: the plan is not of such a type.
         ValueError: the plan does not fit the model, or does not support sequence parallelism.
     """
-    plan = _choose(model, tp_shard_plan, sequence_parallel)
+    plan = _choose(model, tp_shard_plan, sequence_parallel, split_logits)
     if any(map(_splits_tokens, plan.values())):
         _check_experts_get_all_tokens(model, plan)
     elif sequence_parallel:
@@ -113,12 +117,12 @@ def check_heads(model: nn.Module, tp_size: int) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    for name in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % tp_size:
+    counts = heads_in(config)
+    for name, heads in counts.items():
+        if heads % tp_size:
             raise ValueError(
-                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}. "
-                "tp_size must divide the numbers of attention heads and of key-value heads."
+                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}, "
+                f"but each rank computes with whole heads. {fitting(counts)}"
             )
 
 
@@ -144,11 +148,15 @@ def _check_experts_get_all_tokens(model: nn.Module, plan: Mapping[str, ParallelS
         )
 
 
-def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> _Plan:
+def _choose(
+    model: nn.Module, given: TPPlan | None, sequence_parallel: bool, split_logits: bool
+) -> _Plan:
     name = type(model).__name__
     found: Any = import_class_from_path(given) if isinstance(given, str) else given
     if given is not None:
-        if callable(found):
+        if found is llama_tp_plan:
+            found = llama_tp_plan(model, sequence_parallel, split_logits=split_logits)
+        elif callable(found):
             takes_model = bool(inspect.signature(found).parameters)
             found = found(model, sequence_parallel) if takes_model else found()
         if not isinstance(found, dict):
@@ -160,7 +168,7 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
     if plan := _registered_plan(model, sequence_parallel):
         return plan
     if not has_hf_plan(model):
-        plan = llama_tp_plan(model, sequence_parallel)
+        plan = llama_tp_plan(model, sequence_parallel, split_logits=split_logits)
         _logger.warning(
             "%s has no tensor-parallel plan, so it is split by Llama's plan, at %s. If that is "
             "wrong, register a plan with register_tp_plan().",
@@ -173,7 +181,7 @@ def _choose(model: nn.Module, given: TPPlan | None, sequence_parallel: bool) -> 
             f"sequence_parallel=True, but {name}'s own plan does not support it. {_LLAMA}; for "
             "others, give your own plan."
         )
-    plan = get_hf_tp_shard_plan(model)
+    plan = get_hf_tp_shard_plan(model, split_logits=split_logits)
     layers = [f"{layer}." for layer, _ in chain.from_iterable(layer_lists(model))]
     split = [each for key in plan for each in matching_modules(model, key)]
     if layers and not any(each.startswith(tuple(layers)) for each in split):
@@ -196,12 +204,15 @@ def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") 
     return plans
 
 
-def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+def llama_tp_plan(
+    model: nn.Module, sequence_parallel: bool = False, *, split_logits: bool = False
+) -> dict[str, ParallelStyle]:
     """Return a plan for the modules of a model that have the names of Llama's modules.
 
     The plan includes norms of queries and keys. Blocks with experts are not split. With sequence
     parallelism, norms and residuals are split by tokens, blocks with experts get all tokens, and
-    DTensors are passed between layers.
+    DTensors are passed between layers. Logits are gathered; with `split_logits`, they are a DTensor
+    in training mode, sharded on the last dim.
 
     Raises:
         ValueError: the model has no such layers; a norm needs all heads at once; or, with sequence
@@ -221,11 +232,14 @@ def llama_tp_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str
     split: dict[str, Any] = (
         {"output_layouts": Shard(1), "use_local_output": False} if sequence_parallel else {}
     )
+    gathered: dict[str, Any] = {"output_layouts": Replicate()}
     plan: dict[str, ParallelStyle] = {
         f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate())
     }
     for head in (child_name(owner, "lm_head"), child_name(parent_name(owner), "lm_head")):
-        plan[head] = ColwiseParallel(**tokens, output_layouts=Shard(-1), use_local_output=False)
+        plan[head] = (
+            SplitLogits(**tokens) if split_logits else ColwiseParallel(**tokens, **gathered)
+        )
     plan |= {f"{layers}.{name}": ColwiseParallel(**tokens) for name in columns}
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         if any(parent_name(column) == parent_name(name) for column in columns):

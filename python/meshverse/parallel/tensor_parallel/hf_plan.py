@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
 from meshverse.parallel.experts.stacked import describe, refuse_adapters
+from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     child_name,
     is_present,
@@ -109,7 +110,9 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     return _STYLES[style]()
 
 
-def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+def get_hf_tp_shard_plan(
+    model: nn.Module, *, split_logits: bool = False
+) -> dict[str, ParallelStyle]:
     """Return a transformers model's own plan, completed and in torch's styles.
 
     The plan is merged from the `_tp_plan` of the model's class, of the model and of its inner
@@ -121,8 +124,10 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     - styles that sum the gradients of parameters inside attention that all heads share, if the plan
       lacks them, as in older transformers.
 
-    If the plan gathers the head's logits, the returned plan makes them a DTensor that is sharded on
-    the last dim: use `full_tensor()`, or `torch.distributed.tensor.parallel.loss_parallel`.
+    Args:
+        model: model of transformers, or a wrapper of one, that is not split yet.
+        split_logits: whether logits that the model's own plan gathers stay split in training mode:
+            a DTensor that is sharded on the last dim, for torch's `loss_parallel`.
 
     Returns:
         A parallel style for each module name, in which `*` stands for a layer's number.
@@ -138,7 +143,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     plans = {
         child_name(prefix, key): style
         for prefix, module in _planned_modules(model)
-        for key, style in _completed_plan(module).items()
+        for key, style in _completed_plan(module, split_logits).items()
     }
     if not plans:
         raise ValueError(
@@ -178,7 +183,7 @@ def _merged_plan(model: nn.Module) -> dict[str, str]:
     return plan | {f"{prefix}.{key}": style for key, style in inside.items()}
 
 
-def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+def _completed_plan(model: nn.Module, split_logits: bool) -> dict[str, ParallelStyle]:
     name, names = type(model).__name__, _merged_plan(model)
     present = {key: style for key, style in names.items() if is_present(model, key)}
     plan, present = _take_experts(model, present)
@@ -195,7 +200,11 @@ def _completed_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         _logger.warning("The plan of %s has entries for experts that it lacks: %s.", name, absent)
     _complete_embedding(model, present)
     parameters = {key: parameter_of(model, key) for key in present}
-    plan |= {k: _style(model, k, style) for k, style in present.items() if parameters[k] is None}
+    plan |= {
+        key: _style(model, key, style, split_logits)
+        for key, style in present.items()
+        if parameters[key] is None
+    }
     for key, parameter in parameters.items():
         if parameter is not None and present[key] not in ("sequence_parallel", "replicate"):
             dim = max(parameter.ndim + (-1 if "rowwise" in present[key] else -2), 0)
@@ -225,10 +234,10 @@ def _named(model: nn.Module, getter: str) -> tuple[str, nn.Module | None]:
     return next((name for name, each in model.named_modules() if each is module), ""), module
 
 
-def _style(model: nn.Module, key: str, style: str) -> ParallelStyle:
+def _style(model: nn.Module, key: str, style: str, split_logits: bool) -> ParallelStyle:
     head, _ = _named(model, "get_output_embeddings")
-    if key in (head, "lm_head") and style in _GATHERED:
-        return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    if split_logits and key in (head, "lm_head") and style in _GATHERED:
+        return SplitLogits()
     translated = translate_to_torch_parallel_style(style)
     if isinstance(translated, SharedKeyGradAllreduce):
         config: Any = getattr(model, "config", None)

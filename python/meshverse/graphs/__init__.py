@@ -1,1 +1,0 @@
-"""Meshes in graphs of torch.compile that every rank can run: coordinates by arithmetic."""

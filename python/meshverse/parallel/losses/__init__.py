@@ -1,0 +1,1 @@
+"""Losses of split logits, and per token over all ranks."""

@@ -1,0 +1,138 @@
+"""Loss per token of a batch whose tokens are spread unevenly over ranks and microbatches.
+
+Example:
+    >>> loss_of = LossPerToken(model, mesh)  # once, after sharding  # doctest: +SKIP
+    >>> loss_of.count(*targets)  # of all microbatches of this step  # doctest: +SKIP
+    >>> for inputs, target in zip(microbatches, targets):  # doctest: +SKIP
+    ...     loss_of(model(inputs).logits, target).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
+
+from meshverse import DeviceMesh
+from meshverse.parallel.meshes.submesh import get_flat_mesh
+
+from .split_logits import loss_of_split_logits
+
+
+class LossPerToken:
+    """Cross-entropy summed over tokens and divided by the tokens of the batch of all ranks.
+
+    A mean of each rank's and each microbatch's own mean would give tokens of short ones more
+    weight. Instead, every token counts the same, and gradients are summed: the constructor sets the
+    factor by which FSDP2 divides them to 1. Call `count` once per step, then the object for each
+    microbatch, or pass it to `pipeline_schedule` as the loss function.
+
+    Args:
+        model: model that is already sharded with FSDP2, or a sequence of this rank's pipeline
+            stages.
+        device_mesh: mesh that `create_device_meshes` returned.
+        dp_cp_mesh_name: its axis over all ranks with different tokens.
+        ignore_index: target of positions that do not count.
+
+    Attributes:
+        tokens: number of tokens that the last `count` found, in a tensor without dimensions; None
+            before the first.
+
+    Raises:
+        KeyError: the mesh lacks the axis.
+        ValueError: several ranks have different tokens, but FSDP2 does not shard the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        device_mesh: DeviceMesh,
+        *,
+        dp_cp_mesh_name: str = "dp_cp",
+        ignore_index: int = -100,
+    ) -> None:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        self._mesh, self._data = device_mesh, get_flat_mesh(device_mesh, dp_cp_mesh_name)
+        kind, self._ignored = device_mesh.device_type, ignore_index
+        local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+        self._device = torch.device(kind, *local)
+        self.tokens: Tensor | None = None
+        for each in models:
+            if self._data.size() > 1 and not isinstance(each, FSDPModule):
+                raise ValueError(
+                    f"{type(each).__name__} is not sharded with FSDP2, but the {self._data.size()} "
+                    f"ranks of {dp_cp_mesh_name!r} have different tokens: their gradients would "
+                    "not be summed. Call fsdp2_strategy_parallelize() first. It does not work with "
+                    "DistributedDataParallel and Megatron-FSDP."
+                )
+        for each in models:
+            for module in each.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    # Without it, torch multiplies by 1 while it reduces, which only NCCL can.
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def count(self, *targets: Tensor) -> Tensor:
+        """Count the tokens of a step: of all microbatches, over all ranks with different tokens.
+
+        All these ranks call this once per step; a rank may pass no targets.
+
+        Args:
+            targets: targets of each microbatch, shape (batch, tokens): what each position predicts.
+                Of `labels=`, which transformers shifts itself, pass `labels[:, 1:]`.
+
+        Returns:
+            Their number as an integer tensor without dimensions, at least 1, on the mesh's device.
+            Models of transformers take it as `num_items_in_batch=` beside `labels=`.
+        """
+        own = sum((each.ne(self._ignored).sum() for each in targets), torch.tensor(0))
+        self.tokens = own.to(self._device)
+        dist.all_reduce(self.tokens, group=self._data.get_group())
+        self.tokens.clamp_(min=1)  # a batch without targets has a loss of 0
+        return self.tokens
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return a microbatch's share of the loss per token of the whole batch.
+
+        Args:
+            logits: shape (batch, tokens, vocabulary), plain or split over the vocabulary.
+            targets: shape (batch, tokens): what each position predicts.
+
+        Raises:
+            RuntimeError: `count` was not called.
+        """
+        if self.tokens is None:
+            raise RuntimeError(
+                "LossPerToken does not know the tokens of the batch yet. Call "
+                "count(*targets), with the targets of all microbatches of this step, before."
+            )
+
+        def total(logits: Tensor, targets: Tensor) -> Tensor:
+            return cross_entropy(
+                logits.flatten(0, -2).float(),
+                targets.flatten(),
+                ignore_index=self._ignored,
+                reduction="sum",
+            )
+
+        loss: Tensor = loss_of_split_logits(total, logits, targets)
+        return loss / self.tokens
+
+    def total(self, *losses: Tensor) -> float:
+        """Return the loss of the whole batch, the same on all ranks of the mesh, which call this.
+
+        Args:
+            losses: this rank's losses of all microbatches of a step; none where a pipeline's last
+                stage is elsewhere.
+        """
+        whole = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in losses:
+            whole += loss.detach()
+        stages = ["pp"] if "pp" in (self._mesh.mesh_dim_names or ()) else []
+        for group in (self._data.get_group(), *map(self._mesh.get_group, stages)):
+            dist.all_reduce(whole, group=group)
+        return whole.item()

@@ -1,0 +1,139 @@
+"""`meshverse hang`: why a job hangs, from dumps of torch's flight recorder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from meshverse.hang.dumps import Dumps, read_dumps
+from meshverse.hang.report import ReportFormatter
+from meshverse.hang.verdicts import Cause, find_stuck
+from meshverse.wording import counted, rank_ranges
+
+if TYPE_CHECKING:
+    from meshverse.hang.named_groups import MeshNames, MeshSizes
+
+_EXAMPLES = """\
+examples:
+  meshverse hang /tmp/nccl_trace_rank_*
+  meshverse hang dumps/ --mesh "pp=2 dp=8 tp=8"
+  meshverse hang dumps/ --mesh mesh.json --json
+
+When NCCL's watchdog finds a timeout, torch writes a dump on each rank. The file's name is
+TORCH_FR_DUMP_TEMP_FILE (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) followed by the rank.
+Other files in the folder, and dumps of another hang, are left out and named.
+mesh.json contains what mesh.universe.explain().to_json() returns on any rank. The exit status is 0
+if nothing is stuck, 1 if something is, and 2 if there is no dump.
+"""
+
+
+_MOST_FOLLOWERS = 8  # calls that follow from others and are printed
+_MOST_LEFT_OUT = 8  # files that are named
+_SECONDS_BETWEEN = 10.0  # two questions to RAS
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Works on the dumps of any torch program, whether it uses Meshverse or not. "
+        "Prints for each stuck call which ranks wait in it, which are missing, and where these are "
+        "instead. Causes come first. Uses only the dumps: the job need not exist any more."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "dumps", nargs="*", metavar="DUMP", help="files of the ranks, or folders of such files"
+    )
+    parser.add_argument(
+        "--live",
+        metavar="HOST",
+        help="ask NCCL's RAS (ncclras) about the running job with a process on this host, twice, "
+        "and print the stacks (py-spy) of the processes here that it names; not tried on GPUs yet",
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="SIZES|FILE",
+        help="sizes of the mesh's axes, the outermost first, like 'pp=2 dp=8 tp=8', or JSON of "
+        "mesh.universe.explain(): for axes and coordinates",
+    )
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if not arguments.dumps and arguments.live is None:
+        raise ValueError("There is nothing to read: pass dumps or folders, or --live HOST.")
+    status = 0 if arguments.live is None else _ask_ras(arguments.live)
+    return max(status, _read(arguments)) if arguments.dumps else status
+
+
+def _ask_ras(host: str) -> int:
+    from meshverse.hang.ras import findings_in, query, report, stacks
+
+    before = findings_in(query(host))
+    time.sleep(_SECONDS_BETWEEN)
+    now = findings_in(query(host))
+    print("\n".join([*report(before, now, _SECONDS_BETWEEN), *stacks(now)]), "\n")  # noqa: T201
+    return 1 if any(one in before for one in now) else 0
+
+
+def _read(arguments: argparse.Namespace) -> int:
+    names = None if arguments.mesh is None else _names(arguments.mesh)
+    dumps = read_dumps(arguments.dumps)
+    if names is not None:
+        names.name(dumps.records)
+    stuck = find_stuck(dumps.records)
+    formatter = ReportFormatter(why_no_dump=dumps.why_missing)
+    if names is not None:
+        formatter = formatter._replace(coordinates=names.coordinates)
+    if arguments.json:
+        print(json.dumps(formatter.data(stuck)))  # noqa: T201  # the command's output
+    elif stuck:
+        followers = [one for one in stuck if one.cause is Cause.FOLLOWS]
+        left_out = followers[_MOST_FOLLOWERS:]
+        shown = stuck[: len(stuck) - len(left_out)]
+        print(formatter.text(stuck, shown))  # noqa: T201
+        if left_out:
+            more = counted(len(left_out), "more call")
+            print(f"\nAnd {more} that follow from these: pass --json to see all.")  # noqa: T201
+    else:
+        print(_nothing_is_pending(dumps))  # noqa: T201
+    _name_left_out(dumps, sys.stderr if arguments.json else sys.stdout)
+    return 1 if stuck else 0
+
+
+def _names(mesh: str) -> MeshNames | MeshSizes:
+    from meshverse.hang.named_groups import MeshNames, MeshSizes
+
+    if Path(mesh).exists() or "=" not in mesh:
+        return MeshNames.of_file(mesh)
+    return MeshSizes.of_text(mesh)
+
+
+def _nothing_is_pending(dumps: Dumps) -> str:
+    records = dumps.records
+    groups = (seen.ranks for record in records.values() for seen in record.groups.values())
+    distinct = {ranks if isinstance(ranks, range) else tuple(ranks or ()) for ranks in groups}
+    absent = sorted({rank for ranks in distinct for rank in ranks} - records.keys())
+    kind = "call" if any(record.has_p2p for record in records.values()) else "collective"
+    text = f"No {kind} is pending in the dumps of {counted(len(records), 'rank')}."
+    if absent:
+        are = "are no dumps" if len(absent) > 1 else "is no dump"
+        text += f" There {are} of rank{'s' * (len(absent) > 1)} {rank_ranges(absent)}."
+    if kind == "collective":
+        text += (
+            " Gloo does not record sends and receives. If the job hangs in one, start "
+            "meshverse.watch() in it, or look at the stacks of its processes (py-spy dump)."
+        )
+    return text
+
+
+def _name_left_out(dumps: Dumps, file: TextIO) -> None:
+    for one in dumps.left_out[:_MOST_LEFT_OUT]:
+        print(f"Left out: {one.file}: {one.reason}.", file=file)
+    if len(dumps.left_out) > _MOST_LEFT_OUT:
+        more = counted(len(dumps.left_out) - _MOST_LEFT_OUT, "more file")
+        print(f"Left out: {more}.", file=file)

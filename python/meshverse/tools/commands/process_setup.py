@@ -1,0 +1,115 @@
+"""Installation of Meshverse in this process and in those that `multiprocessing` starts from it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.spawn
+import multiprocessing.util
+import sys
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from meshverse import _torch_compat as compat
+from meshverse import install  # and all other names: the program gets what their import does
+from meshverse.explain.calling_threads import CallingThreads
+from meshverse.explain.explanation import in_surplus
+from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
+from meshverse.wording import counted
+
+from .summary import in_numbers, what_queues
+
+
+class Setup(NamedTuple):
+    """Setup of each process of a job, before its program runs.
+
+    Attributes:
+        share: argument of `install`.
+        explains: whether rank 0 prints the tables of `explain()` at the end.
+    """
+
+    share: Literal["mesh", "world"]
+    explains: bool
+
+    def begin(self) -> None:
+        """Install Meshverse in this process and its children, and make rank 0 report at the end."""
+        install(self.share)
+        on_world_started(self._report_at_the_end)
+        # A forked process inherits all of this. A spawned process first receives the dictionary
+        # that this function returns, and unpickles it before it imports the program.
+        get = multiprocessing.spawn.get_preparation_data
+
+        @functools.wraps(get)
+        def with_setup(name: str) -> dict[str, Any]:
+            return {**get(name), "meshverse": _Begin(self)}
+
+        multiprocessing.spawn.get_preparation_data = with_setup
+
+    def _report_at_the_end(self) -> None:
+        world = World.current()
+        if world is not None and world.rank == 0:
+            report = world.state(_Report)
+            report.begin(world, self)
+            # For a program that does not end its world. Unlike `atexit`, this works in children.
+            multiprocessing.util.Finalize(None, report.end, exitpriority=0)
+
+
+class _Begin:
+    """Object that calls `Setup.begin` in the process that unpickles it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, tuple(self._setup)
+
+
+def _begin(share: Literal["mesh", "world"], explains: bool) -> None:
+    Setup(share, explains).begin()
+
+
+class _Report(WorldState):
+    """The report on a world, printed once: when the world ends, or else when the process exits."""
+
+    def __init__(self) -> None:
+        self._universes: WorldUniverses | None = None
+        self._size = self._since_ns = 0
+        self._explains = False
+
+    def begin(self, world: World, setup: Setup) -> None:
+        """Store what the report on this world needs."""
+        self._universes, self._size = world.state(WorldUniverses), world.size
+        self._explains, self._since_ns = setup.explains, world.since_ns
+
+    def leave_to_parent(self) -> None:
+        """Print no report in a forked process: the parent prints it."""
+        self._universes = None
+
+    def end(self) -> None:
+        """Print the report."""
+        universes, self._universes = self._universes, None
+        if universes is None:
+            return
+        # The program may have ended its world, as it should: that is not worth a line here.
+        threads = CallingThreads(self._since_ns)  # read once for all universes
+        explained = [universe._explain(None, threads) for universe in universes.kept]
+        explanations = [replace(explanation, ended="") for explanation in explained]
+        lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
+        if universes.n_ended:
+            lines.append(
+                f"Not counted: {counted(universes.n_ended, 'universe')} that ended before."
+            )
+        n_surplus = sum(explanation.n_surplus for explanation in explanations)
+        if n_surplus:
+            lines.append(
+                f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must "
+                "overlap."
+            )
+        if queues := what_queues(explanations):
+            lines += ["Axes that share a process group, whose collectives run one after the other:"]
+            lines += [f"  {line}" for line in queues]
+            lines += ["To let two of them overlap, give one an isolate tag."]
+            if any(group.threads for each in explanations for group in each.groups):
+                lines[-1] += f" Calls: of the last {compat.recorder_size():,} on this rank."
+        if self._explains:
+            lines += [str(explanation) for explanation in explanations]
+        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

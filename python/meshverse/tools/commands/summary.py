@@ -1,0 +1,51 @@
+"""Summary of the process groups of several universes, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshverse.explain.explanation import Explanation, threads_in_words
+from meshverse.explain.group_explanation import GroupExplanation
+from meshverse.wording import counted, in_bytes, rank_list
+
+_SHOWN = 5  # process groups shared by several axes
+
+
+def in_numbers(explanations: Iterable[Explanation]) -> str:
+    """Return sentences with the numbers of process groups requested, created and saved."""
+    all_of_them = list(explanations)
+    requested = sum(each.requested for each in all_of_them)
+    created = sum(each.created for each in all_of_them)
+    planned = sum(each.planned for each in all_of_them)
+    saved_bytes = sum(each.saved_bytes for each in all_of_them)
+    text = (
+        f"Requested {counted(requested, 'process group')}: {created} created, "
+        + (f"{planned} planned (lazy), " if planned else "")
+        + f"{requested - created - planned} reused. "
+        f"Saved: {sum(each.avoided for each in all_of_them)}"
+    )
+    return text + (f" (about {in_bytes(saved_bytes)} of device memory)." * bool(saved_bytes) or ".")
+
+
+def what_queues(explanations: Iterable[Explanation]) -> list[str]:
+    """Return a line for each process group that several axes share.
+
+    Their collectives run one after the other, because they are on one communicator. Groups that
+    several threads called come first: their calls could have overlapped.
+    """
+    axes: dict[str, dict[str, None]] = {}
+    groups: dict[str, GroupExplanation] = {}
+    for explanation in explanations:
+        for group in explanation.groups:
+            if group.name is not None and len(group.ranks) > 1:
+                axes.setdefault(group.name, {}).update(dict.fromkeys(group.requests))
+                groups[group.name] = group
+    shared = [groups[name] for name, names in axes.items() if len(names) > 1]
+    shared.sort(key=lambda group: -len(group.threads))
+    lines = []
+    for group in shared:
+        by = f", called by {threads_in_words(group.threads)}" if group.threads else ""
+        names = " and ".join(axes[group.name or ""])
+        lines.append(f"{names} (ranks {rank_list(group.ranks)}){by}")
+    left_out = len(lines) - _SHOWN
+    return lines if left_out <= 0 else [*lines[:_SHOWN], f"and {left_out} more"]

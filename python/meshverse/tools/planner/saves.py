@@ -1,0 +1,171 @@
+"""Savings of a job by sharing, against torch's `DeviceMesh`: counts, and published figures.
+
+Only the numbers of groups and communicators are computed from the job. What a communicator costs
+depends on the GPUs, the network and NCCL's version, so each cost is a range between two published
+figures, and `SOURCES` names both. The savings are upper bounds: NCCL creates a communicator at the
+first collective of a group, so a group that a program never uses costs nothing with torch either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from meshverse.wording import aligned, in_bytes, paragraph
+
+from .plan import Plan, PlannedGroup, head
+
+_T = TypeVar("_T")
+
+# nvidia/nccl#964, on 4 A100 with NVLink.
+_MEASURED_BYTES_OF_PAIR, _MEASURED_BYTES = 544_000_000, 688_000_000
+# Seconds to create one communicator: nvidia/nccl#340, and #587 for 8 GPUs of one node.
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 4.5
+
+_ISSUE = "https://github.com/NVIDIA/nccl/issues/"
+
+SOURCES = {
+    "process groups": (
+        "computed from the views. torch's DeviceMesh creates a group for each axis of each view"
+    ),
+    "device memory": (
+        "from the default buffers in NCCL's user guide (NCCL_BUFFSIZE) for a ring over 16 channels "
+        "(147 MiB each) to a user's measurement on 4 A100 with NVLink: 544 MB for 2 ranks "
+        f"and 688 MB for more ({_ISSUE}964)"
+    ),
+    "start-up": (
+        "from 1 s a communicator, at most what it should take according to a maintainer of NCCL "
+        f"({_ISSUE}340), to 4.5 s, a user's measurement for 8 GPUs ({_ISSUE}587). Between them: "
+        f"2.0 s for 8 ranks and 4.1 s for 32 ({_ISSUE}534)"
+    ),
+}
+"""Source of each figure, by the title of its row."""
+
+UNKNOWN = (
+    (
+        "Which groups the program uses. NCCL creates the communicator of a group at its first "
+        "collective, unless the default group is bound to a device: groups without a collective "
+        "cost nothing, so the savings are upper bounds."
+    ),
+    (
+        "Your GPUs, network and version of NCCL. The published figures are from 2020 to 2023. An "
+        f"all-to-all takes more memory ({_ISSUE}1685), and communicators that NCCL splits from "
+        "another may start faster."
+    ),
+    (
+        "Which axes must overlap. Collectives of axes that share a communicator run one after the "
+        "other; each axis with an isolate= tag gets its own again."
+    ),
+    "Meshverse itself was not measured on GPUs.",
+)
+"""Sentences about what the figures leave out."""
+
+
+class Range(NamedTuple):
+    """A cost, between two published figures."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Costs of one rank's process groups with torch's `DeviceMesh` and with Meshverse.
+
+    `str()` gives a table with its sources, `to_dict()` data. Each attribute but the first is a
+    pair: (torch's, Meshverse's).
+
+    Attributes:
+        plan: the plan that the costs are of; they are its rank's.
+        groups: number of process groups, besides the default group.
+        communicators: number of those that have more than one rank.
+        memory: device memory of these communicators in bytes; None unless the backend is nccl.
+        start: seconds to create them one after the other; None unless the backend is nccl.
+    """
+
+    plan: Plan
+    groups: tuple[int, int]
+    communicators: tuple[int, int]
+    memory: tuple[Range, Range] | None
+    start: tuple[Range, Range] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data, ready for JSON."""
+        ranges = {"memory": self.memory, "start": self.start}
+        counts = {"groups": self.groups, "communicators": self.communicators}
+        costs = counts | {
+            name: None if both is None else tuple(each._asdict() for each in both)
+            for name, both in ranges.items()
+        }
+        return {
+            "rank": self.plan.mine.rank,
+            **{
+                name: both and dict(zip(("torch", "meshverse"), both, strict=True))
+                for name, both in costs.items()
+            },
+            "sources": dict(SOURCES),
+            "unknown": list(UNKNOWN),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+
+def saves(plan: Plan) -> Saves:
+    """Return what sharing saves the plan's rank, in numbers and in published figures.
+
+    Args:
+        plan: plan of a job, from `meshverse.tools.planner.plan`.
+    """
+    created = [group for group in plan.groups if group.created]
+    used = [group for group in created if group.size > 1]
+    communicators = _both(lambda copies: sum(map(copies, used)))
+    memory = start = None
+    if plan.backend == "nccl":
+        memory = _both(
+            lambda copies: Range(
+                sum(copies(group) * (group.bytes_each or 0) for group in used),
+                sum(copies(group) * _measured_bytes(group) for group in used),
+            )
+        )
+        torchs, ours = (Range(n * _LEAST_SECONDS, n * _MOST_SECONDS) for n in communicators)
+        start = torchs, ours
+    groups = _both(lambda copies: sum(map(copies, created)))
+    return Saves(plan, groups, communicators, memory, start)
+
+
+def _both(cost: Callable[[Callable[[PlannedGroup], int]], _T]) -> tuple[_T, _T]:
+    """Return a cost with torch's `DeviceMesh` and with Meshverse, from the copies of a group."""
+    return cost(lambda group: group.stock_copies), cost(lambda group: 1)
+
+
+def _measured_bytes(group: PlannedGroup) -> int:
+    return _MEASURED_BYTES_OF_PAIR if group.size == 2 else _MEASURED_BYTES
+
+
+def _text(costs: Saves) -> Iterator[str]:
+    yield from head(costs.plan)
+    yield f"Rank {costs.plan.mine.rank}, if the program uses every group:"
+    rows = [["", "torch", "Meshverse", "saved"]]
+    for what, counts in (("process groups", costs.groups), ("communicators", costs.communicators)):
+        torchs, ours = counts
+        rows.append([what, f"{torchs:,}", f"{ours:,}", f"{torchs - ours:,}"])
+    for what, ranges, shown in (
+        ("device memory", costs.memory, lambda size: in_bytes(int(size))),
+        ("start-up", costs.start, lambda seconds: f"{seconds:,.0f} s"),
+    ):
+        if ranges is not None:
+            saved = Range(*(torchs - ours for torchs, ours in zip(*ranges, strict=True)))
+            cells = (" to ".join(map(shown, each)) for each in (*ranges, saved))
+            rows.append([what, *cells])
+    yield from aligned(rows, right=range(1, 4))
+    if costs.memory is None:
+        yield f"For communicators of backend {costs.plan.backend}, there are no figures."
+    yield ""
+    for title, source in SOURCES.items():
+        if title == "process groups" or costs.memory is not None:
+            yield from paragraph(f"{title}: {source}.")
+    yield "Not known:"
+    for sentence in UNKNOWN:
+        yield from paragraph(f"- {sentence}", indent="  ")

@@ -1,0 +1,592 @@
+"""`load_pretrained` and `save_pretrained` on real ranks, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from helpers.crew import Crew
+from helpers.forked import Forked, printed_by, torchrun
+from helpers.tiers import in_tiers
+from meshverse.parallel import (
+    ParallelismSizes,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+    load_pretrained,
+    save_pretrained,
+)
+
+pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
+
+from checkpoints import (
+    ARRANGEMENTS,
+    arranged,
+    bytes_read,
+    on_meta,
+    round_trip,
+    saved,
+    tensors_in,
+    values_of,
+)
+from hf_families import families, full
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from wrapped_models import WithValueHead
+
+_JOB = Path(__file__).with_name("checkpoint_job.py")
+_BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
+_BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
+
+_CASES = [
+    *(("llama", each, True) for each in ARRANGEMENTS if not each.startswith("ep")),
+    *(("mixtral", each, False) for each in ARRANGEMENTS),
+    *(("gpt_oss", each, False) for each in ARRANGEMENTS if "tp" not in each),
+    ("qwen3_moe", "ep 2 x tp 2", True),
+]
+_SHORT = [
+    ("llama", "tp 2 x fsdp 2", True),
+    ("llama", "pp 2 x tp 2", True),
+    ("mixtral", "ep 2 x tp 2", False),
+    ("gpt_oss", "ep 4", False),
+]
+
+
+def _first_round_trip(family: str, folder: str) -> str:
+    """Make a round trip in the first arrangement that splits a family; return what is wrong."""
+    refusals = []
+    for number, arrangement in enumerate(("ep 2 x tp 2", "tp 2 x fsdp 2", "fsdp 4")):
+        wrong = round_trip(family, arrangement, True, f"{folder}/{number}")
+        if not wrong.startswith("refused"):
+            return wrong
+        refusals.append(wrong)
+    return " ".join(refusals)
+
+
+@pytest.mark.parametrize("family", in_tiers(families(), ["deepseek_v3", "gemma3_text", "phi3"]))
+def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
+    assert crew.run(_first_round_trip, 4, family, str(tmp_path), timeout=600) == [""] * 4
+
+
+@pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT))
+def test_a_checkpoint_makes_a_round_trip_bit_by_bit(
+    crew: Crew, tmp_path: Path, family: str, arrangement: str, tied: bool
+) -> None:
+    assert crew.run(round_trip, 4, family, arrangement, tied, str(tmp_path)) == [""] * 4
+
+
+# --- Bytes and memory ----------------------------------------------------------------------------
+
+
+def _bytes_of_a_load(family: str, arrangement: str, folder: str) -> tuple[int, int, int]:
+    """Return the bytes that a rank reads, those of its shards, and those of the checkpoint."""
+    saved("llama", f"{folder}/small")
+    load_pretrained(on_meta(f"{folder}/small"), f"{folder}/small")  # imports read files, too
+    saved(family, f"{folder}/large", hidden_size=256, intermediate_size=512, vocab_size=4096)
+    model = arranged(on_meta(f"{folder}/large"), arrangement)
+    before = bytes_read()
+    load_pretrained(model, f"{folder}/large")
+    read = bytes_read() - before
+    parameters = [*model.parameters()]
+    shards = sum(
+        each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters
+    )
+    return read, shards, sum(each.nbytes for each in tensors_in(f"{folder}/large").values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count bytes")
+@pytest.mark.parametrize(
+    ("family", "arrangement"),
+    in_tiers(
+        [
+            ("llama", "tp 2 x fsdp 2"),
+            ("mixtral", "ep 2 x tp 2"),
+            ("gpt_oss", "ep 4"),
+            ("llama", "pp 2 x fsdp 2"),
+        ],
+        [("mixtral", "ep 2 x tp 2")],
+    ),
+)
+def test_a_rank_reads_the_bytes_of_its_shards(
+    crew: Crew, tmp_path: Path, family: str, arrangement: str
+) -> None:
+    for read, shards, checkpoint in crew.run(
+        _bytes_of_a_load, 4, family, arrangement, str(tmp_path)
+    ):
+        assert shards <= read < shards + _BESIDES
+        assert shards + 4 * _BESIDES < checkpoint
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _make(folder: Path, layers: int) -> None:
+    command = [str(_JOB), "make", str(folder), str(layers), "float32"]
+    status, _, errors = Forked(command, env=_environment()).communicate()
+    assert status == 0, errors
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("arrangement", ["fsdp 4", "tp 2 x fsdp 2", "pp 2 x fsdp 2"])
+def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: str) -> None:
+    _make(tmp_path / "given", 12)
+    folders = [tmp_path / each for each in ("given", "saved")]
+    job = torchrun(
+        4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
+    )
+    status, _, _ = job.communicate()
+    assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
+    for rank in range(4):
+        seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
+        assert seen["model"] * (2 if "pp" in arrangement else 1) > 1 << 30
+        assert seen["load"] < seen["shards"] + seen["tensor"] + _BUFFERS, seen
+        # The shards are there already. One parameter is gathered while another one is written.
+        assert seen["save"] < 3 * seen["tensor"] + _BUFFERS, seen
+
+
+# --- Adapters, and keys that are missing ---------------------------------------------------------
+
+
+def _with_adapter(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj"],
+            modules_to_save=["lm_head"],
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def _adapter_round_trip(folder: str, arrangement: str) -> list[str]:
+    """Return differences from what PEFT itself does, in words."""
+    found = []
+    saved("llama", f"{folder}/base")
+    model = arranged(_with_adapter(on_meta(f"{folder}/base")), arrangement)
+    assert load_pretrained(model, f"{folder}/base") == ([], [])
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
+    alone = _with_adapter(base)
+    expected = values_of(alone)
+    seen = values_of(model)
+    assert seen.keys() == expected.keys()
+    for name, value in seen.items():
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, value)
+        if not all(torch.equal(each, value) for each in everywhere):
+            found.append(f"{name} differs between ranks")
+        if "lora_A" in name:  # random
+            limit = value.size(1) ** -0.5
+            if not value.abs().max() <= limit < 2 * value.abs().max():
+                found.append(f"{name} is not drawn as PEFT draws it")
+        elif not torch.equal(value, expected[name]):
+            found.append(f"{name} is not what PEFT makes")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in alone.named_parameters():
+            if "default" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    if dist.get_rank() == 0:
+        alone.save_pretrained(f"{folder}/adapter")
+    dist.barrier()
+    assert load_pretrained(model, f"{folder}/adapter") == ([], [])
+    expected, seen = values_of(alone), values_of(model)
+    found += [f"{n} is not loaded" for n in seen if not torch.equal(seen[n], expected[n])]
+    save_pretrained(model, f"{folder}/again")
+    given, again = tensors_in(f"{folder}/adapter"), tensors_in(f"{folder}/again")
+    assert given.keys() == again.keys()
+    found += [f"{n} is not saved" for n in given if not torch.equal(given[n], again[n])]
+    configs = [Path(folder, n, "adapter_config.json").read_text() for n in ("adapter", "again")]
+    if json.loads(configs[0]) != json.loads(configs[1]):
+        found.append(f"{configs[0]} {configs[1]}")
+    return found
+
+
+@pytest.mark.parametrize("arrangement", in_tiers(["tp 2 x fsdp 2", "fsdp 4"], ["tp 2 x fsdp 2"]))
+def test_an_adapter_is_loaded_and_saved_as_peft_does(
+    crew: Crew, tmp_path: Path, arrangement: str
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    assert crew.run(_adapter_round_trip, 4, str(tmp_path), arrangement) == [[]] * 4
+
+
+def _injected_round_trip(folder: str) -> list[str]:
+    """Return what of an adapter of pipeline stages is not saved and loaded, in words."""
+    from peft import LoraConfig, PeftModel, inject_adapter_in_model
+
+    saved("llama", f"{folder}/base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = arranged(inject_adapter_in_model(config, on_meta(f"{folder}/base")), "pp 2 x tp 2")
+    assert load_pretrained(model, f"{folder}/base") == ([], [])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(len(name))
+    save_pretrained(model, f"{folder}/adapter")
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
+    alone = dict(PeftModel.from_pretrained(base, f"{folder}/adapter").named_parameters())
+    found = []
+    seen = values_of(model)
+    for name, value in seen.items():
+        if "lora" in name and not torch.equal(value, alone[f"base_model.model.{name}"]):
+            found.append(f"{name} is not saved")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.zero_()
+    load_pretrained(model, f"{folder}/adapter")
+    again = values_of(model)
+    return found + [
+        f"{name} is not loaded" for name in seen if not torch.equal(seen[name], again[name])
+    ]
+
+
+def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    assert crew.run(_injected_round_trip, 4, str(tmp_path)) == [[]] * 4
+
+
+def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
+    """Return whether FSDP2 has values gathered for a forward, and a load and a save see the shards."""
+    expected = saved("llama", f"{folder}/given", tied=True)
+    device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
+    model = fsdp2_strategy_parallelize(
+        on_meta(f"{folder}/given"),
+        device_mesh,
+        mp_policy=MixedPrecisionPolicy(),
+        cpu_offload=offload,
+        reshard_after_forward=False,
+    )
+    load_pretrained(model, f"{folder}/given", device="cpu" if offload else None)
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        before = full(model(tokens, use_cache=False).logits)
+        alone = expected(tokens, use_cache=False).logits
+    torch.testing.assert_close(before, alone)
+    other = saved("llama", f"{folder}/other", tied=True, rms_norm_eps=1e-2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    if dist.get_rank() == 0:
+        other.save_pretrained(f"{folder}/other")
+    dist.barrier()
+    load_pretrained(model, f"{folder}/other")
+    model(tokens, use_cache=False)
+    save_pretrained(model, f"{folder}/saved")
+    seen, wanted = tensors_in(f"{folder}/saved"), tensors_in(f"{folder}/other")
+    return seen.keys() == wanted.keys(), all(
+        torch.equal(seen[name], wanted[name]) for name in wanted
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_fsdp2_has_gathered_for_a_forward_is_not_taken_for_its_shards(
+    crew: Crew, tmp_path: Path, offload: bool
+) -> None:
+    assert crew.run(_after_a_forward, 4, str(tmp_path), offload) == [(True, True)] * 4
+
+
+def _with_missing(folder: str) -> tuple[Any, Any, bool]:
+    saved("llama", f"{folder}/given")
+    path = Path(folder, "given", "model.safetensors")
+    if dist.get_rank() == 0:
+        tensors = tensors_in(f"{folder}/given")
+        tensors["extra"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+        del tensors["model.norm.weight"]
+        save_file(tensors, path)
+    dist.barrier()
+    model = arranged(on_meta(f"{folder}/given"), "tp 2 x fsdp 2")
+    keys = load_pretrained(model, path.parent, strict=False)
+    values = values_of(model)
+    drawn = values["model.layers.1.mlp.up_proj.weight"]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, drawn)
+    assert all(torch.equal(each, drawn) for each in everywhere)
+    assert 0.5 < drawn.std() / model.config.initializer_range < 2
+    return *keys, bool((values["model.norm.weight"] == 1).all())
+
+
+def test_missing_keys_get_the_values_of_a_new_model_if_they_are_allowed(
+    crew: Crew, tmp_path: Path
+) -> None:
+    missing = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    assert crew.run(_with_missing, 4, str(tmp_path)) == [(missing, ["extra"], True)] * 4
+
+
+# --- A job that is killed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_save_that_is_killed_leaves_the_older_checkpoint_or_none(
+    tmp_path: Path, has_older: bool
+) -> None:
+    target = tmp_path / "saved"
+    for name in ("given", "saved") if has_older else ("given",):
+        _make(tmp_path / name, 1)
+    older = tensors_in(str(target)) if has_older else {}
+    logs = tmp_path / "logs"
+    job = torchrun(4, _JOB, "save", tmp_path / "given", target, folder=logs, env=_environment())
+    while job.is_alive() and not [*tmp_path.glob(".saved.*.tmp/*.safetensors")]:
+        sleep(0.01)  # sleep: it looks again
+    workers = psutil.Process(job.pid).children(recursive=True)
+    for process in workers:
+        process.kill()
+    job.kill()
+    job.communicate()
+    psutil.wait_procs(workers)
+    assert [*tmp_path.glob(".saved.*.tmp")], "it had ended before it was killed"
+    assert target.exists() == has_older
+    seen = tensors_in(str(target)) if has_older else {}
+    assert seen.keys() == older.keys()
+    assert all(torch.equal(seen[name], older[name]) for name in older)
+
+
+# --- Bad input -----------------------------------------------------------------------------------
+
+
+def _errors(call: Callable[[Any, str], object], arrangement: str, folder: str) -> tuple[str, str]:
+    """Return an error's class and text, after checking that it has changed nothing."""
+    saved("llama", f"{folder}/given")
+    for number in range(2):  # another order of the same tensors
+        changes = {"vocab_size": 96 + 32 * number, "num_hidden_layers": 2}
+        saved("llama", f"{folder}/{number}", **changes)
+    model = arranged(on_meta(f"{folder}/given"), arrangement)
+    before = dict(model.named_parameters())
+    there = sorted(Path(folder).iterdir())
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the caller looks at it)
+        call(model, folder)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(each is after[name] and each.is_meta for name, each in before.items())
+    dist.barrier()
+    assert sorted(Path(folder).iterdir()) == there
+    return type(caught.value).__name__, str(caught.value).replace(folder, "FOLDER")
+
+
+def _load(name: str, **arguments: Any) -> Callable[[Any, str], object]:
+    return partial(_load_in, name=name, arguments=arguments)
+
+
+def _load_in(model: Any, folder: str, name: str, arguments: dict[str, Any]) -> object:
+    return load_pretrained(model, f"{folder}/{name}", **arguments)
+
+
+def _load_own(model: Any, folder: str) -> object:
+    return load_pretrained(model, f"{folder}/{dist.get_rank() % 2}")
+
+
+def _load_changed(model: Any, folder: str, change: Callable[[dict[str, Any]], object]) -> object:
+    tensors = tensors_in(f"{folder}/given")
+    change(tensors)
+    name = Path(folder, "given", "model.safetensors")
+    if dist.get_rank() == 0:
+        save_file(tensors, name)
+    dist.barrier()
+    return load_pretrained(model, name.parent)
+
+
+def _drop(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    tensors["extra"] = torch.zeros(2)
+
+
+def _as_int8(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def _reshaped(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = torch.zeros(7)
+
+
+def _cut(model: Any, folder: str) -> object:
+    name = Path(folder, "given", "model.safetensors")
+    if dist.get_rank() == 0:
+        name.write_bytes(name.read_bytes()[:-100])
+    dist.barrier()
+    return load_pretrained(model, name.parent)
+
+
+def _save_meta(model: Any, folder: str) -> object:
+    return save_pretrained(model, f"{folder}/saved")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (_load("absent"), "FileNotFoundError", "FOLDER/absent is no folder"),
+        (_load(""), "FileNotFoundError", r"has no model\.safetensors"),
+        (
+            partial(_load_changed, change=_drop),
+            "ValueError",
+            r"lacks model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight of .* has extra",
+        ),
+        (
+            partial(_load_changed, change=_as_int8),
+            "ValueError",
+            r"model\.norm\.weight is torch\.float32, but torch\.int8 in FOLDER/given",
+        ),
+        (
+            partial(_load_changed, change=_reshaped),
+            "ValueError",
+            r"model\.norm\.weight is \(7,\) in FOLDER/given, but \(32,\)",
+        ),
+        (_cut, "ValueError", r"FOLDER/given/model\.safetensors is damaged or cut off"),
+        (
+            _load_own,
+            "ValueError",
+            r"is \(128, 32\) in FOLDER/1, but \(96, 32\).* \(on ranks \[1, 3\]\)",
+        ),
+        (_save_meta, "ValueError", "are on the meta device, and have no values to save"),
+    ],
+)
+def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(
+    crew: Crew, tmp_path: Path, call: Callable[[Any, str], object], kind: str, text: str
+) -> None:
+    errors = crew.run(_errors, 4, call, "tp 2 x fsdp 2", str(tmp_path))
+    assert len({*errors}) == 1, errors
+    assert errors[0][0] == kind, errors[0]
+    assert re.search(text, errors[0][1]), errors[0]
+
+
+# --- One process ---------------------------------------------------------------------------------
+
+
+def _untied(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
+
+
+def _of_its_own(folder: Path) -> Any:
+    return nn.Linear(2, 2)
+
+
+def _with_a_buffer(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.register_buffer("phase", torch.empty(2, device="meta"), persistent=False)
+    return model
+
+
+def _resized(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.norm.weight = nn.Parameter(torch.empty(7, device="meta"))
+    return model
+
+
+def _with_a_head(folder: Path) -> Any:
+    return WithValueHead(on_meta(str(folder)), "pretrained_model")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (_untied, ValueError, r"ties lm_head\.weight to model\.embed_tokens\.weight"),
+        (_of_its_own, TypeError, "takes a model of transformers, alone or in a wrapper; Linear"),
+        (_with_a_buffer, ValueError, r"model\.phase of \w+ are on the meta device, and neither"),
+        (
+            _resized,
+            ValueError,
+            r"model\.norm\.weight is \(7,\), but the model's config says \(32,\)",
+        ),
+        (_with_a_head, ValueError, r"lacks v_head\.bias, v_head\.weight of"),
+    ],
+)
+def test_a_model_that_a_checkpoint_does_not_fit_is_refused(
+    tmp_path: Path, make: Callable[[Path], Any], kind: type[Exception], text: str
+) -> None:
+    saved("llama", str(tmp_path), tied=True)
+    with pytest.raises(kind, match=text):
+        load_pretrained(make(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda index: index["weight_map"].update(extra="model.safetensors"), "are not of one"),
+        (lambda index: index.clear(), "must be JSON with a weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str
+) -> None:
+    saved("llama", str(tmp_path))
+    index = {"weight_map": dict.fromkeys(tensors_in(str(tmp_path)), "model.safetensors")}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    assert load_pretrained(on_meta(str(tmp_path)), tmp_path) == ([], [])
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=text):
+        load_pretrained(on_meta(str(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, -1, "5", "GB", "1.5GB", True])
+def test_a_size_of_files_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
+    model = saved("llama", str(tmp_path / "given"))
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} must be a number of bytes"):
+        save_pretrained(model, tmp_path / "saved", max_shard_size=size)
+    assert [each.name for each in tmp_path.iterdir()] == ["given"]
+
+
+def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path / "given"))
+    folder = tmp_path / "saved"
+    save_pretrained(model, folder, max_shard_size=50_000)
+    (folder / "tokenizer.json").write_text("tokens")
+    (folder / "more").mkdir()
+    (folder / "more" / "file").write_text("more")
+    save_pretrained(model, folder)
+    assert (folder / "tokenizer.json").read_text() == "tokens"
+    assert (folder / "more" / "file").read_text() == "more"
+    assert [each.name for each in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
+
+
+def test_buffers_that_are_not_on_the_meta_device_are_kept(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = saved("llama", str(tmp_path))
+    with accelerate.init_empty_weights():
+        other = AutoModelForCausalLM.from_config(model.config)
+    assert not other.model.rotary_emb.inv_freq.is_meta
+    there = other.model.rotary_emb.inv_freq
+    load_pretrained(other, tmp_path)
+    assert other.model.rotary_emb.inv_freq is there
+    seen = values_of(other)
+    assert all(torch.equal(seen[name], value) for name, value in values_of(model).items())
+
+
+def test_weights_in_another_dtype_are_cast(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path))
+    narrow = on_meta(str(tmp_path), torch.bfloat16)
+    load_pretrained(narrow, tmp_path)
+    for name, value in narrow.named_parameters():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, model.get_parameter(name).to(torch.bfloat16)), name
+
+
+def test_weights_are_loaded_in_place_of_others(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path), tied=True)
+    other = AutoModelForCausalLM.from_config(model.config)
+    there = dict(other.named_parameters())
+    load_pretrained(other, tmp_path)
+    for name, value in other.named_parameters():
+        assert value is there[name]
+        assert torch.equal(value, model.get_parameter(name))
