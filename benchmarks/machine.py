@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from meshverse.tools.environment import version_and_commit
+from meshverse.tools.commit import version_and_commit
 
 __all__ = ["circumstances"]
 

@@ -28,3 +28,13 @@ def test_a_file_gets_a_line_for_each_suite(tmp_path: Path, monkeypatch: pytest.M
     assert len(lines) == 2
     for line in lines:
         assert re.fullmatch(r"gpu: .*(needs|NCCL|CUDA).*, \d+ s", line)
+
+
+_SUITES = sorted(path.stem for path in (ROOT / "benchmarks" / "suites").glob("*.py"))
+
+
+@pytest.mark.parametrize("suite", [name for name in _SUITES if name != "__init__"])
+def test_what_a_suite_imports_is_there(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    importlib.import_module(f"suites.{suite}")
