@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from helpers.crew import Crew
@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: 
     assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
     for rank in range(4):
         seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
-        assert seen["model"] * (2 if "pp" in arrangement else 1) > 1 << 30
+        assert seen["model"] * (2 if "pp" in arrangement else 1) > 10**9
         assert seen["load"] < seen["shards"] + seen["tensor"] + _BUFFERS, seen
         # The shards are there already. One parameter is gathered while another one is written.
         assert seen["save"] < 3 * seen["tensor"] + _BUFFERS, seen
@@ -290,6 +290,9 @@ def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
         other.save_pretrained(f"{folder}/other")
     dist.barrier()
     load_pretrained(model, f"{folder}/other")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what is not in the shards is lost
     model(tokens, use_cache=False)
     save_pretrained(model, f"{folder}/saved")
     seen, wanted = tensors_in(f"{folder}/saved"), tensors_in(f"{folder}/other")
