@@ -37,7 +37,7 @@ class Peak:
     def _watch(self) -> None:
         while not self._ended.is_set():
             self._most = max(self._most, _resident())
-            self._ended.wait(0.001)
+            self._ended.wait(0.001)  # short-timeout: it must elapse, between two looks
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()

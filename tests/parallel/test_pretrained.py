@@ -17,12 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from helpers.crew import Crew
 from helpers.forked import Forked, printed_by, torchrun
 from helpers.tiers import in_tiers
-from meshverse.parallel import load_pretrained, save_pretrained
+from meshverse.parallel import (
+    ParallelismSizes,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+    load_pretrained,
+    save_pretrained,
+)
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
@@ -36,12 +43,13 @@ from checkpoints import (
     tensors_in,
     values_of,
 )
-from hf_families import families
+from hf_families import families, full
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
+_SECONDS = 900  # for a job that reads or writes a gigabyte, on a busy machine
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
 _BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
 
@@ -130,7 +138,7 @@ def _environment() -> dict[str, str]:
 
 def _make(folder: Path, layers: int) -> None:
     command = [str(_JOB), "make", str(folder), str(layers), "float32"]
-    status, _, errors = Forked(command, env=_environment()).communicate()
+    status, _, errors = Forked(command, env=_environment()).communicate(_SECONDS)
     assert status == 0, errors
 
 
@@ -143,7 +151,7 @@ def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: 
     job = torchrun(
         4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
     )
-    status, _, _ = job.communicate()
+    status, _, _ = job.communicate(_SECONDS)
     assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
     for rank in range(4):
         seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
@@ -219,6 +227,82 @@ def test_an_adapter_is_loaded_and_saved_as_peft_does(
 ) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     assert crew.run(_adapter_round_trip, 4, str(tmp_path), arrangement) == [[]] * 4
+
+
+def _injected_round_trip(folder: str) -> list[str]:
+    """Return what of an adapter of pipeline stages is not saved and loaded, in words."""
+    from peft import LoraConfig, PeftModel, inject_adapter_in_model
+
+    saved("llama", f"{folder}/base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = arranged(inject_adapter_in_model(config, on_meta(f"{folder}/base")), "pp 2 x tp 2")
+    assert load_pretrained(model, f"{folder}/base") == ([], [])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(len(name))
+    save_pretrained(model, f"{folder}/adapter")
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
+    alone = dict(PeftModel.from_pretrained(base, f"{folder}/adapter").named_parameters())
+    found = []
+    seen = values_of(model)
+    for name, value in seen.items():
+        if "lora" in name and not torch.equal(value, alone[f"base_model.model.{name}"]):
+            found.append(f"{name} is not saved")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.zero_()
+    load_pretrained(model, f"{folder}/adapter")
+    again = values_of(model)
+    return found + [
+        f"{name} is not loaded" for name in seen if not torch.equal(seen[name], again[name])
+    ]
+
+
+def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    assert crew.run(_injected_round_trip, 4, str(tmp_path)) == [[]] * 4
+
+
+def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
+    """Load and save after forwards; return whether keys and values are those of the other one."""
+    expected = saved("llama", f"{folder}/given", tied=True)
+    device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
+    model = fsdp2_strategy_parallelize(
+        on_meta(f"{folder}/given"),
+        device_mesh,
+        mp_policy=MixedPrecisionPolicy(),
+        cpu_offload=offload,
+        reshard_after_forward=False,
+    )
+    load_pretrained(model, f"{folder}/given", device="cpu" if offload else None)
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        before = full(model(tokens, use_cache=False).logits)
+        alone = expected(tokens, use_cache=False).logits
+    torch.testing.assert_close(before, alone)
+    other = saved("llama", f"{folder}/other", tied=True, rms_norm_eps=1e-2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    if dist.get_rank() == 0:
+        other.save_pretrained(f"{folder}/other")
+    dist.barrier()
+    load_pretrained(model, f"{folder}/other")
+    model(tokens, use_cache=False)
+    save_pretrained(model, f"{folder}/saved")
+    seen, wanted = tensors_in(f"{folder}/saved"), tensors_in(f"{folder}/other")
+    return seen.keys() == wanted.keys(), all(
+        torch.equal(seen[name], wanted[name]) for name in wanted
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_fsdp2_has_gathered_for_a_forward_is_not_taken_for_its_shards(
+    crew: Crew, tmp_path: Path, offload: bool
+) -> None:
+    assert crew.run(_after_a_forward, 4, str(tmp_path), offload) == [(True, True)] * 4
 
 
 def _with_missing(folder: str) -> tuple[Any, Any, bool]:
@@ -402,6 +486,12 @@ def _with_a_buffer(folder: Path) -> Any:
     return model
 
 
+def _with_an_attribute(folder: Path) -> Any:
+    model = on_meta(str(folder))
+    model.model.norm.phase = torch.empty(2, device="meta")
+    return model
+
+
 def _resized(folder: Path) -> Any:
     model = on_meta(str(folder))
     model.model.norm.weight = nn.Parameter(torch.empty(7, device="meta"))
@@ -417,6 +507,7 @@ def _with_a_head(folder: Path) -> Any:
     [
         (_untied, ValueError, r"ties lm_head\.weight to model\.embed_tokens\.weight"),
         (_of_its_own, TypeError, "takes a model of transformers, alone or in a wrapper; Linear"),
+        (_with_an_attribute, ValueError, r"model\.norm\.phase of \w+ are on the meta device"),
         (_with_a_buffer, ValueError, r"model\.phase of \w+ are on the meta device, and neither"),
         (
             _resized,
@@ -475,6 +566,19 @@ def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
     assert (folder / "more" / "file").read_text() == "more"
     assert [each.name for each in folder.glob("*.safetensors*")] == ["model.safetensors"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
+
+
+def test_buffers_that_are_not_on_the_meta_device_are_kept(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = saved("llama", str(tmp_path))
+    with accelerate.init_empty_weights():
+        other = AutoModelForCausalLM.from_config(model.config)
+    assert not other.model.rotary_emb.inv_freq.is_meta
+    there = other.model.rotary_emb.inv_freq
+    load_pretrained(other, tmp_path)
+    assert other.model.rotary_emb.inv_freq is there
+    seen = values_of(other)
+    assert all(torch.equal(seen[name], value) for name, value in values_of(model).items())
 
 
 def test_weights_in_another_dtype_are_cast(tmp_path: Path) -> None:

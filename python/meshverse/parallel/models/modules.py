@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import logging
 import pkgutil
 import re
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 BASE_LAYER = "base_layer"  # PEFT's name
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _MARK = "_meshverse_pipeline_stage"
+_Module = TypeVar("_Module", bound=nn.Module)
 _logger = logging.getLogger(__name__)
 
 
@@ -162,6 +164,14 @@ def adapted(module: nn.Module) -> nn.Module:
     """Return the layer that PEFT's adapters wrap; a layer without adapters is returned as it is."""
     base = module._modules.get(BASE_LAYER)
     return module if base is None else base
+
+
+def shallow_copy(module: _Module) -> _Module:
+    """Return a copy that has the same children, parameters and buffers, in dicts of its own."""
+    copied = copy.copy(module)
+    for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        copied.__dict__[table] = copy.copy(module.__dict__[table])
+    return copied
 
 
 def child_name(parent: str, name: str) -> str:

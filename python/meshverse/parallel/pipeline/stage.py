@@ -22,9 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.meshes.degrees import is_degree
-from meshverse.parallel.models.modules import AbsentModule, StageOf, mark_as_stage, stage_of
+from meshverse.parallel.models.modules import (
+    AbsentModule,
+    StageOf,
+    mark_as_stage,
+    shallow_copy,
+    stage_of,
+)
 
-from .structure import IdleModule, Structure, copy_attributes, describe, hidden_of, shallow_copy
+from .structure import IdleModule, Structure, copy_attributes, describe, hidden_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshverse.parallel.models.modules import AbsentModule
+from meshverse.parallel.models.modules import AbsentModule, shallow_copy
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -304,14 +304,6 @@ def _record(events: list[str], name: str, module: nn.Module, arguments: Any, out
     if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_()
     return output
-
-
-def shallow_copy(module: _Module) -> _Module:
-    """Return a copy that has the same children, parameters and buffers, in dicts of its own."""
-    copied = copy.copy(module)
-    for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-        copied.__dict__[table] = copy.copy(module.__dict__[table])
-    return copied
 
 
 def _without_memory(module: _Module) -> _Module:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshverse.parallel.pipeline.structure import shallow_copy
+from meshverse.parallel.models.modules import shallow_copy
 
 from .files import ADAPTER_WEIGHTS
 from .places import Place, in_words

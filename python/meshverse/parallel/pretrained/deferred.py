@@ -241,9 +241,9 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source) -> Deferred:  # noqa: D102, PYI034
-        made: Deferred = tensor_without_memory(cls, source.shape, source.dtype)
-        made._source = source
-        return made
+        tensor: Deferred = tensor_without_memory(cls, source.shape, source.dtype)
+        tensor._source = source
+        return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"

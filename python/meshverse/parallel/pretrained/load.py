@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshverse.parallel.models.modules import stage_of
+from meshverse.parallel.models.modules import child_name, stage_of
 
 from .adapters import adapter_of, adapter_places, first_values
 from .agreement import check_is_same, gathered, together
@@ -53,7 +53,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is loaded where.
+    """Reads of a load.
 
     Attributes:
         reads: parameters and buffers to read, with their sources.
@@ -107,6 +107,7 @@ def load_pretrained(
         FileNotFoundError: the folder, or safetensors files in it, do not exist.
         ImportError: transformers, safetensors or accelerate is not installed or too old.
         OSError: a file cannot be read.
+        RuntimeError: transformers cannot convert a tensor.
         TypeError: the model is not of transformers.
         ValueError: keys or shapes do not fit, ranks have different checkpoints, a file is damaged,
             the weights are quantized, or the value of a buffer on the meta device is not known.
@@ -211,6 +212,12 @@ def _check_all_known(
 ) -> None:
     known = {place.name for place, _ in reads}
     unknown = [place.name for place in lost if place.name not in known]
+    unknown += [
+        child_name(name, own)
+        for name, module in model.named_modules()
+        for own, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
     if unknown:
         raise ValueError(
             f"{in_words(unknown)} of {type(model).__name__} are on the meta device, and neither "

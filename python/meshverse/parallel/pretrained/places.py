@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +152,10 @@ def filled_skeleton(inner: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dic
         inner: model of the same class and config.
         tensors: the checkpoint's, by name.
     """
+    if find_spec("accelerate") is None:
+        raise ImportError(
+            'load_pretrained() needs accelerate: pip install "meshverse[hf]".', name="accelerate"
+        )
     return class_of(inner).from_pretrained(  # type: ignore[no-any-return]
         None,
         config=copy.deepcopy(inner.config),
