@@ -85,7 +85,8 @@ def main():
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):  # no rank has the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    parallel.FSDP2Manager(settings, mesh, moe_mesh, packed_sequences=True).parallelize(model)
+    manager = parallel.FSDP2Manager(settings, mesh, moe_mesh, packed_sequences=True)
+    manager.parallelize(model)
     parallel.load_pretrained(model, source)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loss_of = LossPerToken(model, mesh)
@@ -98,7 +99,7 @@ def main():
         loss_of.count(*(targets for _, targets, _ in batch))
         losses = []
         for inputs, targets, positions in batch:
-            with loss_parallel():  # each rank of tp has the logits of a part of the vocabulary
+            with loss_parallel():  # each rank of tp has logits of a part of the vocabulary
                 output = model(input_ids=inputs, position_ids=positions, use_cache=False)
                 losses.append(loss_of(output.logits, targets))
                 losses[-1].backward()

@@ -78,6 +78,10 @@ def pytest_collection_modifyitems(
         items.sort(key=lambda item: -lengths[item.path])
 
 
+# Workers of xdist get 80, whatever the terminal; tables would be wrapped.
+os.environ.pop("COLUMNS", None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     jitter.begin(item.nodeid)
 

@@ -84,6 +84,7 @@ CALLS = {
         [([n, 2, n], size, side(), side(-1))], round_bytes=b
     ),
     "plan_reshard, a side": lambda d, f, o, h: plan([([8], 4, side(d, f, o, h), side(-1))]),
+    "ring_steps": lambda n, p, q, s: c.ring_steps([n, 2], [[p, q, 0, 1]], [[0, s, 2, 3]]),
     "plan_reshard, strided": lambda n, f: plan([([n], 1, side(0, f), side(-1))]),
 }
 
