@@ -99,7 +99,7 @@ def main():
         loss_of.count(*(targets for _, targets, _ in batch))
         losses = []
         for inputs, targets, positions in batch:
-            with loss_parallel():  # each rank of tp has logits of a part of the vocabulary
+            with loss_parallel():  # a rank of tp has logits of a part of the vocabulary
                 output = model(input_ids=inputs, position_ids=positions, use_cache=False)
                 losses.append(loss_of(output.logits, targets))
                 losses[-1].backward()
