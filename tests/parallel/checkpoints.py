@@ -46,6 +46,8 @@ def saved(family: str, folder: str, *, tied: bool = False, **changes: Any) -> nn
     """A tiny model; transformers on the first rank saves it."""
     if family.startswith("inkling"):  # its files have rows for tokens that the model lacks
         changes = {"unpadded_vocab_size": hf_families.VOCABULARY - 4, **changes}
+    if family in ("llama", "mixtral"):  # as many heads as "tp 4" has ranks
+        changes = {"num_key_value_heads": 4, **changes}
     model = tiny_model(family, tied=tied, **changes)
     if not dist.is_initialized() or dist.get_rank() == 0:
         model.save_pretrained(folder)
