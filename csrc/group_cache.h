@@ -45,7 +45,7 @@ struct GroupKeyHash {
 // lock that the other thread needs. If its `may_give_up()` returns true, its `give_up_if_asked()`
 // is called every kLookAround, without the cache's lock; an exception from it ends the wait.
 //
-// Forks: `leave_to_parent` makes the copy of a cache in a forked process usable. It relies on what
+// Forks: `reset_after_fork` makes the copy of a cache in a forked process usable. It relies on what
 // Python's lock gives: at a fork, other threads are at most inside a wait.
 template <class Entry, class WhileWaiting>
 class GroupCache {
@@ -140,7 +140,7 @@ class GroupCache {
   // Call this in a forked process, in which other threads do not exist, before anything else.
   // Drops the entries that they were creating. One that this thread is creating is returned to it,
   // but not kept.
-  void leave_to_parent() {
+  void reset_after_fork() {
     // Never destroyed if a thread of the parent waits, as that thread has a reference to it.
     waits_ = std::make_shared<Waits>();
     std::vector<std::shared_ptr<Slot>> dropped;  // destroyed last, as that may run foreign code

@@ -44,7 +44,7 @@ default_role = "literal"  # docstrings have `names` in single quotes, as Markdow
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!meshverse).*"),
-    (r"py:.*", r"meshverse\.\w+\..*"),  # classes in the rooms that are not public
+    (r"py:.*", r"meshverse\.\w+\..*"),  # classes in the subpackages that are not public
 ]
 
 _PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")

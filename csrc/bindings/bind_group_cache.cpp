@@ -168,7 +168,7 @@ void bind_group_cache(py::module_& module) {
           "Remove an entry; False if ``(axis, key)`` has another one or none, or it is being "
           "created.\n\nOf several threads that remove the same entry, one gets True.")
       .def("clear", &PyGroupCache::clear, "Remove every entry.")
-      .def("leave_to_parent", &PyGroupCache::leave_to_parent,
+      .def("reset_after_fork", &PyGroupCache::reset_after_fork,
            "In a forked process, drop the entries that other threads were creating.\n\nUntil this "
            "is "
            "called there, other calls can wait for ever.")

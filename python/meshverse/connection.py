@@ -31,7 +31,7 @@ from meshverse._torch_compat.creation import create_connected
 from meshverse._torch_compat.groups import check_backend, end_group, find_group
 from meshverse._torch_compat.options import is_backend_options
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import Claim
 from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
@@ -317,7 +317,7 @@ class Connection:
         self._in_use = Claim()
         self._group: ProcessGroup | None = None
         try:
-            with untraced():
+            with outside_torch_modes():
                 self._group = create_connected(
                     *(dist.PrefixStore(str(number), store), rank, size),
                     backend=backend,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 
-from meshverse._torch_compat.tracing import hook_concatenate, let_compile_know
+from meshverse._torch_compat.tracing import hook_concatenate, register_with_dynamo
 
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
@@ -57,9 +57,9 @@ _TORCHS = {
 @functools.wraps(_TORCHS["__setstate__"])
 def _setstate(self: StockDeviceMesh, state: dict[str, Any]) -> None:
     if type(self) is StockDeviceMesh:
-        from .saved_mesh.stock_pickles import take_in
+        from .saved_mesh.stock_pickles import convert_stock_mesh
 
-        if take_in(self, state):
+        if convert_stock_mesh(self, state):
             return
     _TORCHS["__setstate__"](self, state)
 
@@ -83,7 +83,7 @@ _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore
 DeviceMesh.__signature__ = inspect.signature(DeviceMesh)  # type: ignore[attr-defined]
 StockDeviceMesh.__new__ = _new  # type: ignore[assignment]
 hook_concatenate(DeviceMesh, DeviceMesh._concatenate)
-let_compile_know(DeviceMesh, lambda mesh: [mesh._compile_guard])
+register_with_dynamo(DeviceMesh, lambda mesh: [mesh._compile_guard])
 
 
 def install(share: Literal["mesh", "world"] = "mesh") -> None:

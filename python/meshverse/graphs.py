@@ -19,8 +19,8 @@ import torch.distributed as dist
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.one_graph import (
     coordinate_symbol,
-    let_inductor_call,
     on_simulated_ranks,
+    register_with_inductor,
 )
 
 # A global, because torch removes the operator when the library object is freed.
@@ -77,7 +77,7 @@ def _run(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.S
 
 
 def _fake(axis: Sequence[int], ranks: Sequence[int], first: int) -> int | torch.SymInt:
-    let_inductor_call(coordinate)
+    register_with_inductor(coordinate)
     symbol = coordinate_symbol(math.prod(axis[::2]))
     return _run(axis, ranks, first) if symbol is None else symbol
 

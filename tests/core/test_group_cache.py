@@ -470,7 +470,7 @@ def test_a_fork_makes_what_a_thread_of_its_parent_was_making():
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # ends a hang
-        cache.leave_to_parent()
+        cache.reset_after_fork()
         kept = cache.get_or_create(OTHER_AXIS, GLOO, fail) is old
         made = cache.get_or_create(AXIS, GLOO, lambda: "the child's") == "the child's"
         os._exit(0 if kept and made and len(cache) == 2 else 1)
@@ -497,7 +497,7 @@ def test_a_fork_in_a_handler_of_what_waits_goes_on_in_the_child():
         children.append(os.fork())
         if children == [0]:
             signal.alarm(60)  # ends a hang
-            cache.leave_to_parent()
+            cache.reset_after_fork()
         else:
             go_on.set()
 

@@ -1,4 +1,4 @@
-"""The rooms in docs/architecture.md: what is drawn is what is checked, and what is there."""
+"""The subpackages in docs/architecture.md: what is drawn is what is checked, and what is there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PAGE = (_TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def _picture() -> dict[str, str]:
-    """Return the text beside each room in the picture, highest first."""
-    drawn = _PAGE.partition("<!-- rooms -->")[2].partition("<!-- end of rooms -->")[0]
+    """Return the text beside each subpackage in the picture, highest first."""
+    drawn = _PAGE.partition("<!-- subpackages -->")[2].partition("<!-- end of subpackages -->")[0]
     return dict(re.findall(r"^  (\w+)(?:/|\.py) +(.+)$", drawn, flags=re.MULTILINE))
 
 
@@ -39,9 +39,9 @@ def _levels(layers: list[str]) -> list[set[str]]:
 _FORMER = {"doctor", "pictures", "planner", "topology"}  # places of parts of tools/
 
 
-def test_the_rooms_are_drawn_in_the_order_that_is_checked() -> None:
+def test_the_subpackages_are_drawn_in_the_order_that_is_checked() -> None:
     drawn = list(_picture())
-    levels = _levels(_CONTRACTS["rooms"]["layers"])
+    levels = _levels(_CONTRACTS["subpackages"]["layers"])
     levels.remove(_FORMER)
     for level in levels:
         assert set(drawn[: len(level)]) == level
@@ -50,9 +50,9 @@ def test_the_rooms_are_drawn_in_the_order_that_is_checked() -> None:
 
 
 def test_every_folder_and_file_of_the_package_is_drawn() -> None:
-    rooms = {path.parent.name for path in _PACKAGE.glob("*/__init__.py")}
+    subpackages = {path.parent.name for path in _PACKAGE.glob("*/__init__.py")}
     files = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__"}
-    assert rooms | files == set(_picture()) | _FORMER
+    assert subpackages | files == set(_picture()) | _FORMER
 
 
 def test_every_import_is_checked() -> None:
@@ -69,7 +69,7 @@ def _is_of_an_extra(module: str) -> bool:
 
 def test_only_imports_of_extras_by_the_core_are_excused() -> None:
     excused = dict[str, set[str]]()
-    for one in _CONTRACTS["rooms"]["ignore_imports"]:
+    for one in _CONTRACTS["subpackages"]["ignore_imports"]:
         importer, _, imported = one.partition(" -> ")
         assert not _is_of_an_extra(importer)
         excused.setdefault(imported, set()).add(importer)
@@ -81,39 +81,41 @@ def test_only_imports_of_extras_by_the_core_are_excused() -> None:
     assert all(map(_is_of_an_extra, excused))
 
 
-def test_parallel_may_import_no_room() -> None:
+def test_parallel_may_import_no_other_subpackage() -> None:
     (public,) = (each for each in _LINTER["contracts"] if each["id"] == "parallel.public")
-    rooms = set().union(*_levels(_CONTRACTS["rooms"]["layers"]))
+    subpackages = set().union(*_levels(_CONTRACTS["subpackages"]["layers"]))
     allowed = {"__main__", "_torch_compat", "locks", "parallel"} | _FORMER
     assert public["source_modules"] == ["meshverse.parallel"]
-    assert set(public["forbidden_modules"]) == {f"meshverse.{room}" for room in rooms - allowed}
+    assert set(public["forbidden_modules"]) == {
+        f"meshverse.{subpackage}" for subpackage in subpackages - allowed
+    }
     assert "ignore_imports" not in public
 
 
 _CORE = _TOP / "csrc"
-_CORE_ROOMS = re.findall(r"^csrc/(\w*)/? +(.+)$", _PAGE, flags=re.MULTILINE)
+_CORE_FOLDERS = re.findall(r"^csrc/(\w*)/? +(.+)$", _PAGE, flags=re.MULTILINE)
 
 
 def _core_places() -> dict[Path, tuple[int, int]]:
-    """Where each file of the core is drawn: its room, and its place from the left."""
+    """Where each file of the core is drawn: its subpackage, and its place from the left."""
     places = {}
-    for room, (folder, drawn) in enumerate(_CORE_ROOMS):
+    for subpackage, (folder, drawn) in enumerate(_CORE_FOLDERS):
         for level, names in enumerate(drawn.split(" > ")):
             for name in names.split(", "):
                 for path in (_CORE / folder).glob(f"{name}.*"):
-                    places[path] = room, level
+                    places[path] = subpackage, level
     return places
 
 
 def test_every_file_of_the_core_is_drawn() -> None:
-    files = {path for folder, _ in _CORE_ROOMS for path in (_CORE / folder).glob("*.*")}
+    files = {path for folder, _ in _CORE_FOLDERS for path in (_CORE / folder).glob("*.*")}
     assert _core_places().keys() == files
     not_drawn = {"fuzz", "tests"}  # which are no part of it
     folders = {path.name for path in _CORE.iterdir() if path.is_dir()}
-    assert folders - not_drawn == {folder for folder, _ in _CORE_ROOMS if folder}
+    assert folders - not_drawn == {folder for folder, _ in _CORE_FOLDERS if folder}
 
 
-def test_files_of_the_core_include_files_to_their_right_or_in_rooms_below() -> None:
+def test_files_of_the_core_include_files_to_their_right_or_in_folders_below() -> None:
     places = _core_places()
     for path, place in places.items():
         for name in re.findall(r'^#include "(.+)"$', path.read_text("utf-8"), flags=re.MULTILINE):

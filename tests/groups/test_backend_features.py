@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from helpers.versions import AT_LEAST_2_15
 from meshverse import init_device_mesh
-from meshverse._torch_compat.backends import creation_blocks, why_all_ranks
+from meshverse._torch_compat.backends import all_ranks_reason, creation_blocks
 from meshverse.world.world import World
 
 
@@ -30,7 +30,7 @@ def test_of_an_unknown_backend_the_members_meet_before_they_make_a_group(
     current = World.current()
     assert current is not None
     assert current.creation_blocks(unknown), "it may wait for its members"
-    assert current.why_all_ranks(unknown) is None
+    assert current.all_ranks_reason(unknown) is None
     assert not current.can_split(unknown)
 
 
@@ -50,7 +50,7 @@ def test_nccl_waits_where_it_connects_when_it_is_made(world) -> None:
 
 def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
     with torch.distributed.config.patch(use_torchcomms=True):
-        reason = why_all_ranks(dist.group.WORLD, "nccl")
+        reason = all_ranks_reason(dist.group.WORLD, "nccl")
     # From 2.15 on; there torchcomms is asked whether it is there, and here it is not.
     assert reason == (None if AT_LEAST_2_15 else "torchcomms")
 

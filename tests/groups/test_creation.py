@@ -12,24 +12,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse._torch_compat.backends import why_all_ranks
+from meshverse._torch_compat.backends import all_ranks_reason
 
 _AXES = ("dp", "tp")
 
 
 @pytest.mark.parametrize("backend", ["mpi", "cpu:mpi,cuda:nccl", "cuda:nccl,cpu:mpi"])
 def test_mpi_needs_all_ranks(world, backend: str) -> None:
-    assert why_all_ranks(dist.group.WORLD, backend) == "MPI"
+    assert all_ranks_reason(dist.group.WORLD, backend) == "MPI"
 
 
 def test_members_suffice_otherwise(world) -> None:
     for backend in ("gloo", "fake", "cpu:gloo,cuda:nccl"):
-        assert why_all_ranks(dist.group.WORLD, backend) is None
+        assert all_ranks_reason(dist.group.WORLD, backend) is None
 
 
 def test_the_barrier_variable_needs_all_ranks(world, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    reason = why_all_ranks(dist.group.WORLD, "gloo")
+    reason = all_ranks_reason(dist.group.WORLD, "gloo")
     assert reason == "TORCH_DIST_INIT_BARRIER=1"
 
 

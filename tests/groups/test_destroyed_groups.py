@@ -208,7 +208,7 @@ def test_a_given_group_is_not_made_again() -> None:
 
 def test_a_group_that_all_ranks_make_is_not_made_anew_in_its_universe(monkeypatch) -> None:
     """The ranks whose groups are there would not come to make it."""
-    monkeypatch.setattr(World, "why_all_ranks", lambda self, backend: "so says a test")
+    monkeypatch.setattr(World, "all_ranks_reason", lambda self, backend: "so says a test")
     mesh = _mesh()
     dist.destroy_process_group(mesh.get_group("tp"))
     with groups_created(0):
@@ -241,14 +241,14 @@ def test_meshes_that_are_thrown_away_leave_nothing_in_the_registry() -> None:
     registry = World.current().state(GroupRegistry)
     init_device_mesh("cpu", (8,))
     gc.collect()
-    before = [len(group.uses.alive()) for group in registry]
+    before = [len(group.refs.alive()) for group in registry]
     for _ in range(50):
         init_device_mesh("cpu", (8,))
         given = dist.new_group([4, 5])
         DeviceMesh.from_group(given, "cpu", mesh_dim_names=("given",))
         dist.destroy_process_group(given)
     gc.collect()
-    assert [len(group.uses.alive()) for group in registry] == before
+    assert [len(group.refs.alive()) for group in registry] == before
 
 
 def test_a_new_world_begins_anew() -> None:

@@ -113,7 +113,7 @@ def test_every_event_in_every_state(before: State, event: str) -> None:
     assert group.state is (after or before)
     is_live = group.state is State.LIVE
     assert (group.handle is not None) == is_live
-    assert all((group.name in use.process_groups) == is_live for use in group.uses.alive())
+    assert all((group.name in use.process_groups) == is_live for use in group.refs.alive())
     assert (find_group(group.name) is not None) == (group.state in (_L, _S))
 
 

@@ -158,7 +158,7 @@ OF_UNIVERSE_INSIDE: dict[str, Question] = {
         mesh.universe.groups.has_made(name) for name in mesh.group_names or ()
     ],
     "planned": lambda mesh: [mesh.universe.groups.planned(name) for name in mesh.group_names or ()],
-    "likeliest": lambda mesh: [mesh.universe.groups.likeliest(a, "tp") for a in mesh.layout],
+    "best_match": lambda mesh: [mesh.universe.groups.best_match(a, "tp") for a in mesh.layout],
     "key digest": lambda mesh: [
         mesh.universe.groups.key_digest(axis, name)
         for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)

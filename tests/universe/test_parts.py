@@ -102,7 +102,7 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
 
 def test_groups_that_all_ranks_make_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that are not in the group take part in making it: none of them may sit it out.
-    monkeypatch.setattr(World, "why_all_ranks", lambda self, backend: "so says a test")
+    monkeypatch.setattr(World, "all_ranks_reason", lambda self, backend: "so says a test")
     job = _job()
     with groups_created(1):
         part = _part(job)

@@ -135,7 +135,7 @@ def test_a_universe_is_for_its_own_ranks() -> None:
 class TestWorldWideWithOthers:
     def test_groups_that_all_ranks_make_are_not_shared(self, monkeypatch) -> None:
         # Ranks that are not in the group take part in making it: none of them may sit it out.
-        monkeypatch.setattr(World, "why_all_ranks", lambda self, backend: "so says a test")
+        monkeypatch.setattr(World, "all_ranks_reason", lambda self, backend: "so says a test")
         mesh = _mesh()
         with groups_created(1):
             part = DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("part",))

@@ -1,4 +1,4 @@
-"""State of the rooms for a world: one object each, dropped when the world ends."""
+"""State of the subpackages for a world: one object each, dropped when the world ends."""
 
 from __future__ import annotations
 

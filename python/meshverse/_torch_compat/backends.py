@@ -110,7 +110,7 @@ def split_options(group: ProcessGroup) -> BackendOptions | None:
     return options_of(group._get_backend(group.bound_device_id))
 
 
-def why_all_ranks(group: ProcessGroup, backend: str) -> str | None:
+def all_ranks_reason(group: ProcessGroup, backend: str) -> str | None:
     """Return why all ranks must create a group of this backend; None if its members can alone."""
     if _uses_torchcomms(backend) and not _TORCHCOMMS_BY_MEMBERS:
         return "torchcomms"

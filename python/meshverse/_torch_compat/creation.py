@@ -193,7 +193,7 @@ def create_by_all(
     backend: str,
     backend_options: BackendOptions | None,
     timeout: timedelta | None,
-    keeps_order: bool,
+    preserve_rank_order: bool,
     description: str,
 ) -> ProcessGroup | None:
     """Create all groups of an axis as torch does, in a loop that every rank of the world runs.
@@ -203,14 +203,14 @@ def create_by_all(
         backend: backend string of the groups.
         backend_options: options object, or None.
         timeout: timeout of the groups' operations.
-        keeps_order: whether the ranks of a group keep the order in `all_ranks`, instead of
+        preserve_rank_order: whether the ranks of a group keep the order in `all_ranks`, instead of
             ascending; True only if `NEW_GROUP_KEEPS_ORDER`.
         description: description of the groups in c10d's logs.
 
     Returns:
         This rank's group, or None if it is in none of them.
     """
-    order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
+    order: dict[str, Any] = {"sort_ranks": False} if preserve_rank_order else {}
     mine = None
     for ranks in all_ranks:
         # As torch's meshes do: not `torch.distributed.new_group`, which slime replaces.

@@ -59,12 +59,12 @@ def recorder_size() -> int:
     return max(int(size), 0) if is_number else 0
 
 
-def why_not_recording() -> str:
-    """Return why the flight recorder is off, and how to turn it on; "" if it is on."""
+def not_recording_reason() -> str | None:
+    """Return why the flight recorder is off, and how to turn it on; None if it is on."""
     if not _dumps:
         return "this torch has no flight recorder for its backends"
     if recorder_size():
-        return ""
+        return None
     return (
         f"torch's flight recorder is off: set {_SIZE_VARIABLES[0]}={_USUAL_SIZE} before the "
         "processes start"

@@ -92,7 +92,7 @@ def on_simulated_ranks(value_of: Callable[[int], int]) -> int | torch.SymInt | N
     return torch.SymInt(local_tensors.LocalIntNode(values))  # type: ignore[no-untyped-call]
 
 
-def let_inductor_call(operator: Any) -> None:
+def register_with_inductor(operator: Any) -> None:
     """Let inductor call an operator that has no tensor arguments.
 
     For operators that it calls unchanged, inductor takes the device from the tensor arguments, and

@@ -32,7 +32,9 @@ stock_concatenate = StockDeviceMesh._concatenate
 _STOCK_MODULE = "torch.distributed.device_mesh"
 
 
-def let_compile_know(mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]) -> None:
+def register_with_dynamo(
+    mesh_class: type[StockDeviceMesh], guard: Callable[[Any], list[Any]]
+) -> None:
     """Make torch.compile treat a subclass of the stock mesh as a mesh, with its own guard.
 
     From 2.12 on, meshes are opaque types, which torch looks up along the MRO. The subclass gets a
@@ -153,7 +155,7 @@ def is_faking() -> bool:
 
 
 @contextlib.contextmanager
-def untraced() -> Iterator[None]:
+def outside_torch_modes() -> Iterator[None]:
     """Create ordinary CPU tensors inside the block, whatever modes or transforms are active.
 
     Fake, proxy, functional and users' modes do not see operations of the block; the default device
@@ -185,7 +187,7 @@ def _is_eager() -> bool:
 def _ordinary_keys() -> frozenset[int]:
     # The dispatch keys of a tensor whose memory contains its values. Lazy, wrapped, sparse,
     # quantized, meta and other tensors have other or additional keys.
-    with untraced():
+    with outside_torch_modes():
         ordinary = torch.empty(0, device="cpu")
         with torch.inference_mode():
             of_inference = torch.empty(0, device="cpu")

@@ -9,7 +9,7 @@ Counts of compared calls and numbers of rendezvous attempts are kept per world, 
 process group, from `init_process_group` to its end. A revived world keeps its counts of calls, and
 takes the attempts of the new default group.
 
-This room does not import the rooms of meshes, layouts and process groups: its callers pass names,
+This subpackage does not import those of meshes, layouts and process groups: its callers pass names,
 ranks and strings.
 """
 

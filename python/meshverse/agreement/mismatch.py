@@ -127,7 +127,7 @@ class ComparedCalls(WorldState):
     def __init__(self) -> None:
         self._by_ranks: dict[str, _Calls] = {}
 
-    def go_on(self, current: World) -> None:
+    def on_revive(self, current: World) -> None:
         """Keep this world's counts, not those of `current`.
 
         Stop comparing calls for each set of ranks that disagreed: its ranks may have made different

@@ -181,8 +181,8 @@ class Rendezvous(WorldState):
                 return
             self._next_attempts[name] = number + 1
 
-    def go_on(self, current: World) -> None:
-        """Take over the rendezvous of `current`; see `WorldState.go_on`."""
+    def on_revive(self, current: World) -> None:
+        """Take over the rendezvous of `current`; see `WorldState.on_revive`."""
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
         self._complete = its._complete

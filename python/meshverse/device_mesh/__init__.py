@@ -1,7 +1,7 @@
 """`DeviceMesh` and the functions that create meshes, as in `torch.distributed.device_mesh`.
 
-- `device_mesh`: the class. The room `layouts` computes descriptions of meshes and of those derived
-  from them; the mesh's universe keeps its process groups and the derived meshes.
+- `device_mesh`: the class. The subpackage `layouts` computes descriptions of meshes and
+  of those derived from them; the mesh's universe keeps its process groups and the derived meshes.
 - `init_mesh`, `partition`: functions that create one mesh, or several over disjoint ranks.
 - `group_names`: the lists in which torch finds the names of a mesh's process groups.
 - `fsdp2_meshes`: meshes that FSDP2 makes from ours.

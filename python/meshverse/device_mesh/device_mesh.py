@@ -33,9 +33,9 @@ from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_t
 from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
 from meshverse._torch_compat.tracing import (
     is_stocks_own,
+    outside_torch_modes,
     real_mesh,
     stock_concatenate,
-    untraced,
     warn_as_stock,
 )
 from meshverse.graphs import traced_coordinate
@@ -83,7 +83,7 @@ from meshverse.wording import did_you_mean
 from meshverse.world.world import World
 
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
-from .group_names import GroupNames, MissingGroups, PromisedGroups, prepare_for_graph
+from .group_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
 
 if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
@@ -804,17 +804,17 @@ class DeviceMesh(StockDeviceMesh):
     # Ours read these two: a subclass may use the public names for something else.
     @property
     def _owns_groups(self) -> bool:
-        return not isinstance(self._dim_group_names, MissingGroups)
+        return not isinstance(self._dim_group_names, NoGroupNames)
 
     @property
     def _names_of_groups(self) -> tuple[str, ...] | None:
         names = self._dim_group_names
-        return None if isinstance(names, MissingGroups) else tuple(names)
+        return None if isinstance(names, NoGroupNames) else tuple(names)
 
     @assignable
     def has_groups(self) -> bool:
         """Whether this mesh has process groups, lazy ones included; the same on all ranks."""
-        return not isinstance(self._dim_group_names, MissingGroups)
+        return not isinstance(self._dim_group_names, NoGroupNames)
 
     @assignable
     def group_names(self) -> tuple[str, ...] | None:
@@ -823,7 +823,7 @@ class DeviceMesh(StockDeviceMesh):
         Empty on a rank outside the mesh. Reading the names creates no lazy group.
         """
         names = self._dim_group_names
-        return None if isinstance(names, MissingGroups) else tuple(names)
+        return None if isinstance(names, NoGroupNames) else tuple(names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return this rank's process group along one axis; creates it now if it is lazy.
@@ -953,8 +953,8 @@ class DeviceMesh(StockDeviceMesh):
             call: name of the function that the user called, for messages.
             first: index in `layout` of the first of the axes, which are consecutive.
         """
-        universe, keeps_order = self._universe, self._preserve_rank_order
-        if not (overrides or tags or keeps_order):
+        universe, preserve_rank_order = self._universe, self._preserve_rank_order
+        if not (overrides or tags or preserve_rank_order):
             known = universe.groups.known_names(layout, names, first)
             if known is not None:
                 return known
@@ -963,11 +963,11 @@ class DeviceMesh(StockDeviceMesh):
             names,
             overrides,
             tags,
-            preserve_rank_order=keeps_order,
+            preserve_rank_order=preserve_rank_order,
             call=call,
             first=first,
         )
-        if not keeps_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
+        if not preserve_rank_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
             from .logged_once import warn_of_sorted_ranks
 
             warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
@@ -996,7 +996,7 @@ class DeviceMesh(StockDeviceMesh):
     def _take_group_names(self, group_names: Sequence[str] | None) -> None:
         """Set the process groups of this mesh, one per axis; None for a mesh without groups."""
         if group_names is None:
-            self._dim_group_names = MissingGroups(len(self._shape), self._refuse_groups)
+            self._dim_group_names = NoGroupNames(len(self._shape), self._refuse_groups)
             return
         universe = self._universe
         # A plain list if possible: torch.compile rejects a mesh that is created inside a graph if
@@ -1149,7 +1149,7 @@ class DeviceMesh(StockDeviceMesh):
             )
         sizes = [size for axis in layout for size in axis.sizes]
         strides = [stride for axis in layout for stride in axis.strides]
-        with untraced():
+        with outside_torch_modes():
             ranks = self._rank_map.as_strided(sizes, strides, first)
             own = ranks.clone(memory_format=torch.contiguous_format)
             note_source(own, self)
@@ -1215,8 +1215,8 @@ class DeviceMesh(StockDeviceMesh):
         groups = self._universe.groups
         # torch sorts the ranks of a group, unless its mesh preserves their order.
         axis = flattened._description.layout[0]
-        keeps_order = flattened._preserve_rank_order or groups.ascends(axis)
-        if order_matters and not keeps_order:
+        preserve_rank_order = flattened._preserve_rank_order or groups.ascends(axis)
+        if order_matters and not preserve_rank_order:
             return False
         # Reading a name by its index would create a lazy group.
         name, *others = (
@@ -1273,7 +1273,7 @@ class DeviceMesh(StockDeviceMesh):
     def _destroyed_axes(self) -> list[str]:
         """Return the axes whose process group the program has destroyed."""
         names = getattr(self, "_dim_group_names", None)  # None while this mesh is being made
-        if names is None or type(names) is list or isinstance(names, MissingGroups):
+        if names is None or type(names) is list or isinstance(names, NoGroupNames):
             return []
         was_destroyed = self._universe.groups.was_destroyed
         pairs = zip(self._description.labels, list.__iter__(names), strict=False)
@@ -1358,7 +1358,7 @@ class DeviceMesh(StockDeviceMesh):
 
     # Copying a plain `DeviceMesh` returns the mesh itself, as a universe has each mesh once. A mesh
     # of a user's subclass is copied, as in torch, with the attributes that the subclass or its user
-    # set. The room `saved_mesh` registers the function that pickles meshes in `copyreg`.
+    # set. The subpackage `saved_mesh` registers the function that pickles meshes in `copyreg`.
 
     def __copy__(self) -> Self:
         copied = self._twin()
@@ -1429,7 +1429,7 @@ class DeviceMesh(StockDeviceMesh):
         Also empty for a root mesh made by `_under`, until all its groups were requested.
         """
         names = self._dim_group_names
-        if isinstance(names, PromisedGroups) and not names.are_all_known:
+        if isinstance(names, DeferredGroupNames) and not names.are_all_known:
             return []
         pairs = zip(self._description.layout, self._names_of_groups or (), strict=False)
         return [self._universe.groups.key_digest(*pair) for pair in pairs]
@@ -1486,7 +1486,7 @@ class DeviceMesh(StockDeviceMesh):
 
     def _renew_group_names(self) -> None:
         """Replace the list of group names by a plain list or a `GroupNames`, whichever fits now."""
-        names: list[str] = vars(self).get("_dim_group_names", MissingGroups)
+        names: list[str] = vars(self).get("_dim_group_names", NoGroupNames)
         if type(names) in (list, GroupNames):
             self._take_group_names(list(names))
 
@@ -1512,7 +1512,7 @@ class DeviceMesh(StockDeviceMesh):
                 )
                 return str(made[0].name)
 
-            mesh._dim_group_names = promised = PromisedGroups(self.ndim, request)
+            mesh._dim_group_names = promised = DeferredGroupNames(self.ndim, request)
             promised.universe = self._universe
         return mesh
 

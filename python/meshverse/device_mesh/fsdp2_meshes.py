@@ -48,7 +48,7 @@ class _DefaultMeshes(WorldState):
         """Drop the universe: this process may have another rank in the next world."""
         self._universe = None
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop the parent's universe in a forked process."""
         self._universe = None
 

@@ -66,7 +66,7 @@ def check_in_graph(name: str) -> None:
         )
 
 
-class MissingGroups(GroupNames):
+class NoGroupNames(GroupNames):
     """The names of a mesh without process groups: reading one raises an error.
 
     Args:
@@ -93,11 +93,11 @@ def prepare_for_graph() -> None:
     """
     if is_dynamo_at_work():
         let_graphs_read(GroupNames, _names_in_graph)
-        let_graphs_read(MissingGroups, _names_in_graph)
+        let_graphs_read(NoGroupNames, _names_in_graph)
 
 
 def _names_in_graph(names: GroupNames) -> list[str]:
-    if isinstance(names, MissingGroups):
+    if isinstance(names, NoGroupNames):
         names[0]  # raises
     found = list(names)
     for name in found:
@@ -105,7 +105,7 @@ def _names_in_graph(names: GroupNames) -> list[str]:
     return found
 
 
-class PromisedGroups(GroupNames):
+class DeferredGroupNames(GroupNames):
     """The names of groups that the universe is asked for only when a name is first read.
 
     Meshes under another isolation tag get a root mesh under that tag. A program may never use the

@@ -166,10 +166,10 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
             raise _belongs_to_universe(settings)
         # The universe checks these too, but only after the default process group was started.
         Defaults.of(timeout, options)
-    keeps_order = get("preserve_rank_order")
-    if keeps_order is None:
-        keeps_order = not rank_map.is_sorted()
-    description = MeshDescription(device_type, layout, names, keeps_order)
+    preserve_rank_order = get("preserve_rank_order")
+    if preserve_rank_order is None:
+        preserve_rank_order = not rank_map.is_sorted()
+    description = MeshDescription(device_type, layout, names, preserve_rank_order)
     if get("isolate") is not None or current_tag():
         description = description.with_tags(normalize_tags(get("isolate"), names, len(shape)))
     overrides: Sequence[Override] = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.backends import backend_in_words
-from meshverse.groups.group import GroupUse, Origin, State, describe_origin
+from meshverse.groups.group import GroupRef, Origin, State, describe_origin
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import TopologyLike
@@ -55,7 +55,7 @@ class _Pictured(NamedTuple):
     views: Sequence[ExplainedView]
 
 
-class Portion(NamedTuple):
+class ReportSection(NamedTuple):
     """A universe or one of its parts, with its groups.
 
     Attributes:
@@ -64,7 +64,7 @@ class Portion(NamedTuple):
     """
 
     ranks: str
-    groups: Sequence[GroupUse]
+    groups: Sequence[GroupRef]
 
 
 @dataclass(frozen=True, repr=False)
@@ -287,11 +287,11 @@ def _options_in_words(group: GroupExplanation) -> str:
 def explain(
     rank_map: RankMap,
     rank: int,
-    groups: Iterable[GroupUse],
+    groups: Iterable[GroupRef],
     communicator_bytes: Mapping[str, int] | None = None,
     views: Sequence[ExplainedView] = (),
     topology: TopologyLike | None = None,
-    parts: Sequence[Portion] = (),
+    parts: Sequence[ReportSection] = (),
     duplicates: Collection[str] = (),
     surplus: Collection[str] = (),
     ended: str = "",
@@ -316,7 +316,7 @@ def explain(
     figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
     explained = tuple(
         _explain_group(group, over, figures, topology, threads)
-        for group, over in _with_parts(Portion(str(rank_map), groups), parts)
+        for group, over in _with_parts(ReportSection(str(rank_map), groups), parts)
     )
     # Groups of parts are last. A picture has none of them.
     requests = [group.request for group in groups]
@@ -344,8 +344,8 @@ def _axes_of(view: ExplainedView) -> dict[str, str]:
 
 
 def _with_parts(
-    whole: Portion, parts: Sequence[Portion]
-) -> Iterator[tuple[GroupUse, tuple[str, ...]]]:
+    whole: ReportSection, parts: Sequence[ReportSection]
+) -> Iterator[tuple[GroupRef, tuple[str, ...]]]:
     """Yield each group of a universe and its parts once, with the ranks of those that have it."""
     if not parts:
         yield from ((group, ()) for group in whole.groups)
@@ -365,7 +365,7 @@ def _with_parts(
     yield from ((group, tuple(dict.fromkeys(over))) for group, over in found)
 
 
-def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
+def _joined(one: GroupRef, other: GroupRef) -> GroupRef:
     """Merge the records that a universe and a part, or two parts, have of one group."""
     requests = {
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
@@ -377,7 +377,7 @@ def _joined(one: GroupUse, other: GroupUse) -> GroupUse:
 
 
 def _explain_group(
-    group: GroupUse,
+    group: GroupRef,
     over: tuple[str, ...],
     figures: Mapping[str, int],
     topology: TopologyLike | None,
@@ -409,6 +409,6 @@ def _explain_group(
     )
 
 
-def _is_shared(group: GroupUse) -> bool:
-    uses = [] if group.group is None else group.group.uses.alive()
-    return len(group.requests) > 1 or len(uses) > 1
+def _is_shared(group: GroupRef) -> bool:
+    refs = [] if group.group is None else group.group.refs.alive()
+    return len(group.requests) > 1 or len(refs) > 1

@@ -4,7 +4,7 @@
    group, as in torch. (Not if torch itself would create a group; see `needs_own_world_group`.)
 2. The default group can be split for this backend (it is bound to a device; see `can_split`), and
    the ranks of each group ascend: all ranks take part in one split of the default group.
-3. c10d needs all ranks (see `why_all_ranks`): all ranks loop over all groups, as in torch.
+3. c10d needs all ranks (see `all_ranks_reason`): all ranks loop over all groups, as in torch.
 4. Otherwise: the members alone create the group, at once or when it is first used.
 """
 
@@ -57,9 +57,9 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
         and not needs_own_world_group(world.default_group)
     ):
         return Origin.DEFAULT_GROUP, None
-    if world.can_split(options.backend) and not request.keeps_order:
+    if world.can_split(options.backend) and not request.preserve_rank_order:
         return Origin.SPLIT, None
-    reason = world.why_all_ranks(options.backend)
+    reason = world.all_ranks_reason(options.backend)
     return Origin.BY_ALL if reason else Origin.BY_MEMBERS, reason
 
 
@@ -103,14 +103,14 @@ def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGrou
 
 def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     groups = RankGroups(request.axis, request.rank_map)
-    if request.keeps_order and not NEW_GROUP_KEEPS_ORDER:
+    if request.preserve_rank_order and not NEW_GROUP_KEEPS_ORDER:
         return _make_by_all_in_order(request, groups, world)
     return create_group_by_all(
         groups.all().tolist(),
         backend=request.options.backend,
         backend_options=request.options.new_backend_options(),
         timeout=request.options.timeout,
-        keeps_order=request.keeps_order,
+        preserve_rank_order=request.preserve_rank_order,
         description=describe([request.axis_name], request.my_ranks()),
     )
 
@@ -194,7 +194,7 @@ def _range(ranks: Sequence[int]) -> str:
 
 def _axes(group: Group) -> list[str]:
     """Return the names of all axes that have requested a group so far, the first one first."""
-    asked = (name for use in group.uses.alive() for name in list(use.requests))
+    asked = (name for ref in group.refs.alive() for name in list(ref.requests))
     return list(dict.fromkeys((group.request.axis_name, *asked)))
 
 

@@ -60,7 +60,7 @@ class Origin(enum.Enum):
     NOT_YET = enum.auto()  # planned: to be created at its first use
     AT_FIRST_USE = enum.auto()  # was planned; this universe used it first, and so created it
     SHARED = enum.auto()  # created by another universe, such as a part (see `Universe.part`)
-    GIVEN = enum.auto()  # created by the user
+    USER_PROVIDED = enum.auto()  # created by the user
     OTHER_UNIVERSE = enum.auto()  # of another universe's mesh, combined with a mesh of this one
 
 
@@ -83,9 +83,9 @@ class Group:
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
-        uses: uses not yet released. The group ends when its last owning use is released (for a
-            borrowed group, its last use). c10d's group is destroyed then only if Meshverse created
-            it.
+        refs: references not yet released. The group ends when the last one that owns it is
+            released (for a borrowed group, the last one). c10d's group is destroyed then only if
+            Meshverse created it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Group:
         self.content = content
         self.state = State.PLANNED
         self._registry = registry.reference
-        self.uses: WeakRegistry[GroupUse] = WeakRegistry()
+        self.refs: WeakRegistry[GroupRef] = WeakRegistry()
         self.handle: ProcessGroup | None = None
         self.was_live = self.have_all_joined = False
         self._handles: list[weakref.ref[ProcessGroup]] = []  # of all its lives
@@ -245,7 +245,7 @@ class Group:
         """Use the new default group in place of the one that ended with the world."""
         self._live(handle)
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop the parent's group without destroying it, in a forked process."""
         self._end.give_back()  # a thread of the parent may have it
         if self.state is State.BEING_MADE:
@@ -260,19 +260,19 @@ class Group:
         self.state, self.handle = State.LIVE, handle
         self._handles = [known for known in self._handles if known() not in (None, handle)]
         self._handles.append(weakref.ref(handle))
-        for use in self.uses.alive():
-            use.process_groups[self.name] = handle
+        for ref in self.refs.alive():
+            ref.process_groups[self.name] = handle
             # At an eager first creation there is nothing to notify: no mesh has the group yet.
-            if use.how is Origin.NOT_YET or was_live:
-                use.notify()
+            if ref.how is Origin.NOT_YET or was_live:
+                ref.notify()
         when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
     def _drop_handle(self) -> None:
         # A reference to a destroyed group would keep its threads, file descriptors and memory.
         self.handle = None
-        for use in self.uses.alive():
-            use.process_groups.pop(self.name, None)
-            use.notify()
+        for ref in self.refs.alive():
+            ref.process_groups.pop(self.name, None)
+            ref.notify()
 
     def ended_handles(self) -> list[ProcessGroup]:
         """Return this group's earlier c10d groups that are still referenced."""
@@ -324,7 +324,7 @@ class Group:
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""
-        names = dict.fromkeys(name for use in self.uses.alive() for name in use.requests)
+        names = dict.fromkeys(name for ref in self.refs.alive() for name in ref.requests)
         axes = " or ".join(map(repr, names)) or repr(self.request.axis_name)
         ranks = f"[{rank_list(self.request.my_ranks())}]"
         return f"process group of axis {axes} with ranks {ranks}"
@@ -355,7 +355,7 @@ class Group:
                 "ones that are not destroyed."
             )
         shared = ""
-        if sum(sum(use.requests.values()) for use in self.uses.alive()) > 1:
+        if sum(sum(ref.requests.values()) for ref in self.refs.alive()) > 1:
             shared = " It was shared, so it is gone for all meshes and axes that requested it."
         return (
             f"The {what} was destroyed, by destroy_process_group(group).{shared} Make the mesh "
@@ -374,8 +374,8 @@ def _note_destroyed(name: str, registry: weakref.ref[Any]) -> None:
 
 
 @dataclass(eq=False)
-class GroupUse:
-    """A universe's use of a process group, with the requests of its axes.
+class GroupRef:
+    """A universe's reference to a process group, with the requests of its axes.
 
     Attributes:
         request: first request for the group in this universe.
@@ -435,12 +435,12 @@ _ORIGINS = {
     Origin.NOT_YET: "not created yet (lazy)",
     Origin.AT_FIRST_USE: "created by its members at first use",
     Origin.SHARED: "shared with another mesh",
-    Origin.GIVEN: "given by the user",
+    Origin.USER_PROVIDED: "given by the user",
     Origin.OTHER_UNIVERSE: "of another universe",
 }
 
 
-def describe_origin(group: GroupUse) -> str:
+def describe_origin(group: GroupRef) -> str:
     """Return how a group was created, in words."""
     words = _ORIGINS[group.origin]
     return words if group.reason is None else f"{words} ({group.reason})"

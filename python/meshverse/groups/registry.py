@@ -13,7 +13,7 @@ from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import state_lock
 from meshverse.world.world import World, WorldState
 
-from .group import Group, GroupUse, State
+from .group import Group, GroupRef, State
 from .request import GroupRequest
 
 
@@ -74,14 +74,14 @@ class GroupRegistry(WorldState):
         first = 1 if beyond_first else 0
         return {name for equal in names.values() if len(equal) > 1 for name in equal[first:]}
 
-    def acquire(self, scope: Hashable, use: GroupUse) -> list[int]:
-        """Attach the group that a use requests; return its ranks. A missing group is planned first.
+    def acquire(self, scope: Hashable, ref: GroupRef) -> list[int]:
+        """Attach the group that a reference requests, planned if it is new; return its ranks.
 
         Args:
             scope: scope of the group; see the class.
-            use: use to attach the group to. This rank must be a member of the group.
+            ref: reference to attach the group to. This rank must be a member of the group.
         """
-        request = use.request
+        request = ref.request
         ranks, identity = request.my_ranks_and_identity()
         content = scope, identity, request.options.digest
         with state_lock:
@@ -89,7 +89,7 @@ class GroupRegistry(WorldState):
             if group is None or group.is_gone:
                 group = Group(self._new_name(identity), request, self, content=content)
                 self._by_content[content] = self._by_name[group.name] = group
-            self._add_use(group, use)
+            self._add_ref(group, ref)
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
@@ -127,15 +127,15 @@ class GroupRegistry(WorldState):
         group = self._by_name.get(name)
         return group is not None and group.state is State.LIVE
 
-    def add(self, handle: ProcessGroup, use: GroupUse) -> None:
-        """Attach an existing c10d group to a use. The registry then finds it by its name only."""
+    def add(self, handle: ProcessGroup, ref: GroupRef) -> None:
+        """Attach a group of c10d to a reference. The registry then finds it by its name only."""
         with state_lock:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
                 name = handle.group_name
-                group = Group(name, use.request, self, handle, borrowed=use.borrowed)
+                group = Group(name, ref.request, self, handle, borrowed=ref.borrowed)
                 self._by_name[group.name] = group
-            self._add_use(group, use)
+            self._add_ref(group, ref)
 
     def note_destroyed(self, name: str) -> None:
         """Mark the group of this c10d name as destroyed by somebody. May run in any thread."""
@@ -148,40 +148,40 @@ class GroupRegistry(WorldState):
             if group.borrowed:
                 self._by_name.pop(name, None)
 
-    def share(self, group: Group, use: GroupUse) -> None:
-        """Attach to a use a group that belongs to another universe."""
+    def share(self, group: Group, ref: GroupRef) -> None:
+        """Attach to a reference a group that belongs to another universe."""
         with state_lock:
-            self._add_use(group, use)
+            self._add_ref(group, ref)
 
     @staticmethod
-    def _add_use(group: Group, use: GroupUse) -> None:
-        use.group, use.name = group, group.name
-        group.uses.add(use)
+    def _add_ref(group: Group, ref: GroupRef) -> None:
+        ref.group, ref.name = group, group.name
+        group.refs.add(ref)
         if group.state is State.LIVE:
-            use.process_groups[group.name] = group.live_handle()
+            ref.process_groups[group.name] = group.live_handle()
 
-    def release(self, use: GroupUse, *, abort: bool = False, has_failed: bool = False) -> None:
-        """Detach the group of a use. With its last owning use, the group ends; see `Group.uses`.
+    def release(self, ref: GroupRef, *, abort: bool = False, has_failed: bool = False) -> None:
+        """Detach a reference's group, which ends without one that owns it; see `Group.refs`.
 
         If the call that requested it has failed, a live group is kept instead; see the class.
 
         Args:
-            use: use to which `acquire`, `add` or `share` attached a group.
+            ref: reference to which `acquire`, `add` or `share` attached a group.
             abort: as for `Group.end`.
             has_failed: whether the call that requested it failed on this rank.
 
         Raises:
             Whatever c10d raises when it ends the group; then a second call tries again.
         """
-        group = use.group
+        group = ref.group
         if group is None:
             return
         with state_lock:
-            group.uses.discard(use)
-            use.process_groups.pop(group.name, None)
-            others = group.uses.alive()
+            group.refs.discard(ref)
+            ref.process_groups.pop(group.name, None)
+            others = group.refs.alive()
             references = [other for other in others if other.borrowed == group.borrowed]
-            if references or use.borrowed != group.borrowed:
+            if references or ref.borrowed != group.borrowed:
                 return
             if group.state is State.PLANNED:
                 self.free_name_of(group, has_failed=has_failed)
@@ -223,14 +223,14 @@ class GroupRegistry(WorldState):
                 group.note_ended()
         self._kept.clear()
 
-    def go_on(self, current: World) -> None:
-        """Drop groups without live uses; number new ones after the kept ones and `current`'s.
+    def on_revive(self, current: World) -> None:
+        """Drop groups without live references; number new ones after the kept ones and `current`'s.
 
         A kept group is kept by all its members, so they all compute the same name for the next
         group with the same digest.
         """
         with state_lock:
-            kept = [group for group in self if group.uses.alive()]
+            kept = [group for group in self if group.refs.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {group.content: group for group in kept if group.content}
             self._times_named = Counter(current.state(GroupRegistry)._times_named)
@@ -240,10 +240,10 @@ class GroupRegistry(WorldState):
                     number = max(self._times_named[identity], int(times) + 1)
                     self._times_named[identity] = number
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop the parent's groups without destroying them, in a forked process."""
         for group in self:
-            group.leave_to_parent()
+            group.reset_after_fork()
 
 
 def _content_in_all_scopes(request: GroupRequest) -> tuple[str, str]:

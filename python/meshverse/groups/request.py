@@ -24,13 +24,15 @@ class GroupRequest(NamedTuple):
     """One axis's request for process groups.
 
     Attributes:
-        axis: layout of the axis over positions. Unless `keeps_order`, positions in a group ascend.
+        axis: layout of the axis over positions. Unless `preserve_rank_order`, positions in a group
+            ascend.
         rank_map: position -> global rank.
         position: this rank's position, or None if this rank is outside the rank map.
         options: options of the groups.
         axis_name: name of the axis, for messages and c10d's descriptions. The c10d names of this
             rank's groups do not contain it, so axes of other names can share them.
-        keeps_order: whether group ranks follow the order of the axis, instead of ascending ranks.
+        preserve_rank_order: whether group ranks follow the order of the axis, instead of
+            ascending ranks.
     """
 
     axis: AxisLayout
@@ -38,7 +40,7 @@ class GroupRequest(NamedTuple):
     position: int | None
     options: GroupOptions
     axis_name: str
-    keeps_order: bool = False
+    preserve_rank_order: bool = False
 
     def my_ranks(self) -> list[int]:
         """Return the global ranks of this rank's group, in group-rank order. O(group size).
@@ -51,18 +53,18 @@ class GroupRequest(NamedTuple):
 
     def ordered(self, ranks: list[int]) -> list[int]:
         """Return ranks of a group in group-rank order, given in axis order. May sort in place."""
-        if not self.keeps_order:
+        if not self.preserve_rank_order:
             ranks.sort()
         return ranks
 
     def my_rank(self) -> int:
         """Return this rank's group rank. This rank must be in the rank map.
 
-        O(1) if the rank map ascends or `keeps_order`, else O(group size).
+        O(1) if the rank map ascends or `preserve_rank_order`, else O(group size).
         """
         assert self.position is not None
         groups = RankGroups(self.axis, self.rank_map)
-        if self.keeps_order or self.rank_map.is_sorted():
+        if self.preserve_rank_order or self.rank_map.is_sorted():
             return groups.coordinate(self.position)
         mine = self.rank_map.rank_at(self.position)
         return sum(rank < mine for rank in groups.ranks_of(self.position))
@@ -77,7 +79,11 @@ class GroupRequest(NamedTuple):
         assert self.position is not None
         salt = self.options.name_digest
         return ranks_and_identity(
-            self.axis, self.rank_map, self.position, salt, keeps_order=self.keeps_order
+            self.axis,
+            self.rank_map,
+            self.position,
+            salt,
+            preserve_rank_order=self.preserve_rank_order,
         )
 
 

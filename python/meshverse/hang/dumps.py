@@ -86,10 +86,10 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     # Here, as reading dumps needs no torch.
     import torch.distributed as dist
 
-    from meshverse._torch_compat.flight_recorder import recorded_pickle, why_not_recording
+    from meshverse._torch_compat.flight_recorder import not_recording_reason, recorded_pickle
     from meshverse._torch_compat.groups import current_default_group
 
-    if why := why_not_recording():
+    if why := not_recording_reason():
         raise RuntimeError(f"There is nothing to dump: {why}.")
     if current_default_group() is None:
         raise RuntimeError("There is no default process group, whose rank the dump is named after.")

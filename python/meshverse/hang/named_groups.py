@@ -117,13 +117,13 @@ class MeshNames:
             if groups.writers_name == name and rank in groups.writers_ranks:
                 self._known[name] = seen
                 return
-            for keeps_order in (False, True):
+            for preserve_rank_order in (False, True):
                 ranks, identity = ranks_and_identity(
                     groups.layout,
                     self._rank_map,
                     position,
                     groups.salt,
-                    keeps_order=keeps_order,
+                    preserve_rank_order=preserve_rank_order,
                 )
                 if name.startswith(f"meshverse-{identity}-"):
                     self._known[name] = seen._replace(ranks=ranks)

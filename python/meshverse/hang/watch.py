@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from meshverse._torch_compat.flight_recorder import flight_recorder_status, why_not_recording
+from meshverse._torch_compat.flight_recorder import flight_recorder_status, not_recording_reason
 from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
 
@@ -107,7 +107,7 @@ class Watch:
                 if world is None or world.size == 1:
                     self._watched = None
                     continue
-                if why := why_not_recording():
+                if why := not_recording_reason():
                     self._log_why_off(world, why)
                     continue
                 if self._watched is None or self._watched.place != (world, world.run):

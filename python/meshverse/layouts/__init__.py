@@ -6,5 +6,5 @@
 - `rank_views`: the tensor and the tuple of all ranks, created when torch first reads them.
 - `computed`: attributes that are computed when they are first read.
 
-This room creates no process groups, and does not import the rooms `groups` and `universe`.
+This subpackage creates no process groups, and does not import `groups` and `universe`.
 """

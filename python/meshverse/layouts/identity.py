@@ -9,7 +9,12 @@ from meshverse._core import AxisLayout, RankMap, rank_group
 
 
 def ranks_and_identity(
-    axis: AxisLayout, rank_map: RankMap, position: int, salt: str, *, keeps_order: bool = False
+    axis: AxisLayout,
+    rank_map: RankMap,
+    position: int,
+    salt: str,
+    *,
+    preserve_rank_order: bool = False,
 ) -> tuple[list[int], str]:
     """Return the ranks of a position's group, and a digest of them and the salt. O(group size).
 
@@ -18,10 +23,11 @@ def ranks_and_identity(
         rank_map: position -> global rank.
         position: position of a member.
         salt: digest of the options.
-        keeps_order: whether group ranks follow the order of the axis, instead of ascending ranks.
+        preserve_rank_order: whether group ranks follow the order of the axis, instead of
+            ascending ranks.
     """
     ranks, identity = rank_group(axis, rank_map, position, salt)
-    if not (keeps_order or rank_map.is_sorted()):
+    if not (preserve_rank_order or rank_map.is_sorted()):
         in_axis_order = list(ranks)
         ranks.sort()
         if ranks != in_axis_order:

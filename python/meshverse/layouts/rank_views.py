@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from meshverse._core import RankArray, RankGroups, RankMap
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import state_lock
 
 from .computed import computed
@@ -75,7 +75,7 @@ class RankViews:
     @computed
     def tensor(self) -> torch.Tensor:
         """Return the global rank at every position: an int32 CPU tensor of shape (n,)."""
-        with untraced():
+        with outside_torch_modes():
             return torch.frombuffer(self._ranks(), dtype=torch.int32)
 
     @computed
@@ -103,7 +103,7 @@ def rank_views(rank_map: RankMap) -> RankViews:
     return views
 
 
-@untraced()
+@outside_torch_modes()
 def ascends(groups: RankGroups) -> bool:
     """Return whether the ranks ascend within each group. O(number of ranks)."""
     within, between = groups.axis, groups.offsets

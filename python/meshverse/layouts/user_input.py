@@ -17,7 +17,12 @@ import torch.distributed as dist
 
 from meshverse._core import Layout, RankMap
 from meshverse._torch_compat.private_names import ProcessGroup
-from meshverse._torch_compat.tracing import has_no_values, lacks_memory, lies_in_memory, untraced
+from meshverse._torch_compat.tracing import (
+    has_no_values,
+    lacks_memory,
+    lies_in_memory,
+    outside_torch_modes,
+)
 from meshverse.wording import did_you_mean
 
 AxisNames: TypeAlias = "tuple[str, ...]"
@@ -51,7 +56,7 @@ class TopologyLike(Protocol):
         """Return the rank at each position of a mesh, shape (world size,)."""
 
 
-def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
+def as_rank_tensor(given: torch.Tensor | ArrayLike) -> torch.Tensor:
     """Return the ranks as a dense int64 CPU tensor of the same shape. O(number of ranks).
 
     Raises:
@@ -61,7 +66,7 @@ def plain_ranks(given: torch.Tensor | ArrayLike) -> torch.Tensor:
         TypeError: `torch.tensor` does not accept the argument.
     """
     values = _values_of(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
-    with untraced():
+    with outside_torch_modes():
         ranks = values.to(torch.int64).contiguous()
         if ranks.numel() == 0:
             raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
@@ -81,7 +86,7 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
             f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
             "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
         )
-    with untraced():
+    with outside_torch_modes():
         if lies_in_memory(given):
             return given.detach()
     try:
@@ -91,7 +96,7 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
         # in memory. All others are converted to a list, which tensors refuse that do not stand for
         # one array of values.
         copied = given.detach().clone()
-        with untraced():
+        with outside_torch_modes():
             if lies_in_memory(copied):
                 return copied
         return _tensor_of(copied.tolist())
@@ -104,7 +109,7 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor_of(values: ArrayLike) -> torch.Tensor:
-    with untraced():
+    with outside_torch_modes():
         try:
             read = torch.tensor(values, device="cpu")
         except (IndexError, RuntimeError):
@@ -130,7 +135,7 @@ def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
 
 
 def rank_map_of(plain: torch.Tensor) -> RankMap:
-    """Return the rank map of a tensor that `plain_ranks` returned, in row-major order.
+    """Return the rank map of a tensor that `as_rank_tensor` returned, in row-major order.
 
     Raises:
         ValueError: a rank repeats.
@@ -151,7 +156,7 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
         ValueError: there are no ranks, a rank repeats or is negative, or a value is not an integer.
         RuntimeError: the values of a tensor cannot be read.
     """
-    ranks = plain_ranks(mesh)
+    ranks = as_rank_tensor(mesh)
     return Layout.from_shape(tuple(ranks.shape)), rank_map_of(ranks)
 
 
@@ -175,7 +180,7 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
             "Ranks are a number of ranks, or a list, tensor or array of global ranks, but got "
             f"{ranks!r} of type {type(ranks).__name__}."
         )
-    return rank_map_of(plain_ranks(ranks))
+    return rank_map_of(as_rank_tensor(ranks))
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:
@@ -189,7 +194,7 @@ def read_ranks(ranks: torch.Tensor) -> RankMap:
         raise ValueError(f"The rank map must be 1-dimensional, but got shape {tuple(ranks.shape)}.")
     if has_no_values(ranks):  # from torch's init_device_mesh, so it stands for 0, 1, 2, ...
         return RankMap.identity(ranks.numel())
-    return rank_map_of(plain_ranks(ranks))
+    return rank_map_of(as_rank_tensor(ranks))
 
 
 def read_groups(
@@ -220,7 +225,7 @@ def read_groups(
         raise ValueError("Must pass mesh if passing multiple ProcessGroups")
     if names is None:
         raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
-    ranks_of_mesh = plain_ranks(mesh)
+    ranks_of_mesh = as_rank_tensor(mesh)
     if ranks_of_mesh.ndim != len(groups):
         raise ValueError(
             "Expects mesh with ndim equal to number of ProcessGroups but got mesh "
@@ -243,7 +248,7 @@ def _ranks_of_live(group: ProcessGroup) -> list[int]:
 
 def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
     try:
-        return bool(plain_ranks(mesh).tolist() == ranks)
+        return bool(as_rank_tensor(mesh).tolist() == ranks)
     except ValueError:
         return False
     except (RuntimeError, TypeError):

@@ -192,10 +192,11 @@ class GroupOptions:
         backend: backend string of the group.
         backend_options: copy of the options object; None for the backend's defaults.
         timeout: timeout of the group's operations; None if unknown.
-        key: options key: equal for equal backend, options, timeout, tag and `keeps_order`.
-        says_timeout: whether the user set the timeout; otherwise it is the default group's.
+        key: options key: equal for equal backend, options, timeout, tag and `preserve_rank_order`.
+        explicit_timeout: whether the user set the timeout; otherwise it is the default group's.
         tag: isolation tag under which the group is shared; "" for none.
-        keeps_order: whether group ranks follow the order of the mesh, instead of ascending ranks.
+        preserve_rank_order: whether group ranks follow the order of the mesh, instead of
+            ascending ranks.
         digest: digest of the key.
     """
 
@@ -203,9 +204,9 @@ class GroupOptions:
     backend_options: BackendOptions | None
     timeout: timedelta | None
     key: OptionsKey
-    says_timeout: bool = False
+    explicit_timeout: bool = False
     tag: str = ""
-    keeps_order: bool = False
+    preserve_rank_order: bool = False
     digest: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -249,7 +250,7 @@ class GroupOptions:
         ignored = IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, in_force, timeout=timeout, ignored=ignored)
         mine = backend_options if inherits else _copy(backend_options)
-        return cls(backend, mine, timeout, key, says_timeout=said_timeout is not None)
+        return cls(backend, mine, timeout, key, explicit_timeout=said_timeout is not None)
 
     @classmethod
     def given(cls, group: ProcessGroup) -> GroupOptions:
@@ -263,16 +264,20 @@ class GroupOptions:
 
     def with_tag(self, tag: str) -> GroupOptions:
         """Return these options with another tag, under which alone the group is shared."""
-        return self if tag == self.tag else self._separate(tag, self.keeps_order)
+        return self if tag == self.tag else self._separate(tag, self.preserve_rank_order)
 
     def in_mesh_order(self) -> GroupOptions:
         """Return these options for a group whose ranks follow the order of the mesh."""
-        return self._separate(self.tag, keeps_order=True)
+        return self._separate(self.tag, preserve_rank_order=True)
 
-    def _separate(self, tag: str, keeps_order: bool) -> GroupOptions:
+    def _separate(self, tag: str, preserve_rank_order: bool) -> GroupOptions:
         # The key has one string that separates groups of equal options: the tag, and the order.
-        text = "; ".join(filter(None, (tag, "in the order of the mesh" if keeps_order else "")))
-        return replace(self, key=self.key.with_tag(text), tag=tag, keeps_order=keeps_order)
+        text = "; ".join(
+            filter(None, (tag, "in the order of the mesh" if preserve_rank_order else ""))
+        )
+        return replace(
+            self, key=self.key.with_tag(text), tag=tag, preserve_rank_order=preserve_rank_order
+        )
 
     def new_backend_options(self) -> BackendOptions | None:
         """Return a copy of the backend options for c10d, which keeps the object and writes to it.

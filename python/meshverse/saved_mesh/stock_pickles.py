@@ -21,8 +21,8 @@ from meshverse._torch_compat.saved_stock import (
     read_stock_state,
 )
 from meshverse.device_mesh.device_mesh import DeviceMesh
-from meshverse.device_mesh.group_names import MissingGroups
-from meshverse.layouts.user_input import plain_ranks, rank_map_of
+from meshverse.device_mesh.group_names import NoGroupNames
+from meshverse.layouts.user_input import as_rank_tensor, rank_map_of
 from meshverse.universe.registry import universes_over
 from meshverse.universe.universe import Universe
 from meshverse.world.world import World
@@ -34,7 +34,7 @@ from .state import SavedState, read_state
 _UNREADABLE = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
-def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
+def convert_stock_mesh(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     """Turn a stock mesh that is being loaded into one of ours, on this process's groups.
 
     It stays a mesh of torch's class if it has no groups. It also stays one if its groups are the
@@ -67,15 +67,15 @@ def take_in(mesh: StockDeviceMesh, state: dict[str, Any]) -> bool:
     mesh.__class__ = DeviceMesh
     mesh.__dict__ = vars(live or load_saved(saved))
     for flattened in stock.flattened:
-        if isinstance(vars(flattened).get("_dim_group_names"), MissingGroups):
-            take_in(flattened, dict(vars(flattened)))
+        if isinstance(vars(flattened).get("_dim_group_names"), NoGroupNames):
+            convert_stock_mesh(flattened, dict(vars(flattened)))
     return True
 
 
 def _as_ours(stock: StockState) -> SavedState:
     """Return a stock mesh as a saved state of ours, with the same checks. O(world size)."""
     state = {
-        "ranks": rank_map_of(plain_ranks(stock.rank_map)).ranks().tolist(),
+        "ranks": rank_map_of(as_rank_tensor(stock.rank_map)).ranks().tolist(),
         "rank": stock.rank,
         "serial": 0,
         "decoupled": False,
@@ -118,7 +118,7 @@ def _live_mesh(saved: SavedState) -> DeviceMesh | None:
             continue
         if universe.position is None:
             return DeviceMesh._in_universe(universe, description, [])
-        groups = [universe.groups.likeliest(*axis) for axis in axes]
+        groups = [universe.groups.best_match(*axis) for axis in axes]
         known = [group for group in groups if group is not None and group.name is not None]
         n_named = sum(name in g.requests for (_, name), g in zip(axes, known, strict=False))
         if len(known) == len(axes) and (best is None or n_named > best[0]):
@@ -131,7 +131,7 @@ def _leave_without_groups(mesh: StockDeviceMesh, state: dict[str, Any]) -> None:
     mesh._pg_registry = {}
     names = state["_dim_group_names"]
     ndim = len(names) if isinstance(names, list) else 1
-    mesh._dim_group_names = MissingGroups(ndim, _refuse)  # type: ignore[assignment]
+    mesh._dim_group_names = NoGroupNames(ndim, _refuse)  # type: ignore[assignment]
 
 
 def _refuse() -> None:

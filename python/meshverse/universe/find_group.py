@@ -55,11 +55,11 @@ def find_group(name: str) -> FoundGroup:
 def find_group_optional(name: str) -> FoundGroup | None:
     """Return the process group of a name; None if no mesh of this process uses it."""
     for universe in universes_here():
-        use = universe.groups.find(name)
-        if use is not None and use.requests:
-            ranks = tuple(use.request.my_ranks())
-            coordinate = root_coordinate(universe, use.request.position)
-            return FoundGroup(name, tuple(use.requests), ranks, coordinate, universe)
+        ref = universe.groups.find(name)
+        if ref is not None and ref.requests:
+            ranks = tuple(ref.request.my_ranks())
+            coordinate = root_coordinate(universe, ref.request.position)
+            return FoundGroup(name, tuple(ref.requests), ranks, coordinate, universe)
     return None
 
 

@@ -32,7 +32,7 @@ from meshverse.groups.creation import (
     keep_to,
     needs_all_ranks,
 )
-from meshverse.groups.group import Group, GroupUse, Origin, State, describe_origin
+from meshverse.groups.group import Group, GroupRef, Origin, State, describe_origin
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FOREIGN = (Origin.GIVEN, Origin.OTHER_UNIVERSE)  # listed, but not shared with other axes
+_FOREIGN = (Origin.USER_PROVIDED, Origin.OTHER_UNIVERSE)  # listed, but not shared with other axes
 
 
 class UniverseGroups:
     """The process groups of one universe, each with the requests of its axes.
 
-    A *use* (`GroupUse`) is this universe's entry for a group.
+    A *reference* (`GroupRef`) is this universe's entry for a group.
 
     Args:
         rank_map: position -> global rank.
@@ -118,9 +118,9 @@ class UniverseGroups:
         elif _shares_world_wide:
             self.scope = "world"
         self._builder = RequestBuilder(rank_map, position, world, defaults)
-        self._by_axis = GroupCache()  # the uses in `_uses`, by axis layout and options
-        self._keys: dict[str, OptionsKey] = {}  # options keys of these uses, by digest
-        self._uses: list[GroupUse] = []
+        self._by_axis = GroupCache()  # `_refs`, by axis layout and options
+        self._keys: dict[str, OptionsKey] = {}  # options keys of these references, by digest
+        self._refs: list[GroupRef] = []
         self.number: int | None = None
         self.is_kept = False
         self.ended: Literal["destroyed", "aborted"] | None = None
@@ -175,22 +175,22 @@ class UniverseGroups:
         if universe is not None:
             universe.meshes.renew_names(name)
 
-    def go_on(self) -> None:
+    def on_revive(self) -> None:
         """Forget the keys that this rank wrote: they are in the store of the world that ended."""
         self._keys_written.clear()
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Forget, in a forked process, what threads of the parent were creating."""
-        self._by_axis.leave_to_parent()
+        self._by_axis.reset_after_fork()
 
     # --- look-ups -------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[GroupUse]:
+    def __iter__(self) -> Iterator[GroupRef]:
         """Iterate over the groups, in the order in which they were first requested."""
-        return iter(list(self._uses))
+        return iter(list(self._refs))
 
     def __len__(self) -> int:
-        return len(self._uses)
+        return len(self._refs)
 
     def duplicates(self) -> set[str]:
         """Return the names of this world's groups that are duplicates of one another.
@@ -203,47 +203,47 @@ class UniverseGroups:
         """Return those of `duplicates()` that an equal group existed before."""
         return self._registry.duplicates(beyond_first=True)
 
-    def along(self, axis: AxisLayout) -> list[GroupUse]:
-        """Return the uses of groups along an axis, whatever their options."""
+    def along(self, axis: AxisLayout) -> list[GroupRef]:
+        """Return the references to groups along an axis, whatever their options."""
         either = (axis, axis.sorted())
-        return [use for use in self if use.request.axis in either]
+        return [ref for ref in self if ref.request.axis in either]
 
-    def known(self, axis: AxisLayout, key_digest: str | None) -> GroupUse | None:
-        """Return the use of the group of an axis with this options key, or None."""
+    def known(self, axis: AxisLayout, key_digest: str | None) -> GroupRef | None:
+        """Return the reference to the group of an axis with this options key, or None."""
         key = self._keys.get(key_digest or "")
         if key is not None:
-            use: GroupUse | None = self._by_axis.get(axis, key) or self._by_axis.get(
+            ref: GroupRef | None = self._by_axis.get(axis, key) or self._by_axis.get(
                 axis.sorted(), key
             )
-            if use is not None:
-                return use
-        foreign = (use for use in self.along(axis) if use.how in _FOREIGN)
-        return next((use for use in foreign if use.request.options.digest == key_digest), None)
+            if ref is not None:
+                return ref
+        foreign = (ref for ref in self.along(axis) if ref.how in _FOREIGN)
+        return next((ref for ref in foreign if ref.request.options.digest == key_digest), None)
 
     def ascends(self, axis: AxisLayout) -> bool:
         """Return whether the ranks of all groups of an axis ascend."""
         return self._builder.ascends(axis)
 
-    def likeliest(self, axis: AxisLayout, axis_name: str | None) -> GroupUse | None:
-        """Choose the use of an axis's group for a caller that does not know its options, or None.
+    def best_match(self, axis: AxisLayout, axis_name: str | None) -> GroupRef | None:
+        """Choose an axis's reference for a caller that does not know its options, or None.
 
         Of several, it is the one with the smallest tag ("" first), then one that was requested
         under this axis name, then the one that was requested first. All ranks choose the same.
         """
         return min(
             self.along(axis),
-            key=lambda use: (use.request.options.tag, axis_name not in use.requests),
+            key=lambda ref: (ref.request.options.tag, axis_name not in ref.requests),
             default=None,
         )
 
     def has_made(self, name: str) -> bool:
         """Return whether this is the c10d name of a group that this universe owns."""
-        return any(use.name == name and not use.borrowed for use in self)
+        return any(ref.name == name and not ref.borrowed for ref in self)
 
     def key_digest(self, axis: AxisLayout, name: str) -> str | None:
         """Return the digest of the options key of the group of this name along an axis, or None."""
-        named = (use for use in self.along(axis) if use.name == name)
-        return next((use.request.options.digest for use in named), None)
+        named = (ref for ref in self.along(axis) if ref.name == name)
+        return next((ref.request.options.digest for ref in named), None)
 
     def known_names(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
@@ -261,23 +261,23 @@ class UniverseGroups:
         usual_key = self._builder.usual_key
         if usual_key is None:
             return None
-        uses: list[GroupUse] | None = self._by_axis.find(layout, first, len(axis_names), usual_key)
-        if uses is None:
+        refs: list[GroupRef] | None = self._by_axis.find(layout, first, len(axis_names), usual_key)
+        if refs is None:
             return None
         if self._is_compared and (layout, first, *axis_names) not in self._calls_made:
             return None
         names = []
-        for use in uses:
-            if use.name not in self.process_groups:
+        for ref in refs:
+            if ref.name not in self.process_groups:
                 return None
-            names.append(use.name)
-        for use, axis_name in zip(uses, axis_names, strict=True):
-            use.requests[axis_name] = use.requests.get(axis_name, 0) + 1
+            names.append(ref.name)
+        for ref, axis_name in zip(refs, axis_names, strict=True):
+            ref.requests[axis_name] = ref.requests.get(axis_name, 0) + 1
         return names
 
-    def find(self, name: str) -> GroupUse | None:
-        """Return the use of the group of this c10d name, or None."""
-        return next((use for use in self if use.name == name), None)
+    def find(self, name: str) -> GroupRef | None:
+        """Return the reference to the group of this c10d name, or None."""
+        return next((ref for ref in self if ref.name == name), None)
 
     def was_destroyed(self, name: str) -> bool:
         """Return whether the program destroyed this group while the universe was live."""
@@ -326,7 +326,7 @@ class UniverseGroups:
         preserve_rank_order: bool,
         call: str,
         first: int = 0,
-    ) -> list[GroupUse]:
+    ) -> list[GroupRef]:
         """Return this rank's group along each axis, which the members create if there is none.
 
         Args:
@@ -341,7 +341,7 @@ class UniverseGroups:
             first: index of the first of these axes in the layout.
 
         Returns:
-            One use of a group per axis. On a rank outside the rank map, the use has no group.
+            One reference per axis. On a rank outside the rank map, it has no group.
 
         Raises:
             RanksDifferError: other ranks are building other meshes.
@@ -359,7 +359,7 @@ class UniverseGroups:
         """Return whether all ranks of the world must create groups with these options together."""
         backend = self._builder.over_whole_universe("", override, None, "").options.backend
         world = self._world
-        return world.can_split(backend) or world.why_all_ranks(backend) is not None
+        return world.can_split(backend) or world.all_ranks_reason(backend) is not None
 
     def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str
@@ -382,12 +382,12 @@ class UniverseGroups:
         self.check_usable()
         request = self._builder.over_whole_universe(name, override, timeout, tag)
         layout = Layout.from_shape((self._rank_map.size,))
-        (use,) = self._get_or_make([request], call, layout)
-        if use.name is None:
+        (ref,) = self._get_or_make([request], call, layout)
+        if ref.name is None:
             return None
-        self.before_use(use.name)
-        assert use.group is not None
-        return use.group.live_handle()
+        self.before_use(ref.name)
+        assert ref.group is not None
+        return ref.group.live_handle()
 
     def _get_or_make(
         self,
@@ -397,7 +397,7 @@ class UniverseGroups:
         *,
         first: int = 0,
         counts: bool = True,
-    ) -> list[GroupUse]:
+    ) -> list[GroupRef]:
         # `counts`: True if torch would create a group per request: `explain()` then counts each.
         # For a slice under a tag (`request_tagged`), torch would create none: there, only a group's
         # first request counts.
@@ -407,24 +407,24 @@ class UniverseGroups:
             makes_groups = any(way is not Origin.DEFAULT_GROUP for way in ways)
         if self._is_compared and makes_groups:
             ranks = self._compare(requests, call, layout, first)
-        new: list[GroupUse] = []
-        uses = []
+        new: list[GroupRef] = []
+        refs = []
         try:
             for request in requests:
-                use = self._get_or_make_one(request, new)
-                uses.append(use)
-                if counts or not use.requests:
-                    use.count_request(request.axis_name)
+                ref = self._get_or_make_one(request, new)
+                refs.append(ref)
+                if counts or not ref.requests:
+                    ref.count_request(request.axis_name)
         except BaseException as error:
-            self._give_back(new, uses, error, ranks)
+            self._give_back(new, refs, error, ranks)
             raise
         if self.number is None and makes_groups and layout.size == self._rank_map.size:
             self.number = self._calls.number_universe(self.ranks_fingerprint)
-        if not self.is_kept and not all(use.borrowed for use in uses):
+        if not self.is_kept and not all(ref.borrowed for ref in refs):
             universe = self._universe()
             assert universe is not None
             self._world.state(WorldUniverses).keep(universe)
-        return uses
+        return refs
 
     def request_tagged(
         self,
@@ -432,7 +432,7 @@ class UniverseGroups:
         axis_names: Sequence[str],
         group_names: Sequence[str],
         tags: Sequence[str],
-    ) -> list[GroupUse]:
+    ) -> list[GroupRef]:
         """Return groups with the options of existing ones, but under other isolation tags.
 
         Args:
@@ -450,16 +450,16 @@ class UniverseGroups:
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
-        # `group_name` is None on a rank outside the rank map. If no use here has that name, the
+        # `group_name` is None on a rank outside the rank map. If no reference has that name, the
         # group came from another universe by concatenation.
-        for use in self.along(axis):
-            if use.how not in _FOREIGN and (group_name is None or use.name == group_name):
-                return use.request
+        for ref in self.along(axis):
+            if ref.how not in _FOREIGN and (group_name is None or ref.name == group_name):
+                return ref.request
         return self._builder.inherited(axis, axis_name)
 
-    def _get_or_make_one(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
+    def _get_or_make_one(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         axis, key = request.axis, request.options.key
-        known: GroupUse | None = self._by_axis.get(axis, key)
+        known: GroupRef | None = self._by_axis.get(axis, key)
         if known is not None and known.group is not None and known.state is State.DESTROYED:
             if known.how in (Origin.SPLIT, Origin.BY_ALL):
                 raise RuntimeError(
@@ -471,75 +471,75 @@ class UniverseGroups:
             if self._by_axis.remove(axis, key, known):
                 self._release(known)
         self._keys[request.options.digest] = key
-        use: GroupUse = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
-        return use
+        ref: GroupRef = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
+        return ref
 
-    def _make(self, request: GroupRequest, new: list[GroupUse]) -> GroupUse:
-        """Create a use of a group, and the group itself unless it exists already or is lazy."""
+    def _make(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
+        """Create a reference, and its group unless it exists already or is lazy."""
         world = self._world
         origin, reason = how(request, world)
-        use = GroupUse(
+        ref = GroupRef(
             request, self.process_groups, None, None, origin, self._reference, reason=reason
         )
         kept = None
         if origin is not Origin.DEFAULT_GROUP and request.position is not None and not self._lazy:
             kept = self._registry.find_kept(request)
         if origin is Origin.DEFAULT_GROUP:
-            use.borrowed = True
-            self._registry.add(world.default_group, use)
+            ref.borrowed = True
+            self._registry.add(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
         elif kept is not None:
             if origin is Origin.BY_MEMBERS:
                 keep_to(kept, world)
-            self._use_kept(kept, use)
+            self._refer_to_kept(kept, ref)
         elif origin is not Origin.BY_MEMBERS:
             handle = create_by_all(request, world, origin)
-            use.created = handle is not None
+            ref.created = handle is not None
             if handle is not None:
-                self._registry.add(handle, use)
+                self._registry.add(handle, ref)
         elif request.position is not None:
-            ranks = self._registry.acquire(self.scope, use)
-            assert use.group is not None
-            is_shared = len(use.group.uses) > 1
-            use.how = Origin.SHARED if is_shared else Origin.BY_MEMBERS
+            ranks = self._registry.acquire(self.scope, ref)
+            assert ref.group is not None
+            is_shared = len(ref.group.refs) > 1
+            ref.how = Origin.SHARED if is_shared else Origin.BY_MEMBERS
             try:
                 if self._lazy:
-                    use.how = Origin.NOT_YET if use.state is State.PLANNED else use.how
-                elif use.group.make(
+                    ref.how = Origin.NOT_YET if ref.state is State.PLANNED else ref.how
+                elif ref.group.make(
                     lambda group: create_by_members(group, world, ranks, self._registry.is_live)
                 ):
-                    use.created = True
-                    use.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
+                    ref.created = True
+                    ref.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
             except KeptError as found:
-                self._registry.release(use, has_failed=True)
+                self._registry.release(ref, has_failed=True)
                 kept = self._registry.find(found.name)
                 assert kept is not None
                 self._registry.keep(kept)
-                self._use_kept(kept, use)
+                self._refer_to_kept(kept, ref)
             except BaseException:
-                self._registry.release(use, has_failed=True)
+                self._registry.release(ref, has_failed=True)
                 raise
-        self._uses.append(use)
-        new.append(use)
-        if use.created:
-            self._log_creation(use)
-        return use
+        self._refs.append(ref)
+        new.append(ref)
+        if ref.created:
+            self._log_creation(ref)
+        return ref
 
-    def _use_kept(self, kept: Group, use: GroupUse) -> None:
+    def _refer_to_kept(self, kept: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
-        use.created = not kept.uses.alive()
-        use.how = use.how if use.created else Origin.SHARED
-        self._registry.share(kept, use)
+        ref.created = not kept.refs.alive()
+        ref.how = ref.how if ref.created else Origin.SHARED
+        self._registry.share(kept, ref)
 
     def give_up(self) -> None:
         """Leave all groups to later calls: the call that creates the universe has failed."""
         if self._own_world is None:
             return
-        for use in reversed(self._uses):
-            self._by_axis.remove(use.request.axis, use.request.options.key, use)
+        for ref in reversed(self._refs):
+            self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
             with contextlib.suppress(RuntimeError):  # of c10d; the call's own error says more
-                self._registry.release(use, has_failed=True)
-        self._uses.clear()
+                self._registry.release(ref, has_failed=True)
+        self._refs.clear()
         for ranks in self.compared_ranks:
             self._calls.stop(ranks, "one failed on this rank, and may have succeeded on others")
         if self.number is not None:
@@ -549,16 +549,16 @@ class UniverseGroups:
         self._remove_from_store()
 
     def _give_back(
-        self, new: list[GroupUse], uses: list[GroupUse], error: BaseException, ranks: str | None
+        self, new: list[GroupRef], refs: list[GroupRef], error: BaseException, ranks: str | None
     ) -> None:
-        """Release the uses that a failed call has added, the newest first."""
-        for use in reversed(new):
-            if sum(use.requests.values()) > uses.count(use):
+        """Release the references that a failed call has added, the newest first."""
+        for ref in reversed(new):
+            if sum(ref.requests.values()) > refs.count(ref):
                 continue  # another thread has requested it meanwhile
-            self._by_axis.remove(use.request.axis, use.request.options.key, use)
-            self._uses.remove(use)
+            self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
+            self._refs.remove(ref)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
-                self._registry.release(use, has_failed=True)
+                self._registry.release(ref, has_failed=True)
         if ranks is not None and not isinstance(error, RanksDifferError):
             self._calls.stop(
                 ranks,
@@ -577,8 +577,8 @@ class UniverseGroups:
         if name in self.process_groups:
             return
         self.check_usable()
-        use = self.find(name)
-        group = self._registry.find(name) if use is None else use.group
+        ref = self.find(name)
+        group = self._registry.find(name) if ref is None else ref.group
         if group is None:
             if find_group(name) is not None:  # from torch or the program
                 return
@@ -588,9 +588,9 @@ class UniverseGroups:
                 "mesh again; if you pass existing groups or meshes, pass ones that are not "
                 "destroyed."
             )
-        if group.make(lambda group: create_by_members(group, self._world)) and use is not None:
-            use.created = True
-            self._log_creation(use)
+        if group.make(lambda group: create_by_members(group, self._world)) and ref is not None:
+            ref.created = True
+            self._log_creation(ref)
 
     def _of_axes(self, name: str) -> str:
         """Return the mesh axes that used an ended group, for messages; or its c10d name."""
@@ -599,7 +599,7 @@ class UniverseGroups:
             return name
         axes = []
         for mesh in universe.meshes:
-            # Of a root under another isolation tag, these names are `PromisedGroups` (in
+            # Of a root under another isolation tag, these names are `DeferredGroupNames` (in
             # `device_mesh.group_names`), whose own iterator would request the groups.
             names = list.__iter__(mesh._dim_group_names)
             pairs = zip(mesh.description.labels, names, strict=False)
@@ -688,7 +688,7 @@ class UniverseGroups:
         digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
-            what = options.digest if options.says_timeout else options.name_digest
+            what = options.digest if options.explicit_timeout else options.name_digest
             digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
         sizes = {request.axis_name: request.axis.size for request in requests}
         rank = self._world.rank
@@ -715,18 +715,18 @@ class UniverseGroups:
         """
         self.check_usable()
         request = self._builder.with_options(axis, axis_name, GroupOptions.given(group))
-        use = GroupUse(
+        ref = GroupRef(
             request,
             self.process_groups,
             None,
             None,
-            Origin.GIVEN,
+            Origin.USER_PROVIDED,
             self._reference,
             borrowed=True,
         )
-        use.count_request(axis_name)
-        self._registry.add(group, use)
-        self._uses.append(use)
+        ref.count_request(axis_name)
+        self._registry.add(group, ref)
+        self._refs.append(ref)
         if group is self._world.default_group:
             self._world.axes_of_default_group[axis_name] = None
         return group.group_name
@@ -740,10 +740,10 @@ class UniverseGroups:
         """
         self.check_usable()
         other.check_usable()
-        known = {use.name for use in self}
+        known = {ref.name for ref in self}
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
-                use = GroupUse(
+                ref = GroupRef(
                     theirs.request,
                     self.process_groups,
                     None,
@@ -752,8 +752,8 @@ class UniverseGroups:
                     self._reference,
                     borrowed=True,
                 )
-                self._registry.share(theirs.group, use)
-                self._uses.append(use)
+                self._registry.share(theirs.group, ref)
+                self._refs.append(ref)
 
     # --- end ------------------------------------------------------------------------------------
 
@@ -777,18 +777,18 @@ class UniverseGroups:
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
                 ending.callback(self._remove_from_store)
-            for use in self:
-                ending.callback(self._release, use, abort=abort)
+            for ref in self:
+                ending.callback(self._release, ref, abort=abort)
             if ends_all:
                 ending.callback(abort_all)
 
-    def _release(self, use: GroupUse, *, abort: bool = False) -> None:
-        self._registry.release(use, abort=abort)
+    def _release(self, ref: GroupRef, *, abort: bool = False) -> None:
+        self._registry.release(ref, abort=abort)
         with contextlib.suppress(ValueError):  # another thread, which ends the universe too
-            self._uses.remove(use)
-        if use.state is not State.ENDED or use.borrowed or abort or self._world.is_over:
+            self._refs.remove(ref)
+        if ref.state is not State.ENDED or ref.borrowed or abort or self._world.is_over:
             return
-        store, name = self._world.run_store, str(use.name)
+        store, name = self._world.run_store, str(ref.name)
         if store is not None:
             with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
                 self._world.state(Rendezvous).remove_from_store(store, name)
@@ -797,29 +797,29 @@ class UniverseGroups:
     @property
     def is_freed(self) -> bool:
         """Whether all groups are released."""
-        return not self._uses
+        return not self._refs
 
     def _uses_default_group(self) -> bool:
-        return any(use.name == self._world.default_group.group_name for use in self)
+        return any(ref.name == self._world.default_group.group_name for ref in self)
 
     # --- logging --------------------------------------------------------------------------------
 
-    def _log_creation(self, use: GroupUse) -> None:
+    def _log_creation(self, ref: GroupRef) -> None:
         """Log the origin of a group, on its first rank: one line per group."""
         if not _log.isEnabledFor(logging.DEBUG):
             return
-        ranks = use.request.my_ranks()
+        ranks = ref.request.my_ranks()
         if ranks[0] == self._world.rank:
             from meshverse.agreement.program_line import program_line
 
             _log.debug(
                 "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
-                use.request.axis_name,
+                ref.request.axis_name,
                 rank_list(ranks),
-                use.request.options.in_words(),
-                describe_origin(use),
+                ref.request.options.in_words(),
+                describe_origin(ref),
                 program_line(),
-                self._why_new(use.group, ranks),
+                self._why_new(ref.group, ranks),
             )
 
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:

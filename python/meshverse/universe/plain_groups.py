@@ -51,7 +51,7 @@ def group_of(
     return _NOT_A_MEMBER if group is None else group
 
 
-def group_of_mine(
+def group_containing_rank(
     universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
 ) -> ProcessGroup:
     """Return the process group of the list with this rank; see `Universe.groups_of`."""

@@ -54,7 +54,7 @@ class WorldUniverses(WorldState):
         for universe in self.with_world_rank.alive():
             universe.meshes.forget_coordinates()
 
-    def go_on(self, current: World) -> None:
+    def on_revive(self, current: World) -> None:
         """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
         self.kept = [
             universe
@@ -152,7 +152,7 @@ def next_own_serial(rank_map: RankMap) -> int:
 
 def _leave_to_parent() -> None:
     for universe in _universes.alive():
-        universe.groups.leave_to_parent()
+        universe.groups.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

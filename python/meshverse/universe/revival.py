@@ -22,7 +22,7 @@ from meshverse._torch_compat.held_groups import HeldGroup, group_attributes, gro
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.agreement import ComparedCalls, Rendezvous
 from meshverse.groups.creation import create_by_all, create_by_members, how
-from meshverse.groups.group import Group, GroupUse, Origin, State
+from meshverse.groups.group import Group, GroupRef, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
 from meshverse.world.world import World
@@ -127,7 +127,7 @@ def _warn_of_others(groups: Sequence[Group]) -> None:
 
 
 def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
-    found = {use.group.name: use.group for one in universes for use in one.groups if use.group}
+    found = {ref.group.name: ref.group for one in universes for ref in one.groups if ref.group}
     creatable = (State.ENDED, State.PLANNED)
     groups = {name: found[name] for name in sorted(found) if found[name].state in creatable}
     old = {id(handle): name for name, handle in _ended_handles(universes, groups)}
@@ -186,7 +186,7 @@ def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
         ranks = universe.groups.ranks_fingerprint
         numbers[ranks] = max(numbers.get(ranks, 0), universe.serial + 1)
     for universe in universes:
-        universe.groups.go_on()
+        universe.groups.on_revive()
     compared = {ranks for universe in universes for ranks in universe.groups.compared_ranks}
     world.state(ComparedCalls).keep(compared, numbers)
 
@@ -221,15 +221,15 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
         if universe.world is current and universe not in plan.universes:
             new = f"a mesh over {universe.rank_map} was made in the new world already"
             problems.append(f"{new}: end it with mesh.universe.destroy(), and delete it")
-    for use in (use for universe in plan.universes for use in universe.groups):
-        if use.group is not None:
-            problems += _why_no_group(current, use, use.group)
+    for ref in (ref for universe in plan.universes for ref in universe.groups):
+        if ref.group is not None:
+            problems += _why_no_group(current, ref, ref.group)
     return list(dict.fromkeys(problems))
 
 
-def _why_no_group(current: World, use: GroupUse, group: Group) -> list[str]:
+def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
     if group.borrowed:
-        if use.how is not Origin.DEFAULT_GROUP:
+        if ref.how is not Origin.DEFAULT_GROUP:
             return [
                 f"the {group.in_words()} was created by the program, which must create it again"
             ]
@@ -237,14 +237,14 @@ def _why_no_group(current: World, use: GroupUse, group: Group) -> list[str]:
         return [f"the default group was named {group.name!r} and is {now!r} now"] * (
             group.name != now
         )
-    if use.how is Origin.BY_ALL:
-        return [f"the {group.in_words()} was created by all ranks together: {use.reason}"]
-    if use.how is Origin.SPLIT and group.state is State.DESTROYED:
+    if ref.how is Origin.BY_ALL:
+        return [f"the {group.in_words()} was created by all ranks together: {ref.reason}"]
+    if ref.how is Origin.SPLIT and group.state is State.DESTROYED:
         return [f"the {group.in_words()} was destroyed: all ranks would have to split it off again"]
-    if use.how is Origin.OTHER_UNIVERSE and group.content is None:
+    if ref.how is Origin.OTHER_UNIVERSE and group.content is None:
         return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
-    is_split = how(use.request, current)[0] is Origin.SPLIT
-    if use.how is not Origin.OTHER_UNIVERSE and is_split != (use.how is Origin.SPLIT):
+    is_split = how(ref.request, current)[0] is Origin.SPLIT
+    if ref.how is not Origin.OTHER_UNIVERSE and is_split != (ref.how is Origin.SPLIT):
         return ["the new default group is of another backend, or is bound to a device differently"]
     return []
 
@@ -310,7 +310,7 @@ def _key(universe: Universe) -> tuple[str, str]:
 def _n_needed(universe: Universe) -> int:
     """Return how many ranks must revive a universe; 0 if this rank need not."""
     assert universe.world is not None
-    if any(use.how is Origin.SPLIT for use in universe.groups):
+    if any(ref.how is Origin.SPLIT for ref in universe.groups):
         return universe.world.size
     return 0 if universe.position is None else universe.size
 
@@ -331,9 +331,9 @@ def _create_groups(plan: _Plan, world: World) -> None:
     for group in plan.groups.values():
         group.revive()
     try:
-        for use in (use for one in _numbered(plan.universes) for use in one.groups):
-            if use.how is Origin.SPLIT:
-                _split(use, world)
+        for ref in (ref for one in _numbered(plan.universes) for ref in one.groups):
+            if ref.how is Origin.SPLIT:
+                _split(ref, world)
         for group in plan.groups.values():
             if group.borrowed:
                 group.take_over(world.default_group)
@@ -347,9 +347,9 @@ def _create_groups(plan: _Plan, world: World) -> None:
                 held.replace(handle)
 
 
-def _split(use: GroupUse, world: World) -> None:
-    group = use.group
+def _split(ref: GroupRef, world: World) -> None:
+    group = ref.group
     if group is None:  # this rank takes part in the split only
-        create_by_all(use.request, world, use.how)
+        create_by_all(ref.request, world, ref.how)
     elif group.state is State.PLANNED:
-        group.make(lambda one: create_by_all(use.request, world, use.how, one.name))
+        group.make(lambda one: create_by_all(ref.request, world, ref.how, one.name))

@@ -207,10 +207,12 @@ class Universe:
         communicator_bytes: Mapping[str, int] | None,
         threads: CallingThreads | None = None,
     ) -> Explanation:
-        from meshverse.explain.explanation import Portion, explain
+        from meshverse.explain.explanation import ReportSection, explain
 
         views = self._views()
-        parts = [Portion(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()]
+        parts = [
+            ReportSection(str(part.rank_map), tuple(part.groups)) for part in self._all_parts()
+        ]
         return explain(
             self.rank_map,
             self.rank,
@@ -317,9 +319,9 @@ class Universe:
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
         """
-        from .plain_groups import group_of_mine
+        from .plain_groups import group_containing_rank
 
-        return group_of_mine(
+        return group_containing_rank(
             self,
             lists,
             name=name,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshverse.groups.group import Group, GroupUse
+from meshverse.groups.group import Group, GroupRef
 from meshverse.wording import did_you_mean
 
 from .groups import UniverseGroups
@@ -95,8 +95,8 @@ def in_one_order(
     Raises:
         KeyError: no group was requested by one of the names.
     """
-    pairs = [(use, groups) for groups in all_groups for use in groups]
-    known = {name for use, _ in pairs for name in list(use.requests)}
+    pairs = [(ref, groups) for groups in all_groups for ref in groups]
+    known = {name for ref, _ in pairs for name in list(ref.requests)}
     wanted = known if axis_names is None else set(axis_names)
     if not wanted <= known:
         raise KeyError(
@@ -104,13 +104,13 @@ def in_one_order(
             f"{_names(known)}."
             f"{did_you_mean(min(wanted - known), known)}"
         )
-    by_name: dict[str, list[tuple[GroupUse, UniverseGroups]]] = {}
-    for use, groups in pairs:
-        if use.name is not None:
-            by_name.setdefault(use.name, []).append((use, groups))
+    by_name: dict[str, list[tuple[GroupRef, UniverseGroups]]] = {}
+    for ref, groups in pairs:
+        if ref.name is not None:
+            by_name.setdefault(ref.name, []).append((ref, groups))
     chosen = []
     for found in by_name.values():
-        axes = tuple(dict.fromkeys(name for use, _ in found for name in list(use.requests)))
+        axes = tuple(dict.fromkeys(name for ref, _ in found for name in list(ref.requests)))
         first, lister = found[0]
         if wanted.intersection(axes) and first.group is not None:
             chosen.append(Chosen(first.group, axes, lister))

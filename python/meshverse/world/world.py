@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from meshverse._torch_compat.backends import all_ranks_reason as why_backend_needs_all_ranks
 from meshverse._torch_compat.backends import can_split as backend_can_split
 from meshverse._torch_compat.backends import creation_blocks as backend_creation_blocks
-from meshverse._torch_compat.backends import why_all_ranks as why_backend_needs_all_ranks
 from meshverse._torch_compat.groups import (
     can_be_reconfigured,
     clone_store,
@@ -37,7 +37,7 @@ from .run_store import Run, RunStore
 
 
 class WorldState:
-    """Base class of the state that a room keeps for each world; `World.state` creates it.
+    """Base class of the state that a subpackage keeps for each world; `World.state` creates it.
 
     Example: the process groups of a world are `world.state(GroupRegistry)`.
     """
@@ -45,14 +45,14 @@ class WorldState:
     def end(self) -> None:
         """Drop all references to process groups. Called when the world has ended."""
 
-    def go_on(self, current: World) -> None:
+    def on_revive(self, current: World) -> None:
         """Continue in this world after it was revived.
 
         `current` is the `World` object of the new default group, which this world replaces; take
         from it what ranks have agreed on since.
         """
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop the parent's process groups without ending them. Called in a forked process."""
 
 
@@ -72,8 +72,8 @@ class World:
         size: number of ranks.
         thread_id: id of the thread that is this rank, under torch's threaded test backend; else
             None.
-        life: number of earlier worlds of this process (of this thread, if ranks are threads). It
-            may differ between ranks.
+        generation: number of earlier worlds of this process (of this thread, if ranks are
+            threads). It may differ between ranks.
         may_change: whether the default group can be reconfigured. Then each use of the world checks
             whether its rank and size have changed.
         since_ns: time when this process first saw it, in nanoseconds since the epoch.
@@ -91,8 +91,8 @@ class World:
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = thread_id()
-        self.life = _lives[self.thread_id]
-        _lives[self.thread_id] += 1
+        self.generation = _generations[self.thread_id]
+        _generations[self.thread_id] += 1
         self._use(default_group)
 
     def _use(self, default_group: ProcessGroup) -> None:
@@ -129,7 +129,7 @@ class World:
         for kind in list(current._states):
             self.state(kind)
         for state in list(self._states.values()):
-            state.go_on(current)
+            state.on_revive(current)
         with state_lock:
             _worlds[default_group] = self
         for call in _called_at_start:
@@ -167,8 +167,8 @@ class World:
 
     @property
     def label(self) -> tuple[int | None, int]:
-        """Label of this world, unique in this process: `thread_id` and `life`."""
-        return self.thread_id, self.life
+        """Label of this world, unique in this process: `thread_id` and `generation`."""
+        return self.thread_id, self.generation
 
     @property
     def is_over(self) -> bool:
@@ -304,7 +304,7 @@ class World:
             self._can_split[backend] = backend_can_split(self.default_group, backend)
         return self._can_split[backend]
 
-    def why_all_ranks(self, backend: str) -> str | None:
+    def all_ranks_reason(self, backend: str) -> str | None:
         """Return why all ranks must create a group of this backend, or None. Computed once."""
         if backend not in self._why_all_ranks:
             self._why_all_ranks[backend] = why_backend_needs_all_ranks(self.default_group, backend)
@@ -339,7 +339,7 @@ def _leave_to_parent() -> None:
     for world in list(_worlds.values()):
         world.is_of_parent = True
         for state in list(world._states.values()):
-            state.leave_to_parent()
+            state.reset_after_fork()
     with state_lock:
         state_changed.notify_all()
 
@@ -355,4 +355,4 @@ def on_world_started(function: Callable[[], object]) -> None:
 _called_at_start: list[Callable[[], object]] = []
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 _ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
-_lives: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`
+_generations: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`

@@ -16,7 +16,7 @@ from meshverse import DeviceMesh
 from meshverse.parallel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 
 from .create import (
-    Where,
+    MeshKwargs,
     create_fsdp2_device_mesh,
     create_megatron_fsdp_device_mesh,
     refuse_degrees,
@@ -27,26 +27,26 @@ from .degrees import ParallelismSizes, data_parallel_size
 
 @overload
 def create_device_meshes(
-    strategy_config: FSDP2Config, parallelism: ParallelismSizes, **where: Unpack[Where]
+    strategy_config: FSDP2Config, parallelism: ParallelismSizes, **where: Unpack[MeshKwargs]
 ) -> tuple[DeviceMesh, DeviceMesh | None]: ...
 
 
 @overload
 def create_device_meshes(
-    strategy_config: MegatronFSDPConfig, parallelism: ParallelismSizes, **where: Unpack[Where]
+    strategy_config: MegatronFSDPConfig, parallelism: ParallelismSizes, **where: Unpack[MeshKwargs]
 ) -> tuple[DeviceMesh, None]: ...
 
 
 @overload
 def create_device_meshes(
-    strategy_config: DDPConfig, parallelism: ParallelismSizes, **where: Unpack[Where]
+    strategy_config: DDPConfig, parallelism: ParallelismSizes, **where: Unpack[MeshKwargs]
 ) -> tuple[None, None]: ...
 
 
 def create_device_meshes(
     strategy_config: FSDP2Config | MegatronFSDPConfig | DDPConfig,
     parallelism: ParallelismSizes,
-    **where: Unpack[Where],
+    **where: Unpack[MeshKwargs],
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Create the meshes that a strategy trains on. All ranks of the world call this.
 

@@ -35,7 +35,7 @@ from .submesh import register_flattened_axes
 _ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
 
 
-class Where(TypedDict, total=False):
+class MeshKwargs(TypedDict, total=False):
     """Keywords about ranks and groups of a mesh, which `create_device_meshes` explains."""
 
     world_size: int | None
@@ -45,7 +45,7 @@ class Where(TypedDict, total=False):
 
 
 def create_fsdp2_device_mesh(
-    parallelism: ParallelismSizes, **where: Unpack[Where]
+    parallelism: ParallelismSizes, **where: Unpack[MeshKwargs]
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Create the root mesh (pp, dp_replicate, dp_shard, cp, tp), and (ep_shard, ep) if ep > 1.
 
@@ -96,7 +96,7 @@ def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
 
 
 def create_megatron_fsdp_device_mesh(
-    parallelism: ParallelismSizes, **where: Unpack[Where]
+    parallelism: ParallelismSizes, **where: Unpack[MeshKwargs]
 ) -> DeviceMesh:
     """Create the root mesh (dp, cp, tp), with the flattened axis dp_cp if cp > 1.
 

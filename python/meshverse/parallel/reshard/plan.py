@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshverse._core import Holders, Layout, RankMap, plan_reshard
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 
 from .ranks import in_words
 from .sides import Content, Description, Grid, Spec
@@ -319,7 +319,7 @@ class _Span(NamedTuple):
     at: list[tuple[int, dict[int, int]]]
 
 
-@untraced()  # real tensors, even if FakeTensorMode is active
+@outside_torch_modes()  # real tensors, even if FakeTensorMode is active
 def _spans(source: _Group, target: _Group, dim: int) -> list[_Span]:
     """Cut a piece along one dimension, wherever a shard of either side ends."""
     sides = [group.shards(dim) for group in (source, target)]

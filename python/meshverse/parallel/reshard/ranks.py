@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshverse import Connection, DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import state_lock
 
 _Answer = TypeVar("_Answer")
@@ -99,7 +99,7 @@ class ReshardGroup:
         # "cpu" if the default group has a backend for it, else its first device type.
         types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
         try:
-            with untraced():
+            with outside_torch_modes():
                 self._mesh = init_device_mesh(
                     "cpu" if "cpu" in types else types[0],
                     (len(self.ranks),),
@@ -192,7 +192,7 @@ class ReshardGroup:
 
     def _collective(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         try:
-            with untraced():  # real tensors, even if FakeTensorMode is active
+            with outside_torch_modes():  # real tensors, even if FakeTensorMode is active
                 collective(*arguments, group=self.group, **named)
         except RuntimeError as error:
             raise RuntimeError(
@@ -206,7 +206,7 @@ class ReshardGroup:
         All ranks call this; a rank that can run passes "". It takes one all-reduce of an integer,
         and a broadcast if any rank passes a reason.
         """
-        with untraced():
+        with outside_torch_modes():
             highest = torch.tensor(self.rank if reason else -1, device=device)
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
             rank = int(highest)

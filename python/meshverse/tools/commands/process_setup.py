@@ -16,7 +16,7 @@ from meshverse.explain.explanation import in_surplus
 from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
 from meshverse.wording import counted
 
-from .summary import in_numbers, what_queues
+from .summary import shared_group_conflicts, summary_line
 
 
 class Setup(NamedTuple):
@@ -80,7 +80,7 @@ class _Report(WorldState):
         self._universes, self._size = world.state(WorldUniverses), world.size
         self._explains, self._since_ns = setup.explains, world.since_ns
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Print no report in a forked process: the parent prints it."""
         self._universes = None
 
@@ -93,7 +93,7 @@ class _Report(WorldState):
         threads = CallingThreads(self._since_ns)  # read once for all universes
         explained = [universe._explain(None, threads) for universe in universes.kept]
         explanations = [replace(explanation, ended="") for explanation in explained]
-        lines = [f"meshverse run: rank 0 of {self._size}. {in_numbers(explanations)}"]
+        lines = [f"meshverse run: rank 0 of {self._size}. {summary_line(explanations)}"]
         if universes.n_ended:
             lines.append(
                 f"Not counted: {counted(universes.n_ended, 'universe')} that ended before."
@@ -104,7 +104,7 @@ class _Report(WorldState):
                 f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must "
                 "overlap."
             )
-        if queues := what_queues(explanations):
+        if queues := shared_group_conflicts(explanations):
             lines += ["Axes that share a process group, whose collectives run one after the other:"]
             lines += [f"  {line}" for line in queues]
             lines += ["To let two of them overlap, give one an isolate tag."]

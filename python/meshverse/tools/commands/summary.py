@@ -11,7 +11,7 @@ from meshverse.wording import counted, in_bytes, rank_list
 _SHOWN = 5  # process groups shared by several axes
 
 
-def in_numbers(explanations: Iterable[Explanation]) -> str:
+def summary_line(explanations: Iterable[Explanation]) -> str:
     """Return sentences with the numbers of process groups requested, created and saved."""
     all_of_them = list(explanations)
     requested = sum(each.requested for each in all_of_them)
@@ -27,7 +27,7 @@ def in_numbers(explanations: Iterable[Explanation]) -> str:
     return text + (f" (about {in_bytes(saved_bytes)} of device memory)." * bool(saved_bytes) or ".")
 
 
-def what_queues(explanations: Iterable[Explanation]) -> list[str]:
+def shared_group_conflicts(explanations: Iterable[Explanation]) -> list[str]:
     """Return a line for each process group that several axes share.
 
     Their collectives run one after the other, because they are on one communicator. Groups that

@@ -15,7 +15,7 @@ class PicturedGroups:
     Attributes:
         names: names of the axes that have these groups.
         axis: layout of the axes over positions of the rank map.
-        keeps_order: whether group ranks follow the layout, not ascending global ranks.
+        preserve_rank_order: whether group ranks follow the layout, not ascending global ranks.
         made: how often Meshverse creates them, 0 or 1; None if unknown.
         stock_copies: how often torch's `DeviceMesh` would create them; None if unknown.
         bytes_each: estimated device memory of one communicator; None if unknown.
@@ -24,7 +24,7 @@ class PicturedGroups:
 
     names: tuple[str, ...]
     axis: AxisLayout
-    keeps_order: bool = False
+    preserve_rank_order: bool = False
     made: int | None = None
     stock_copies: int | None = None
     bytes_each: int | None = None

@@ -76,7 +76,7 @@ def _row(picture: Picture, groups: PicturedGroups) -> Iterator[str]:
     if position is not None:
         mine = of_ranks.ranks_of(position)
         number = f"{of_ranks.group_index(position):,}"
-        ranks = rank_list(mine if groups.keeps_order else sorted(mine))
+        ranks = rank_list(mine if groups.preserve_rank_order else sorted(mine))
         if picture.node_size is not None:
             n_nodes = f"{len({rank // picture.node_size for rank in mine}):,}"
     yield f'<th scope="row">{_text(", ".join(groups.names))}</th>'

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.tools.topology import Topology
 
 
@@ -31,7 +31,7 @@ class Places:
     of_rank: torch.Tensor
 
     @staticmethod
-    @untraced()
+    @outside_torch_modes()
     def in_blocks(level: str, world_size: int, block_size: int) -> Places:
         """Put ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -53,20 +53,20 @@ class Places:
         return [Places(level.name, level.of_rank) for level in topology.levels]
 
     @property
-    @untraced()
+    @outside_torch_modes()
     def count(self) -> int:
         """Number of parts."""
         return int(self.of_rank.max()) + 1
 
     @property
-    @untraced()
+    @outside_torch_modes()
     def sizes(self) -> tuple[int, int]:
         """Smallest and largest number of ranks on a part."""
         sizes = self.of_rank.bincount()
         return int(sizes.min()), int(sizes.max())
 
     @property
-    @untraced()
+    @outside_torch_modes()
     def block_size(self) -> int | None:
         """Number of ranks on each part, if the parts are blocks as `in_blocks` returns, else None.
 
@@ -105,7 +105,7 @@ class Crossing:
         return self.busiest / self.mean if self.busiest else 1.0
 
 
-@untraced()
+@outside_torch_modes()
 def crossings_of(axis: AxisLayout, places: Sequence[Places]) -> tuple[Crossing, ...]:
     """Count the parts that the groups of an axis span, and the ring steps that leave a part.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 
 from .levels import Level, level_of
 from .slurm import Network, expand_hosts, read_network
@@ -52,7 +52,7 @@ def read_network_file(path: str | os.PathLike[str]) -> Network:
     return read_network(_read_text(path), os.fspath(path))
 
 
-@untraced()
+@outside_torch_modes()
 def levels_to_dict(levels: Iterable[Level]) -> dict[str, dict[str, str]]:
     """Return, by level, the ranks of each part as ranges, such as "0-7,16-23"."""
     found = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.wording import counted
 
 
@@ -31,13 +31,13 @@ class Level:
     of_rank: torch.Tensor
 
     @property
-    @untraced()
+    @outside_torch_modes()
     def sizes(self) -> torch.Tensor:
         """Number of ranks on each part, shape (number of parts,)."""
         return self.of_rank.bincount(minlength=len(self.parts))
 
 
-@untraced()
+@outside_torch_modes()
 def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     """Return a level, given the name of the part that each rank is on.
 
@@ -69,7 +69,7 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     return Level(name, tuple(numbers), torch.tensor(indices))
 
 
-@untraced()
+@outside_torch_modes()
 def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     """Return a level with ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
@@ -85,7 +85,7 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     return Level(name, tuple(f"{name}{index}" for index in range(count)), of_rank)
 
 
-@untraced()
+@outside_torch_modes()
 def nested(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Check that each part of a level lies inside one part of the next level.
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from meshverse._core import Layout, ring_steps
-from meshverse._torch_compat.tracing import untraced
-from meshverse.layouts.user_input import check_axis_names, plain_ranks
+from meshverse._torch_compat.tracing import outside_torch_modes
+from meshverse.layouts.user_input import as_rank_tensor, check_axis_names
 from meshverse.wording import counted, did_you_mean
 
 from .levels import Level
@@ -111,7 +111,7 @@ def _numbered(parts: Iterable[int]) -> list[int]:
     return [number for number, (_, run) in runs for _ in run]
 
 
-@untraced()
+@outside_torch_modes()
 def placements_of(
     levels: Sequence[Level],
     mesh_shape: Sequence[int],
@@ -151,8 +151,8 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
         ValueError: `ranks` does not have each rank of the world once.
         RuntimeError: `ranks` is a tensor without values.
     """
-    plain = None if ranks is None else plain_ranks(ranks)
-    with untraced():
+    plain = None if ranks is None else as_rank_tensor(ranks)
+    with outside_torch_modes():
         in_order = list(range(len(problem.spot_of_rank)))
         given = in_order if plain is None else plain.flatten().tolist()
     if sorted(given) != in_order:

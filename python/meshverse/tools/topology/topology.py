@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import RankMap
-from meshverse._torch_compat.tracing import untraced
+from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.hooks import World, check_timeout
 from meshverse.wording import counted
 
@@ -223,7 +223,7 @@ class Topology:
                 f"{self.world_size - 1}: pass a topology of all ranks of the world."
             )
 
-    @untraced()
+    @outside_torch_modes()
     def spans(self, name: str, ranks: Sequence[int]) -> int | None:
         """Count the parts of a level that these ranks are on; None if there is no such level.
 
@@ -246,7 +246,7 @@ class Topology:
         """Write a JSON file that `from_file` and `meshverse plan --topology` read."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
-    @untraced()
+    @outside_torch_modes()
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):
             return NotImplemented
@@ -264,7 +264,7 @@ class Topology:
 
     # --- placement of a mesh --------------------------------------------------------------------
 
-    @untraced()
+    @outside_torch_modes()
     def order(
         self,
         mesh_shape: Sequence[int],
