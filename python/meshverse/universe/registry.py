@@ -150,12 +150,12 @@ def next_own_serial(rank_map: RankMap) -> int:
     return serial
 
 
-def _leave_to_parent() -> None:
+def _reset_after_fork() -> None:
     for universe in _universes.alive():
         universe.groups.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 _universes: WeakRegistry[Universe] = WeakRegistry()
 _own_serials: dict[str, int] = {}  # the last serial of each rank map, by fingerprint

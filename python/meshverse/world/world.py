@@ -334,7 +334,7 @@ def _end(world: World) -> None:
         world.note_passed(caller)  # last: Python reports what it raises, and goes on
 
 
-def _leave_to_parent() -> None:
+def _reset_after_fork() -> None:
     _ended_last.clear()
     for world in list(_worlds.values()):
         world.is_of_parent = True
@@ -344,7 +344,7 @@ def _leave_to_parent() -> None:
         state_changed.notify_all()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def on_world_started(function: Callable[[], object]) -> None:
