@@ -342,7 +342,7 @@ def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call 
         is_done=is_done,
         since=int(entry["time_created_ns"]) / 1e9,
         shapes=_shapes(entry["input_sizes"]),
-        dtype=next(iter(entry.get("input_dtypes") or ()), ""),
+        dtype=_dtype(entry.get("input_dtypes") or ()),
         line=line_of(frames),
         peer=None if p2p is None else int(p2p[3]),
         out_shapes=_shapes(entry.get("output_sizes") or ()),
@@ -353,6 +353,13 @@ def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call 
 
 def _shapes(sizes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, size)) for size in sizes)
+
+
+def _dtype(dtypes: Sequence[object]) -> str:
+    dtype = next(iter(dtypes), "")
+    if not isinstance(dtype, str):
+        raise TypeError(f"input_dtypes has {dtype!r}")
+    return dtype
 
 
 def _is_blocking(frame: Mapping[str, Any]) -> bool:
