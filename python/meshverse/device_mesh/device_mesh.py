@@ -478,7 +478,7 @@ class DeviceMesh(StockDeviceMesh):
         return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     def _repr_html_(self) -> str:  # in a notebook
-        return f"<p><code>{escape(repr(self))}</code></p>{self.draw()._repr_html_()}"
+        return f"<p><code>{escape(repr(self))}</code></p>{DeviceMesh.draw(self)._repr_html_()}"
 
     # --- slices and concatenated meshes, on existing groups ---------------------------------------
 
