@@ -216,7 +216,8 @@ def read_groups(
         if mesh is not None and not _lists(mesh, ranks):
             raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
         return [group], ranks
-    groups = list(group) if isinstance(group, Iterable) and not isinstance(group, str) else [group]
+    given: Any = group
+    groups = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not groups:
         raise ValueError("Expects at least one ProcessGroup to be passed")
     for each in groups:
@@ -263,7 +264,7 @@ def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
         return False
 
 
-def check_device_type(device_type: str) -> None:
+def check_device_type(device_type: Any) -> None:
     """Check that a device type is one, such as "cuda".
 
     Raises:
