@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .records import Call, RankRecord, complete_default_group, record_of
+from .records import Call, RankRecord, record_of
 
 _MANY = 64  # from this number of files on, several processes read them
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
@@ -139,7 +139,6 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     if not dumps.records:
         reasons = [f"\n  {one.file}: {one.reason}" for one in dumps.left_out[:8]]
         raise ValueError(f"There are no dumps in {', '.join(map(str, paths))}.{''.join(reasons)}")
-    complete_default_group(dumps.records, max(dumps.records))
     return dumps
 
 

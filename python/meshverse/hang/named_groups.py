@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse.layouts.identity import ranks_and_identity
+from meshverse.wording import rank_ranges
 
 from .records import (
     DEFAULT_GROUP,
@@ -19,6 +20,7 @@ from .records import (
     RankRecord,
     axes_in_words,
     complete_default_group,
+    world_size_of,
 )
 
 _SIZE = re.compile(r"([^\W\d]\w*)\s*=\s*(\d+)")  # of an axis, with its name
@@ -100,15 +102,33 @@ class MeshNames:
         return dict(zip(names, layout.coordinate(position), strict=True))
 
     def name(self, records: Mapping[int, RankRecord]) -> None:
-        """Set the axes and ranks of the records' groups that belong to this universe."""
+        """Set the axes and ranks of the records' groups that belong to this universe.
+
+        Raises:
+            ValueError: the dumps have other ranks.
+        """
         ascending = self._rank_map.sorted()
-        complete_default_group(records, ascending.rank_at(ascending.size - 1))
+        largest = ascending.rank_at(ascending.size - 1)
+        size = world_size_of(records)
+        if size is not None and size <= largest:
+            raise ValueError(
+                f"--mesh: the mesh in the file has rank {largest:,}, but the job of these dumps "
+                f"has {size:,} ranks. Pass the file of this job."
+            )
+        complete_default_group(records, largest)
         for record in records.values():
             position = self._rank_map.position_of(record.rank)
-            for name in record.groups:
+            for name, seen in record.groups.items():
                 if name not in self._known and position is not None:
                     self._learn(name, record.rank, position)
                 if name in self._known:
+                    ranks = self._known[name].ranks
+                    if seen.ranks is not None and sorted(seen.ranks) != sorted(ranks or ()):
+                        raise ValueError(
+                            f"--mesh: in the file, group {name} has ranks "
+                            f"{rank_ranges(ranks or ())}, but the dump of rank {record.rank} says "
+                            f"ranks {rank_ranges(seen.ranks)}. Pass the file of this job."
+                        )
                     record.groups[name] = self._known[name]
 
     def _learn(self, name: str, rank: int, position: int) -> None:
@@ -176,14 +196,15 @@ class MeshSizes:
         known, as with gloo, it is along the axis that torch's mesh has described it by.
 
         Raises:
-            ValueError: a record is of a rank outside the mesh.
+            ValueError: the records contradict these sizes: a record is of a rank outside the mesh,
+                the default group has another number of ranks, or the groups described by an axis
+                have other ranks than those along it.
         """
         if (largest := max(records)) >= self._n_ranks:
-            sizes = " ".join(f"{name}={size}" for name, size in self._sizes.items())
-            raise ValueError(
-                f"--mesh '{sizes}' has {self._n_ranks:,} ranks, but there is a dump of rank "
-                f"{largest}."
-            )
+            raise self._contradiction(f"there is a dump of rank {largest}")
+        if (size := world_size_of(records)) is not None and size != self._n_ranks:
+            raise self._contradiction(f"the job of these dumps has {size:,} ranks")
+        self._check_axes(records)
         complete_default_group(records, self._n_ranks - 1)
         labels: dict[Sequence[int], str] = {}
         for rank, record in records.items():
@@ -191,14 +212,51 @@ class MeshSizes:
                 if seen.label == DEFAULT_GROUP:
                     continue
                 if seen.ranks is None:
-                    axis = seen.label.removeprefix("axis ")
-                    ranks = self._along(axis, rank) if axis in self._sizes else None
+                    axis = next((one for one in _axes_of(seen.label) if one in self._sizes), None)
+                    ranks = None if axis is None else self._along(axis, rank)
                     record.groups[name] = seen._replace(ranks=ranks)
                     continue
                 key = seen.ranks if isinstance(seen.ranks, range) else tuple(seen.ranks)
                 if key not in labels:
                     labels[key] = self._label(key) or seen.label
                 record.groups[name] = seen._replace(label=labels[key])
+
+    def _contradiction(self, but: str) -> ValueError:
+        sizes = " ".join(f"{name}={size}" for name, size in self._sizes.items())
+        return ValueError(
+            f"--mesh '{sizes}' has {self._n_ranks:,} ranks, but {but}. Pass the sizes with which "
+            "the job made its mesh, the outermost axis first; or a file with "
+            "mesh.universe.explain().to_json(); or leave --mesh out."
+        )
+
+    def _check_axes(self, records: Mapping[int, RankRecord]) -> None:
+        """Compare the ranks along each axis with the groups that dumps describe by this axis.
+
+        Raises:
+            ValueError: a rank's groups of an axis all have other ranks; or two ranks along an axis
+                have no group of it in common. All ranks of a group give it the same name.
+        """
+        for axis in self._sizes:
+            first: dict[range, tuple[int, str]] = {}
+            for rank, record in records.items():
+                own = {n: s.ranks for n, s in record.groups.items() if axis in _axes_of(s.label)}
+                along = self._along(axis, rank)
+                known = [ranks for ranks in own.values() if ranks is not None]
+                if known and not any(sorted(ranks) == list(along) for ranks in known):
+                    raise self._contradiction(
+                        f"in the dump of rank {rank}, the group along axis {axis} has ranks "
+                        f"{rank_ranges(known[0])}; by --mesh, it has ranks {rank_ranges(along)}"
+                    )
+                if known or len(own) != 1:
+                    continue
+                (name,) = own
+                other, others_name = first.setdefault(along, (rank, name))
+                if name != others_name:
+                    raise self._contradiction(
+                        f"ranks {other} and {rank} are in different groups along axis {axis}, "
+                        f"named {others_name!r} and {name!r} in their dumps; by --mesh, they are "
+                        f"in one, of ranks {rank_ranges(along)}"
+                    )
 
     def _along(self, axis: str, rank: int) -> range:
         names = list(self._sizes)
@@ -218,6 +276,14 @@ class MeshSizes:
         if not along or not all(coordinates) or not n_ranks == len(set(ranks)) == len(ranks):
             return ""
         return f"{'axes' if len(along) > 1 else 'axis'} {', '.join(along)}"
+
+
+def _axes_of(label: str) -> list[str]:
+    """Return the axes in a label such as "axis fsdp (shared with batch)"."""
+    if not label.startswith("axis "):
+        return []
+    first, _, shared = label.removeprefix("axis ").removesuffix(")").partition(" (shared with ")
+    return [first, *filter(None, shared.split(", "))]
 
 
 def _axis(text: str) -> AxisLayout:

@@ -18,7 +18,8 @@ DEFAULT_GROUP = "the default group"
 ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
 _KEPT = 4  # completed calls kept per group; pending calls are all kept
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-_RANKS_IN_DESCRIPTION = re.compile(r"\[[^]]*\]$")  # which Meshverse's groups have
+# Which Meshverse's groups have: "[3]", "[0-3]", "[0-6:2]"; or "[0-5, 3 ranks]", which is not exact.
+_RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
 _BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
@@ -198,7 +199,7 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
         for entry in entries:
             name, description = entry["process_group"]
             if name not in groups:
-                groups[str(name)] = GroupSeen(label_of(description), None)
+                groups[str(name)] = _described(description, rank)
         last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
         calls = _calls(last)
         is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
@@ -216,10 +217,40 @@ def label_of(description: str) -> str:
     return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
 
 
+def _described(description: str, rank: int) -> GroupSeen:
+    """Return a group whose ranks the dump does not list, with those in its description, if any.
+
+    Args:
+        description: c10d's description of the group.
+        rank: global rank of the dump, which is in the group.
+    """
+    label = label_of(description)
+    found = _RANKS_IN_DESCRIPTION.search(description) if description.startswith("mesh_") else None
+    if found is None:
+        return GroupSeen(label, None)
+    first, last, step = (int(text or 0) for text in found.groups())
+    ranks = range(first, max(first, last) + 1, step or 1)
+    if found[1] is None or rank not in ranks:
+        return GroupSeen(f"{label} {found[0]}", None)  # as it is: that says more than nothing
+    return GroupSeen(label, ranks)
+
+
 def axes_in_words(axes: Sequence[str]) -> str:
     """Return the axes of a group, for messages: "axis tp (shared with ep)"."""
     first, *others = axes or ("unnamed",)
     return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
+
+
+def world_size_of(records: Mapping[int, RankRecord]) -> int | None:
+    """Return the number of ranks of the default group; None if the records do not have its ranks.
+
+    With gloo they have not, unless `complete_default_group` has set them.
+    """
+    for record in records.values():
+        for seen in record.groups.values():
+            if seen.label == DEFAULT_GROUP and seen.ranks:
+                return len(seen.ranks)
+    return None
 
 
 def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:

@@ -240,7 +240,7 @@ class ReportFormatter(NamedTuple):
         if not one.is_whole:
             return (
                 "all known ranks of this group have made the call. Gloo's dumps do not say which "
-                "ranks a group has: pass --mesh to find out which are missing."
+                "ranks this group has: pass --mesh to find out which are missing."
             )
         return self._what_is_unknown(one)
 

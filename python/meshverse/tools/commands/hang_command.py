@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from meshverse.hang.dumps import Dumps, read_dumps
+from meshverse.hang.records import complete_default_group
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted, rank_ranges
@@ -83,7 +84,9 @@ def _ask_ras(host: str) -> int:
 def _read(arguments: argparse.Namespace) -> int:
     names = None if arguments.mesh is None else _names(arguments.mesh)
     dumps = read_dumps(arguments.dumps)
-    if names is not None:
+    if names is None:
+        complete_default_group(dumps.records, max(dumps.records))
+    else:
         names.name(dumps.records)
     stuck = find_stuck(dumps.records)
     formatter = ReportFormatter(why_no_dump=dumps.why_missing)
