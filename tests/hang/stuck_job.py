@@ -56,6 +56,26 @@ def skips(job: Job) -> None:
     dist.barrier()
 
 
+def skips_in_the_third_step(job: Job) -> None:
+    for step in range(4):
+        dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3), group=job.dp)
+        dist.all_reduce(torch.ones(2), group=job.dp)
+        if step != 2 or not job.is_odd:
+            log_loss(job)
+
+
+def log_loss(job: Job) -> None:
+    dist.all_reduce(torch.ones(1), group=job.dp)
+
+
+def skips_a_barrier_in_the_third_step(job: Job) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(2), group=job.tp)
+        dist.all_reduce(torch.ones(3), group=job.dp)
+        if step != 2 or not job.is_odd:
+            dist.barrier()
+
+
 def sleeps(job: Job) -> None:
     if job.is_odd:
         load_data()
@@ -224,6 +244,8 @@ JOBS: dict[str, Callable[[Job], None]] = {
     job.__name__: job
     for job in (
         skips,
+        skips_in_the_third_step,
+        skips_a_barrier_in_the_third_step,
         sleeps,
         loops,
         is_stopped,

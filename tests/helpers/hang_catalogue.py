@@ -76,6 +76,14 @@ def _partner(*parts: str) -> Verdict:
 
 
 _LATE = _missing(_ONE_CAUSE)
+# A step of training in one group, and one in two groups: calls with the lines that make them.
+_GATHER = reduces("world", "all_gather", shape=(33,), line=5)
+_SCATTER = reduces("world", "reduce_scatter", shape=(66,), line=6)
+_LOG = reduces("world", shape=(1,), line=8)
+_STEP = [_GATHER, _SCATTER, _LOG]
+_TP_STEP = [reduces("tp", line=5), reduces("tp", line=6), reduces("world", "barrier", line=8)]
+_EITHER = "Either a rank skipped an earlier call, or its arguments are wrong."
+_NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier rounds")
 _DEAD = _missing("Verdict: there is no dump of rank 3")
 
 CATALOGUE = [
@@ -146,6 +154,88 @@ CATALOGUE = [
         Job([[reduces("world", "broadcast"), WORLD]] * 3 + [[WORLD]]),
         _mismatch("operation broadcast on ranks 0-2; all_reduce on rank 3"),
         gloo=_mismatch("operation broadcast on ranks 0-2; all_reduce on rank 3"),
+    ),
+    CataloguedHang(
+        "a rank skips a call of later rounds",
+        "x=4",
+        Job([_STEP * 3] * 3 + [_STEP * 2 + _STEP[:2] + [_GATHER]]),
+        _mismatch(
+            "Stuck: all_reduce or all_gather number 9 on the default group, ranks 0-3, "
+            "float32 (1,) or float32 (33,), for",
+            "Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2: "
+            "me/train.py:8 in train): in earlier rounds of these calls, it comes before what it "
+            "called instead.",
+        ),
+        gloo=_mismatch("Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2"),
+    ),
+    CataloguedHang(
+        "most ranks skip a call of later rounds",
+        "x=3",
+        Job([_STEP * 3] + [_STEP * 2 + [_SCATTER]] * 2),
+        _mismatch("Ranks 1, 2 skipped all_gather number 7 on the default group (rank 0: me/tra"),
+        gloo=_mismatch("Ranks 1, 2 skipped all_gather number 7 on the default group (rank 0: me/"),
+    ),
+    CataloguedHang(
+        "a rank skips a call before others",
+        "x=4",
+        Job([[_LOG, *_STEP]] * 3 + [_STEP]),
+        _mismatch(
+            "Rank 3 (x=3) skipped all_reduce number 1 on the default group (ranks 0-2: "
+            "me/train.py:8 in train): its next calls are those which the other ranks made after it."
+        ),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank makes another call than in earlier rounds",
+        "x=4",
+        Job([_STEP * 3] * 3 + [_STEP * 2 + [reduces("world", "broadcast", line=9)]]),
+        Verdict(
+            "mismatch",
+            (
+                _EITHER,
+                "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 "
+                "called all_reduce number 6 at me/train.py:8 in train. Recorded calls at these "
+                "lines: me/train.py:5 in train 3 by rank 0, 2 by rank 3; me/train.py:9 in train "
+                "0 by rank 0, 1 by rank 3.",
+            ),
+            _NO_SKIP,
+        ),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "either of two ranks may have skipped a call",
+        "x=2",
+        Job([[_LOG, _GATHER] * 2, [_GATHER, _LOG] * 2]),
+        Verdict("mismatch", (_EITHER,), _NO_SKIP),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank skips a call of later rounds and goes on to a barrier",
+        "dp=2 tp=2",
+        Job([_TP_STEP * 3] * 3 + [_TP_STEP * 2 + [_TP_STEP[0], _TP_STEP[2]]], _SQUARE),
+        _deadlock(
+            "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/train.py:6 in "
+            "train): in earlier rounds of these calls, it comes before what it called instead."
+        ),
+        gloo=_deadlock("Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/"),
+    ),
+    CataloguedHang(
+        "a rank skips a barrier of later rounds",
+        "dp=2 tp=2",
+        Job([_TP_STEP * 4] * 3 + [_TP_STEP * 2 + _TP_STEP[:2] + _TP_STEP[:2]], _SQUARE),
+        _deadlock(
+            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group (ranks 0-2: me/"
+        ),
+        gloo=_deadlock(
+            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group (ranks 0-2: me/"
+        ),
+    ),
+    CataloguedHang(
+        "a rank crosses a group with the world for the first time",
+        "dp=2 tp=2",
+        Job([[*_TP_STEP[1:], TP]] * 3 + [[_TP_STEP[2], _TP_STEP[1], TP]], _SQUARE),
+        Verdict("deadlock", ("skip none",), _NO_SKIP),
+        gloo=Verdict("deadlock", ("skip none",), _NO_SKIP),
     ),
     CataloguedHang(
         "another operation",

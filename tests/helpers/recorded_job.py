@@ -35,6 +35,7 @@ class Step(NamedTuple):
     out: tuple[int, ...] | None = None
     is_async: bool = False
     batch: tuple[Step, ...] = ()
+    line: int = 0  # of the program; 0 for the number of the step
 
 
 class Format(NamedTuple):
@@ -249,7 +250,7 @@ class _Run:
         return {
             "frames": [
                 {"name": function, "filename": _C10D, "line": 9},
-                {"name": "train", "filename": "/me/train.py", "line": each.at},
+                {"name": "train", "filename": "/me/train.py", "line": part.line or each.at},
             ],
             "record_id": 0,
             "pg_id": name,

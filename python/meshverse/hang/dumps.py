@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .records import Call, RankRecord, record_of
+from .records import HISTORY, KEPT, Call, RankRecord, record_of
 
 _MANY = 64  # from this number of files on, several processes read them
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
@@ -63,6 +63,17 @@ class Dumps:
 
     records: dict[int, RankRecord] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
+    _files: dict[int, Path] = field(default_factory=dict)
+
+    def history(self, rank: int) -> RankRecord | None:
+        """Return all that the dump of a rank has recorded; None if there is no dump of it.
+
+        The dump is read again: `records` have few completed calls, as there may be many ranks.
+        """
+        if rank not in self._files:
+            return None
+        record = _record_or_reason(rank, self._files[rank], HISTORY)
+        return None if isinstance(record, str) else record
 
     def why_missing(self, rank: int) -> str:
         """Return why there is no dump of a rank, if a file of it was left out; else ""."""
@@ -133,6 +144,7 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
             read.append((file, record))
     for file, record in _of_one_moment(read, dumps):
         other = dumps.records.setdefault(record.rank, record)
+        dumps._files.setdefault(record.rank, file)
         if other is not record:
             dumps.left_out.append(LeftOut(file, record.rank, "there is a newer dump of this rank"))
     dumps.records = dict(sorted(dumps.records.items()))
@@ -162,10 +174,10 @@ def _all_records(files: Sequence[tuple[int, Path]]) -> list[RankRecord | str]:
         return pool.starmap(_record_or_reason, files, chunksize=32)
 
 
-def _record_or_reason(rank: int, file: Path) -> RankRecord | str:
+def _record_or_reason(rank: int, file: Path, n_kept: int = KEPT) -> RankRecord | str:
     """Return the record in a file, or the reason why there is none."""
     try:
-        return record_of(_read(file), rank, file.stat().st_mtime)
+        return record_of(_read(file), rank, file.stat().st_mtime, n_kept=n_kept)
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
     except _ERRORS as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +22,7 @@ from meshverse._torch_compat.flight_recorder import (
 from meshverse.hooks import RunStore, find_group_optional, root_coordinate, universes_here
 
 from .records import (
+    KEPT,
     Call,
     GroupSeen,
     Progress,
@@ -37,19 +40,22 @@ _MOST_MISSING = 64  # missing ranks of one group whose records a reporter reads
 _MOST_GROUPS = 32  # groups whose calls a reporter reads
 
 
-def record_here(rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool) -> RankRecord:
+def record_here(
+    rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool, n_kept: int = KEPT
+) -> RankRecord:
     """Return the record of this process: recorded calls, and the sends and receives it is in.
 
     Args:
         rank: global rank of this process.
         waits: threads that are in a send or receive, and since when, in seconds since the epoch.
         with_lines: whether to include lines of the program.
+        n_kept: how many completed calls are kept of each group.
     """
     frames = sys._current_frames()
     record = RankRecord(rank, time.time())
     threads: dict[str, int] = {}  # by group, the one that made the last call
     for dump in read_flight_recorders(with_lines=with_lines):
-        _add_recorded(record, record_of(dump, rank, record.time))
+        _add_recorded(record, record_of(dump, rank, record.time, n_kept=n_kept))
         threads |= {
             entry["process_group"][0]: int(entry["thread_id"])
             for entry in dump["entries"]
@@ -203,6 +209,17 @@ class Alarm(NamedTuple):
             keys.append(key)
         return keys
 
+    def write_history(self, history: RankRecord) -> str:
+        """Write the collectives that a rank has made; return the key, to be removed later."""
+        key = self._key("history", history.rank)
+        self.store.write(key, _packed(history))
+        return key
+
+    def history(self, rank: int) -> RankRecord | None:
+        """Return the collectives that another rank has made; None if it has not written them."""
+        text = self.store.read(self._key("history", rank))
+        return _unpacked(text, rank) if text else None
+
     def claim(self, group: str, record: RankRecord) -> bool:
         """Return whether this rank becomes the reporter of a group: the first to ask does.
 
@@ -293,6 +310,30 @@ def _from_text(text: str) -> RankRecord:
     }
     restored = [_call(call, now) for call in calls]
     return RankRecord(rank, now, restored, seen, doing, lines, is_cut=is_cut)
+
+
+def _packed(history: RankRecord) -> str:
+    """Return a history as a short text: the same calls are made again and again."""
+    kinds: dict[tuple[object, ...], int] = {}
+    calls = []
+    for call in history.calls:
+        if not call.is_p2p:
+            kind = (call.group, call.operation, call.shapes, call.dtype, call.line)
+            calls.append([kinds.setdefault(kind, len(kinds)), call.number, call.is_done])
+    labels = {name: seen.label for name, seen in history.groups.items()}
+    text = json.dumps([labels, [*kinds], calls, history.is_cut])
+    return base64.b85encode(zlib.compress(text.encode())).decode()
+
+
+def _unpacked(text: str, rank: int) -> RankRecord:
+    labels, kinds, calls, is_cut = json.loads(zlib.decompress(base64.b85decode(text)))
+    record = RankRecord(rank, 0.0, is_cut=is_cut)
+    record.groups = {name: GroupSeen(label, None) for name, label in labels.items()}
+    for index, number, is_done in calls:
+        group, operation, shapes, dtype, line = kinds[index]
+        call = Call(group, number, operation, is_done, 0.0, dtype=dtype, line=line)
+        record.calls.append(call._replace(shapes=tuple(map(tuple, shapes))))
+    return record
 
 
 def _aged(call: Call, now: float) -> Call:

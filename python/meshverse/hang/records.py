@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 DEFAULT_GROUP = "the default group"
 ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
-_KEPT = 4  # completed calls kept per group; pending calls are all kept
+KEPT = 4  # completed calls kept per group, unless more are asked for
+HISTORY = 100_000  # completed calls kept per group for a history: all that a recorder has
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 # Which Meshverse's groups have: "[3]", "[0-3]", "[0-6:2]"; or "[0-5, 3 ranks]", which is not exact.
 _RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
@@ -177,13 +178,16 @@ class RankRecord:
         return replace(self, groups=groups, calls=calls, doing_in=doing_in)
 
 
-def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
+def record_of(
+    dump: Mapping[str, Any], rank: int, time: float, *, n_kept: int = KEPT
+) -> RankRecord:
     """Return the record in a dump of torch's flight recorder.
 
     Args:
         dump: unpickled or parsed content of the dump.
         rank: global rank of the process.
         time: time of the dump, in seconds since the epoch.
+        n_kept: how many completed calls are kept of each group; pending calls are all kept.
 
     Raises:
         ValueError: `dump` is not a dump of a flight recorder.
@@ -201,7 +205,7 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float) -> RankRecord:
             if name not in groups:
                 groups[str(name)] = _described(description, rank)
         last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
-        calls = _calls(last)
+        calls = _calls(last, n_kept)
         is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
@@ -283,7 +287,7 @@ def _as_range(ranks: list[int]) -> Sequence[int]:
 Entry = Mapping[str, Any]
 
 
-def _calls(entries: Sequence[Entry]) -> list[Call]:
+def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
     """Return the calls of entries to keep, in order: the last ones and all pending ones."""
     # Several coalesced operations are one launch: they have the same number, and an entry after
     # them, whose state alone the recorder updates.
@@ -304,7 +308,7 @@ def _calls(entries: Sequence[Entry]) -> list[Call]:
         is_over = not is_p2p and number <= last_done.get(group, 0)
         for entry, state in reversed(_operations(inside)):
             is_done = is_over or _is_done(state)
-            n_left = left.setdefault(group, _KEPT)
+            n_left = left.setdefault(group, n_kept)
             if is_done and not n_left:
                 continue
             call = _call(entry, number, is_done, _progress(state, has_timing))

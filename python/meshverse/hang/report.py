@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
 from .records import Call, GroupSeen, Progress
-from .verdicts import Cause, Missing, Stuck, shapes_in_words
+from .verdicts import Cause, Missing, Skip, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
 """Function of a global rank that returns its coordinates by axis name; {} if unknown."""
@@ -95,6 +96,7 @@ class ReportFormatter(NamedTuple):
                 "held": [self._missing_data(missing) for missing in one.held],
                 "may_send": [self._missing_data(missing) for missing in one.may_send],
                 "differing": one.differing,
+                "skip": one.skip and _skip_data(one.skip),
                 "cycle": one.cycle,
                 "waits_on": one.waits_on,
                 "root": self._root(one, by_name)[0].name,
@@ -118,8 +120,13 @@ class ReportFormatter(NamedTuple):
     def _lines(
         self, one: Stuck, by_name: Mapping[str, Stuck], *, is_said: bool = False
     ) -> Iterator[str]:
-        call = one.call
-        tensors = " ".join(filter(None, (_dtype(call.dtype), shapes_in_words(call.shapes))))
+        operations, call = one.differing.get("operation", ()), one.call
+        tensors = " or ".join(
+            dict.fromkeys(
+                filter(None, map(_tensors, one.waiting.values() if operations else [call]))
+            )
+        )
+        call = call._replace(operation=" or ".join(operations) or call.operation)
         yield (
             f"Stuck: {self.call(call, one.seen)}"
             + (f", {tensors}" if tensors else "")
@@ -352,7 +359,8 @@ class ReportFormatter(NamedTuple):
             if is_p2p
             else "All ranks must use these groups in the same order, and skip none."
         )
-        return f"a deadlock. {chain[:1].upper()}{chain[1:]}. {rule}"
+        skipped = f"{self._skipped(one.skip)} " if one.skip is not None else ""
+        return f"a deadlock. {chain[:1].upper()}{chain[1:]}. {skipped}{rule}"
 
     def _mismatch(self, one: Stuck) -> str:
         lines = []
@@ -365,7 +373,51 @@ class ReportFormatter(NamedTuple):
         number = "" if one.call.is_p2p else f" as number {one.call.number:,}"
         return (
             f"the ranks make different calls{number}: {', and '.join(lines)}"
-            ". Either a rank skipped an earlier call, or its arguments are wrong."
+            + (
+                f". {self._skipped(one.skip)}"
+                if one.skip is not None
+                else ". Either a rank skipped an earlier call, or its arguments are wrong."
+                + self._before(one)
+            )
+        )
+
+    def _skipped(self, skip: Skip) -> str:
+        who, call = self.ranks(skip.ranks), skip.call
+        several = "" if skip.n_skipped in (None, 1) else f"{skip.n_skipped} calls, the first of them "
+        how = (
+            "in earlier rounds of these calls, it comes before what "
+            f"{'they called' if len(skip.ranks) > 1 else 'it called'} instead"
+            if skip.is_by_rounds
+            else f"{'their' if len(skip.ranks) > 1 else 'its'} next calls are those which the "
+            "other ranks made after it"
+        )
+        return (
+            f"{who[:1].upper()}{who[1:]} skipped {several}{_called(call)} on {skip.seen.label} "
+            f"({_ranks(skip.others)}: {_short(call.line)}): {how}."
+        )
+
+    @staticmethod
+    def _before(one: Stuck) -> str:
+        """Return what ranks of each kind called before a mismatch, and how often its lines."""
+        kinds = next(iter(one.differing.values()))
+        shown = [ranks[0] for ranks in kinds.values() if ranks[0] in one.histories][:_SHOWN_STEPS]
+        before = {
+            rank: call
+            for rank in shown
+            for call in one.histories[rank]
+            if call.number == one.call.number - 1
+        }
+        there = (call for rank in shown for call in one.histories[rank])
+        lines = dict.fromkeys(c.line for c in there if c.number == one.call.number and c.line)
+        counts = {rank: Counter(call.line for call in one.histories[rank]) for rank in shown}
+        said = "; ".join(f"rank {r} called {_called(c)}{_at(c.line)}" for r, c in before.items())
+        often = "; ".join(
+            f"{_short(line)} "
+            + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
+            for line in lines
+        )
+        return (f" Before, {said}." if said else "") + (
+            f" Recorded calls at these lines: {often}." if often else ""
         )
 
     def _who_is_missing(self, one: Stuck) -> str:
@@ -424,6 +476,20 @@ _WITHOUT_RECORD = {
 
 def _data(call: Call) -> dict[str, Any]:
     return {**call._asdict(), "dtype": _dtype(call.dtype)}
+
+
+def _skip_data(skip: Skip) -> dict[str, Any]:
+    return {
+        "ranks": skip.ranks,
+        "others": skip.others,
+        "call": _data(skip.call),
+        "n_skipped": skip.n_skipped,
+        "is_by_rounds": skip.is_by_rounds,
+    }
+
+
+def _tensors(call: Call) -> str:
+    return " ".join(filter(None, (_dtype(call.dtype), shapes_in_words(call.shapes))))
 
 
 def _called(call: Call) -> str:

@@ -79,6 +79,26 @@ class Missing(NamedTuple):
     is_cut: bool = False
 
 
+class Skip(NamedTuple):
+    """A call that ranks skipped, by what they and the others called before and after.
+
+    Attributes:
+        ranks: ranks that skipped it.
+        others: ranks that called it.
+        call: the call of these; of several skipped ones, the first.
+        seen: its group.
+        n_skipped: how many calls were skipped; None if it may be several numbers.
+        is_by_rounds: whether earlier rounds of the same calls show it; otherwise, later calls do.
+    """
+
+    ranks: list[int]
+    others: list[int]
+    call: Call
+    seen: GroupSeen
+    n_skipped: int | None
+    is_by_rounds: bool
+
+
 @dataclass
 class Stuck:
     """A call that ranks of a process group are stuck in.
@@ -104,6 +124,8 @@ class Stuck:
             last on the first. Empty if this one is in no deadlock.
         via: if it follows: a rank that it waits for, and the name of the stuck call which that rank
             waits in, on the way to the cause.
+        skip: call that ranks skipped; None if that is not sure, or was not examined.
+        histories: of a mismatch, the recorded collectives of some ranks in the group, by rank.
     """
 
     name: str
@@ -122,6 +144,8 @@ class Stuck:
     waits_on: list[str] = field(default_factory=list)
     cycle: list[str] = field(default_factory=list)
     via: tuple[int, str] | None = None
+    skip: Skip | None = None
+    histories: dict[int, list[Call]] = field(default_factory=dict)
 
     @property
     def awaited(self) -> Iterator[Missing]:

@@ -25,8 +25,9 @@ from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
 
 from .live import Alarm, FrameKey, live_coordinates, record_here, waits_in_frames
-from .records import Call, GroupSeen, RankRecord
+from .records import KEPT, Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
+from .skips import find_skips
 from .verdicts import Cause, Stuck, find_stuck
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
 _SECONDS_TO_STOP = 2.0
 _SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # for the other ranks, at an alarm
+_HISTORY = 512  # completed collectives of each group, for which ranks look for a skipped one
 _SECONDS_TO_KEEP = 120.0  # keys in the store that a rank wrote at an alarm
 
 
@@ -328,8 +330,8 @@ class _WatchedWorld:
             if self._is_stuck(call) and _identity(call) not in self._reported
         ]
 
-    def _record(self, *, with_lines: bool) -> RankRecord:
-        return record_here(self.world.rank, self._waits, with_lines=with_lines)
+    def _record(self, *, with_lines: bool, n_kept: int = KEPT) -> RankRecord:
+        return record_here(self.world.rank, self._waits, with_lines=with_lines, n_kept=n_kept)
 
     def _is_stuck(self, call: Call) -> bool:
         return time.time() - call.since >= self._seconds
@@ -342,6 +344,9 @@ class _WatchedWorld:
         self._remove_old_keys(alarm.store)
         now = time.monotonic()
         self._own_keys += [(now, key) for key in alarm.answer(record)]
+        history = self._record(with_lines=True, n_kept=_HISTORY)
+        if record.pending():
+            self._own_keys.append((now, alarm.write_history(history)))
         # After this time, the other ranks have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
@@ -392,6 +397,7 @@ class _WatchedWorld:
             return
         # Pairs of ranks in a group may be stuck for different causes.
         about = [own, *(one for one in stuck if one is not own and _goes_with(one, own))]
+        find_skips(about, stuck, alarm.history)
         formatter = ReportFormatter(live_coordinates, NoRecord.NO_ANSWER)
         text, data = formatter.text(stuck, about), formatter.data(stuck, about)
         alarm.store.write(alarm.verdict_key(group, record), json.dumps([text, data]))
