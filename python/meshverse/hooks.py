@@ -9,7 +9,7 @@ a change of the core can break.
 - `Rendezvous`: ranks wait for each other through the store, and exchange texts.
 - `WorldUniverses`, `universes_here`: the universes of a world.
 - `GroupRequest`: the ranks of a process group.
-- `find_group_optional`, `root_coordinate`: the axes of a group by c10d's name; a rank's coordinate.
+- `find_group_optional`, `finest_coordinate`: the axes of a group by c10d's name; a rank's coordinate.
 - `check_timeout`: raises unless it is a positive timedelta.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from .agreement import Rendezvous
 from .groups.request import GroupRequest
 from .options.group_options import check_timeout
-from .universe.find_group import find_group_optional, root_coordinate
+from .universe.find_group import find_group_optional, finest_coordinate
 from .universe.registry import WorldUniverses, universes_here
 from .world.run_store import RunStore
 from .world.world import World, WorldState, on_world_started
@@ -32,7 +32,7 @@ __all__ = [
     "WorldUniverses",
     "check_timeout",
     "find_group_optional",
+    "finest_coordinate",
     "on_world_started",
-    "root_coordinate",
     "universes_here",
 ]

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from helpers.worlds import FakeWorld, fake_world, in_worlds
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, find_group, init_device_mesh
+from meshverse.hang.live import live_coordinates
 from meshverse.hang.named_groups import MeshNames
 from meshverse.hang.records import GroupSeen, RankRecord
 
@@ -56,3 +57,17 @@ def test_a_group_that_is_not_of_the_universe_keeps_what_its_dump_says(world) -> 
     names.name({0: record})
     assert record.groups["7"] == seen["7"]
     assert list(record.groups["0"].ranks) == list(range(8))
+
+
+def test_a_rank_is_named_by_the_mesh_with_the_most_axes() -> None:
+    with fake_world(4, 0):
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        data = world.unflatten("world", (2, 2), ("batch", "model"))
+        mesh = world.unflatten("world", (2, 1, 2), ("fsdp", "cp", "tp"))
+        again = world.unflatten("world", (2, 2, 1), ("a", "b", "c"))
+        assert live_coordinates(3) == {"fsdp": 1, "cp": 0, "tp": 1}
+        assert find_group(mesh.get_group("tp").group_name).coordinate == dict(fsdp=0, cp=0, tp=0)
+        names = MeshNames(json.loads(world.universe.explain().to_json()))
+        assert names.coordinates(3) == {"fsdp": 1, "cp": 0, "tp": 1}
+        assert live_coordinates(4) == names.coordinates(4) == {}
+        del data, mesh, again

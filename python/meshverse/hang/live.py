@@ -19,7 +19,7 @@ from meshverse._torch_compat.flight_recorder import (
     stands_in_p2p,
     wait_of_frame,
 )
-from meshverse.hooks import RunStore, find_group_optional, root_coordinate, universes_here
+from meshverse.hooks import RunStore, finest_coordinate, find_group_optional, universes_here
 
 from .records import (
     KEPT,
@@ -93,11 +93,11 @@ def _name_groups(record: RankRecord) -> None:
 
 
 def live_coordinates(rank: int) -> dict[str, int]:
-    """Return a rank's coordinates in the root mesh of the first universe that has it; else {}."""
+    """Return a rank's coordinates in the first universe that has it, by its most axes; else {}."""
     for universe in universes_here():
         position = universe.rank_map.position_of(rank)
-        if position is not None and universe.root is not None:
-            return root_coordinate(universe, position)
+        if found := finest_coordinate(universe, position):
+            return found
     return {}
 
 

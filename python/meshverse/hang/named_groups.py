@@ -94,11 +94,11 @@ class MeshNames:
             raise ValueError(f"{file}: {error}. Pass a file with that JSON.") from None
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinates in the first mesh over all ranks; {} if it is not in it."""
+        """Return a rank's coordinates in the mesh with the most axes; {} if it is not in it."""
         position = self._rank_map.position_of(rank)
         if position is None or not self._views:
             return {}
-        names, layout = self._views[0]
+        names, layout = max(self._views, key=lambda view: len(view[0]))  # of several, the first
         return dict(zip(names, layout.coordinate(position), strict=True))
 
     def name(self, records: Mapping[int, RankRecord]) -> None:

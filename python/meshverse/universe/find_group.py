@@ -17,8 +17,8 @@ class FoundGroup(NamedTuple):
         name: c10d's name of the group.
         axes: names of all axes that have requested it, the first one first.
         ranks: global ranks, in group-rank order.
-        coordinate: this rank's coordinate in the universe's first mesh, by axis name; {} if it is
-            not in that mesh.
+        coordinate: this rank's coordinate, by axis name, in the universe's mesh over all its ranks
+            with the most axes, of several the first; {} if it is not in that mesh.
         universe: universe whose axes these are: of several, the one that created groups first.
     """
 
@@ -64,15 +64,20 @@ def find_group_optional(name: str) -> FoundGroup | None:
         ref = universe.groups.find(name)
         if ref is not None and ref.requests:
             ranks = tuple(ref.request.my_ranks())
-            coordinate = root_coordinate(universe, ref.request.position)
+            coordinate = finest_coordinate(universe, ref.request.position)
             return FoundGroup(name, tuple(ref.requests), ranks, coordinate, universe)
     return None
 
 
-def root_coordinate(universe: Universe, position: int | None) -> dict[str, int]:
-    """Return the coordinate of a position in a universe's first mesh; {} if it is in none."""
-    root = universe.root
-    if position is None or root is None:
+def finest_coordinate(universe: Universe, position: int | None) -> dict[str, int]:
+    """Return the coordinate of a position in a universe's mesh with the most axes; {} if in none.
+
+    It is a mesh over all ranks of the universe, of several the first: a root of one axis with views
+    says less than these.
+    """
+    meshes = (mesh._description for mesh in universe.meshes)
+    whole = [what for what in meshes if what.layout.size == universe.size]
+    if position is None or not whole:
         return {}
-    what = root._description
+    what = max(whole, key=lambda what: len(what.layout))
     return dict(zip(what.labels, what.layout.coordinate(position), strict=True))
