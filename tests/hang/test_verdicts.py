@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshverse import Hang
 from meshverse.hang.records import ANY_SOURCE, Call, GroupSeen, RankRecord
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, Stuck, find_stuck
@@ -230,6 +232,13 @@ def test_in_a_group_of_two_a_receive_from_any_rank_waits_for_the_other_one() -> 
     assert "a recv without its send: rank 6 has not called it" in _verdict([found])
     calls[6] = [_p2p("recv", 0)]
     assert {one.cause for one in find_stuck(_records({"pp": (4, 6)}, calls))} == {Cause.DEADLOCK}
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_the_guide_and_the_docstring_list_each_cause(cause: Cause) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "hangs.md"
+    assert f"\n| `{cause.value}` | " in guide.read_text(encoding="utf-8")
+    assert f'"{cause.value}"' in (Hang.__doc__ or "")
 
 
 # --- any program ----------------------------------------------------------------------------------

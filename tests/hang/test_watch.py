@@ -151,9 +151,9 @@ def test_a_call_that_ended_is_named_as_in_the_report(caplog, monkeypatch) -> Non
         watched._log_ended()
     names = [line.getMessage().partition(" is no longer stuck, 90 s")[0] for line in caplog.records]
     assert names == [
-        "recv on axis pp, ranks 1, 3 (tp=1)",
-        "recv on the default group, ranks 1, 2",
-        "all_reduce number 5 on 9",
+        "Rank 1: recv on axis pp, ranks 1, 3 (tp=1)",
+        "Rank 1: recv on the default group, ranks 1, 2",
+        "Rank 1: all_reduce number 5 on 9",
     ]
 
 
@@ -175,6 +175,8 @@ def test_a_rank_alone_says_of_the_others_that_it_could_not_ask_them(caplog, monk
         watched._report_alone(pending)
     (hang,) = heard
     assert hang.text in caplog.text
+    (logged,) = caplog.records
+    assert logged.getMessage().startswith("Rank 1: A collective is stuck, and ranks cannot ")
     assert "sign of life" not in hang.text
     assert "has not called it" not in hang.text
     assert "missing:       ranks 0, 2, 3, whose records could not be read" in hang.text
@@ -258,7 +260,7 @@ def _stuck_twice() -> list[str]:
 def test_a_second_world_is_watched_too_and_a_callback_may_fail(crew: Crew) -> None:
     lines, others = crew.run(_stuck_twice, world_size=2)
     assert [line.partition("\n")[0] for line in lines if "no longer stuck" not in line] == [
-        "A collective is stuck.",
+        "Rank 0: A collective is stuck.",
         "on_stuck= of meshverse.watch() failed",
     ] * 2
     assert "rank 1" in lines[0]
@@ -290,7 +292,7 @@ def test_a_receive_right_after_one_that_was_reported_is_reported_too(crew: Crew)
     kept = [line for line in lines if line.startswith("Stuck:") or "no longer stuck" in line]
     for peer, (stuck, ended) in enumerate([kept[:2], kept[2:]], start=1):
         assert stuck.startswith(f"Stuck: recv on the default group, ranks 0, {peer}, for ")
-        assert ended.startswith(f"recv on the default group, ranks 0, {peer} is no longer stuck, ")
+        assert ended.startswith(f"Rank 0: recv on the default group, ranks 0, {peer} is no longer stuck, ")
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:

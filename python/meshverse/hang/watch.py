@@ -54,7 +54,8 @@ class Hang:
 
     Attributes:
         text: verdict, as it is logged.
-        groups: the same as data: for each reported group, its ranks, call, and missing ranks.
+        groups: the same as data: for each reported group, its ranks, call, missing ranks, and cause:
+            "deadlock", "mismatch", "missing", "partner", "late", "unknown" or "follows".
         is_logged_here: whether this rank logs the verdict. One rank of the group does; without the
             store, each rank logs its own.
     """
@@ -156,8 +157,8 @@ def watch(
         seconds: time after which a collective, send or receive counts as stuck, from 1 s to 7 days;
             None ends the watch.
         on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
-            the thread of the watch: for example to abort, or to page somebody. Its errors are
-            logged.
+            the thread of the watch: for example to end the job, or to page somebody. It does not
+            run on the ranks that these wait for. Its errors are logged.
 
     Returns:
         The watch, which replaces an earlier one; `stop()` ends it. None for `seconds=None`.
@@ -406,7 +407,7 @@ class _WatchedWorld:
         is_first = any(one.name == first for one in stuck if one.group == group)
         is_cause = own.cause is not Cause.FOLLOWS and is_first
         level = logging.ERROR if is_cause else logging.INFO
-        _log.log(level, "A collective is stuck.\n%s", text)
+        _log.log(level, "Rank %d: A collective is stuck.\n%s", self.world.rank, text)
         self._call(Hang(text, data, True))
 
     def _pass_on_verdicts(self, store: RunStore) -> None:
@@ -435,7 +436,8 @@ class _WatchedWorld:
             self._reported[_identity(call)] = _Reported(_in_words(call, record), call.since, True)
         text = formatter.text(found)
         _log.error(
-            "A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
+            "Rank %d: A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
+            self.world.rank,
             self._why_alone or "this world has no store for all ranks",
             text,
         )
@@ -458,8 +460,9 @@ class _WatchedWorld:
             del self._reported[identity]
             if reported.is_reporter:
                 _log.warning(
-                    "%s is no longer stuck, %.0f s after it was called: it completed, or its "
-                    "process group ended.",
+                    "Rank %d: %s is no longer stuck, %.0f s after it was called: it completed, or "
+                    "its process group ended.",
+                    self.world.rank,
                     reported.what,
                     time.time() - reported.since,
                 )
